@@ -1,0 +1,121 @@
+"""The errors of nbaccel, drawn as a tree; raised in the kernel and in ranks alike.
+
+    NbaccelError
+    ├── LaunchRefused            nothing was started; the notebook is as it was
+    │   ├── CannotFork           the kernel's state would break forked ranks
+    │   ├── CannotSend           a name of the notebook cannot travel to the ranks
+    │   ├── NoSuchDevice         more processes or other devices were asked for than there are
+    │   └── NestedLaunch         a rank tried to launch ranks
+    ├── RanksFailed              ranks were started and one of them failed; knows rank and world_size
+    │   └── RankDied             the process ended without a word: a signal or an exit code
+    ├── ResultsMissing           the run is over, but a name of --out did not come back
+    ├── NoInput                  code in a rank asked for keyboard input
+    ├── NotPrepared              several ranks, and a model that would train separately in each
+    └── CollectiveMismatch       ranks called different collectives, or with different shapes
+
+A message says what happened, where (rank, cell, step), the numbers with units, and the next move.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CannotFork",
+    "CannotSend",
+    "CollectiveMismatch",
+    "LaunchRefused",
+    "NbaccelError",
+    "NestedLaunch",
+    "NoInput",
+    "NoSuchDevice",
+    "NotPrepared",
+    "RankDied",
+    "RanksFailed",
+    "ResultsMissing",
+    "RunStopped",
+]
+
+
+class NbaccelError(Exception):
+    """Base of every error that nbaccel itself raises."""
+
+
+class LaunchRefused(NbaccelError):
+    """No rank was started; the message says why and what to do."""
+
+
+class CannotFork(LaunchRefused):
+    """Forked ranks could not work, and ``start_method="fork"`` was asked for."""
+
+
+class CannotSend(LaunchRefused):
+    """Names that the ranks need cannot be pickled.
+
+    names: each name with the reason, ``{"log_file": "TextIOWrapper cannot be pickled"}``.
+    """
+
+    def __init__(self, message: str, names: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.names = dict(names or {})
+
+
+class NoSuchDevice(LaunchRefused):
+    """More processes than devices, or a device that this machine does not have."""
+
+
+class NestedLaunch(LaunchRefused):
+    """A rank tried to start ranks of its own."""
+
+
+class RanksFailed(NbaccelError):
+    """A rank failed after the start.
+
+    rank: the first rank that failed, by the kernel's clock.
+    world_size: how many ranks the run had.
+    """
+
+    def __init__(self, message: str, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.world_size = world_size
+
+
+class RankDied(RanksFailed):
+    """A rank's process ended without reporting anything.
+
+    exit_code: as ``subprocess`` counts, negative for a signal (-9 is SIGKILL).
+    """
+
+    def __init__(self, message: str, rank: int = 0, world_size: int = 1, exit_code: int = 0) -> None:
+        super().__init__(message, rank, world_size)
+        self.exit_code = exit_code
+
+
+class ResultsMissing(NbaccelError):
+    """A name of ``--out`` was not there at the end of the cell, or could not be sent.
+
+    names: each missing name with the reason.
+    """
+
+    def __init__(self, message: str, names: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.names = dict(names or {})
+
+
+class NoInput(NbaccelError):
+    """``input``, ``getpass`` or a debugger was called in a rank, where nobody can type."""
+
+
+class NotPrepared(NbaccelError):
+    """More than one rank, and the model was not prepared: each rank would train its own."""
+
+
+class CollectiveMismatch(NbaccelError):
+    """Ranks met in one collective with different operations, dtypes or shapes."""
+
+
+class RunStopped(KeyboardInterrupt):
+    """Raised inside a rank at a step boundary after the user asked the run to stop.
+
+    It is a ``KeyboardInterrupt``, so ``except KeyboardInterrupt`` and ``finally`` in the user's loop work as
+    they do in one process; every rank gets it before the same step.
+    """

@@ -1,0 +1,87 @@
+"""RunSettings: what was chosen for a run, and which choice wins. Built in the kernel, read again in ranks.
+
+A field that is None was not chosen. `over` stacks choices: explicit code over cell flag over panel over
+configuration file over automatic. Ranks find the kernel's choice in their environment, under the names that
+programs written for Accelerate read too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+__all__ = ["PRECISIONS", "RunSettings"]
+
+PRECISIONS = ("no", "fp16", "bf16")
+
+_TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Choices that hold for every rank of a run.
+
+    mixed_precision: "no", "fp16" or "bf16"; never "auto", which the kernel resolves before the launch.
+    gradient_accumulation_steps: batches per optimizer step.
+    seed: shared seed of the data order; rank r's generators start at seed + r.
+    cpu: stay on the CPU although the machine has devices.
+    debug: check every collective, not only the first ones.
+
+    >>> RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
+    RunSettings(mixed_precision='fp16', gradient_accumulation_steps=None, seed=7, cpu=None, debug=None)
+    """
+
+    mixed_precision: str | None = None
+    gradient_accumulation_steps: int | None = None
+    seed: int | None = None
+    cpu: bool | None = None
+    debug: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
+            raise ValueError(
+                f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, got {self.mixed_precision!r}"
+            )
+        steps = self.gradient_accumulation_steps
+        if steps is not None and steps < 1:
+            raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}")
+
+    def over(self, weaker: RunSettings) -> RunSettings:
+        """These choices, and `weaker`'s where these say nothing."""
+        return RunSettings(
+            **{
+                field.name: mine if (mine := getattr(self, field.name)) is not None else getattr(weaker, field.name)
+                for field in fields(self)
+            }
+        )
+
+    def environ(self) -> dict[str, str]:
+        """The variables that carry these choices into a rank; Accelerate reads the first four itself."""
+        variables = {
+            "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": self.gradient_accumulation_steps,
+            "ACCELERATE_USE_CPU": None if self.cpu is None else str(self.cpu).lower(),
+            "ACCELERATE_DEBUG_MODE": None if self.debug is None else str(int(self.debug)),
+            "NBACCEL_SEED": self.seed,
+        }
+        return {name: str(value) for name, value in variables.items() if value is not None}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> RunSettings:
+        """The choices that a launcher left in the environment; none where there was no launcher."""
+        env = os.environ if environ is None else environ
+
+        def flag(name: str) -> bool | None:
+            return None if name not in env else env[name].strip().lower() in _TRUE
+
+        def number(name: str) -> int | None:
+            return int(env[name]) if env.get(name) else None
+
+        return cls(
+            mixed_precision=(env.get("ACCELERATE_MIXED_PRECISION") or "").lower() or None,
+            gradient_accumulation_steps=number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+            seed=number("NBACCEL_SEED"),
+            cpu=flag("ACCELERATE_USE_CPU"),
+            debug=flag("ACCELERATE_DEBUG_MODE"),
+        )
