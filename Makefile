@@ -1,0 +1,59 @@
+# Two commands: `make demo` watches a real notebook train, `make test` proves it. Both start from a fresh clone
+# with Python >= 3.11, pip and make; stamp files keep a second run from installing anything again.
+
+PYTHON ?= python3
+PYTEST_ARGS ?= -m "not gpu"
+
+VENV := .venv
+COLAB := .venv-colab
+
+.PHONY: demo test format lint types unit coverage clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/nbaccel demo
+
+test: format lint types unit
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check .
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+
+types: $(VENV)/.dev
+	$(VENV)/bin/mypy
+
+# pytest itself fails when it finds no test.
+unit: $(VENV)/.dev $(COLAB)/.stamp
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+coverage: $(VENV)/.dev $(COLAB)/.stamp
+	$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m coverage combine --quiet
+	$(VENV)/bin/python -m coverage report --skip-covered
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	touch $(VENV)/.demo $@
+
+# The notebook tests also run under the front-end packages of Colab. torch, numpy and the rest are not installed
+# twice: a .pth file appends the first environment, and what pip installs here comes before it.
+$(COLAB)/.stamp: $(VENV)/.dev constraints-colab.txt
+	rm -rf $(COLAB)
+	$(VENV)/bin/python -m venv $(COLAB)
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$($(COLAB)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(COLAB)/bin/python -m pip install --quiet -c constraints.txt -r constraints-colab.txt -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(COLAB) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

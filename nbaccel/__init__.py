@@ -1,0 +1,62 @@
+"""nbaccel: train on every device of the machine from a notebook cell. The public names; they live in the rooms.
+
+Importing it costs milliseconds and touches neither torch nor IPython nor a device: a name is loaded from its
+module when it is first asked for. `%load_ext nbaccel` gives the notebook `%%accelerate` and `%accelerate`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Accelerator": "nbaccel.train.accelerator",
+    "CannotFork": "nbaccel.errors",
+    "CannotSend": "nbaccel.errors",
+    "CollectiveMismatch": "nbaccel.errors",
+    "LaunchRefused": "nbaccel.errors",
+    "NbaccelError": "nbaccel.errors",
+    "NestedLaunch": "nbaccel.errors",
+    "NoInput": "nbaccel.errors",
+    "NoSuchDevice": "nbaccel.errors",
+    "NotPrepared": "nbaccel.errors",
+    "PartialState": "nbaccel.train.state",
+    "RankDied": "nbaccel.errors",
+    "RanksFailed": "nbaccel.errors",
+    "ResultsMissing": "nbaccel.errors",
+    "Run": "nbaccel.launch.launcher",
+    "RunSettings": "nbaccel.settings",
+    "RunStopped": "nbaccel.errors",
+    "World": "nbaccel.world",
+    "debug_launcher": "nbaccel.launch.launcher",
+    "launch": "nbaccel.launch.launcher",
+    "notebook_launcher": "nbaccel.launch.launcher",
+}
+"""Each public name and the module that defines it."""
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module, once."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "load_ipython_extension"]
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """`%load_ext nbaccel`: register the magics with this notebook."""
+    from nbaccel.notebook.magics import register
+
+    register(ipython)

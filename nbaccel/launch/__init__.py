@@ -1,0 +1,1 @@
+"""The room that starts, feeds, interrupts and buries processes; it runs any torch code, ours or not."""

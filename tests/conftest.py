@@ -1,0 +1,80 @@
+"""What holds for every test: it leaves nothing behind. And the environments that notebook tests run in."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from environments import ENVIRONMENTS, REPOSITORY, Environment
+from leftovers import MARK, Processes
+
+# Programs that we start carry this variable, and so does everything that they start.
+os.environ[MARK] = str(os.getpid())
+
+_CACHES = frozenset({".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__"})
+
+
+@pytest.fixture(params=ENVIRONMENTS, ids=lambda environment: environment.name)
+def environment(request: pytest.FixtureRequest) -> Environment:
+    """Each environment in turn: the newest front-end packages, then Colab's."""
+    if not request.param.exists:
+        pytest.skip(f"{request.param.python} is not there; `make test` builds it")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that left a process, a thread, a variable, a process group or a file in the repository."""
+    processes = Processes.now()
+    threads = set(threading.enumerate())
+    environ = _environ()
+    files = _files()
+    yield
+    complaints = [
+        *(f"process {process}" for process in processes.end_new_ones(patience_s=2)),
+        *(f"thread {thread.name}" for thread in _new_threads(threads, patience_s=1)),
+        *(f"environment variable {name}" for name in _restore_environ(environ)),
+        *(f"file {name} in the repository's root" for name in sorted(_files() - files)),
+        *_process_groups(),
+    ]
+    if complaints:
+        pytest.fail("left behind: " + "; ".join(complaints), pytrace=False)
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _restore_environ(before: dict[str, str]) -> list[str]:
+    """Names that a test added, changed or removed; they are put back for the next one."""
+    after = _environ()
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return changed
+
+
+def _new_threads(before: set[threading.Thread], patience_s: float) -> list[threading.Thread]:
+    """Non-daemon threads that a test started and that do not end by themselves."""
+    new = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in new:
+        thread.join(patience_s)
+    return [thread for thread in new if thread.is_alive()]
+
+
+def _process_groups() -> list[str]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return []
+    distributed.destroy_process_group()
+    return ["an initialised process group"]
+
+
+def _files() -> set[str]:
+    return {name for name in os.listdir(REPOSITORY) if name not in _CACHES and not name.startswith(".coverage")}

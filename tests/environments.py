@@ -1,0 +1,56 @@
+"""The environments that notebook tests run in: the newest front-end packages, and those of Colab.
+
+`make` builds both. They share one torch; what differs is IPython, ipykernel, ipywidgets and their neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A Python with its own front-end packages.
+
+    name: "newest" or "colab".  python: its interpreter.
+    """
+
+    name: str
+    python: Path
+
+    @property
+    def exists(self) -> bool:
+        return self.python.exists()
+
+    @property
+    def kernel_argv(self) -> list[str]:
+        """The command that starts a kernel here, as a kernel specification spells it."""
+        return [str(self.python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+
+    def kernel_manager(self, **traits: Any) -> Any:
+        """A manager, not started yet, whose kernel will run in this environment."""
+        from jupyter_client import KernelManager
+        from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+
+        spec = KernelSpec(argv=self.kernel_argv, display_name=self.name, language="python")
+
+        class OnlyThisKernel(KernelSpecManager):
+            def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+                return spec
+
+        return KernelManager(kernel_spec_manager=OnlyThisKernel(), **traits)
+
+    def environ(self, **changes: str) -> dict[str, str]:
+        """This process's environment with `changes`, for a program that runs here."""
+        return {**os.environ, **changes}
+
+
+NEWEST = Environment("newest", Path(sys.executable))
+COLAB = Environment("colab", REPOSITORY / ".venv-colab" / "bin" / "python")
+ENVIRONMENTS = (NEWEST, COLAB)

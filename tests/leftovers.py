@@ -1,0 +1,86 @@
+"""Which processes a test left behind: its children, and what got away from it. Reads /proc; about a millisecond.
+
+A process is ours when its environment carries our mark (a program that we, or a child of ours, started) or
+when its stack begins where ours does (a fork of this very process; the kernel draws that address at each
+exec). Both hold for orphans, which no parent number leads back to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "NBACCEL_TEST_SESSION"
+
+_PROC = Path("/proc")
+_PARENT, _STACK_START = 1, 25  # positions in /proc/*/stat counted from the state, proc(5)
+_LIVE_ON = ("multiprocessing.resource_tracker",)
+"""Programs that serve the whole test session and end with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes of this machine at one moment."""
+
+    pids: frozenset[int]
+
+    @classmethod
+    def now(cls) -> Processes:
+        return cls(frozenset(int(name) for name in os.listdir(_PROC) if name.isdigit()))
+
+    def end_new_ones(self, patience_s: float) -> list[str]:
+        """Processes of ours that were not there before and stay; they are killed, so that the next test is fair."""
+        deadline = time.monotonic() + patience_s
+        while (left := self._new_ones()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # the last resort: a process that is not our child cannot be waited for
+        for pid in left:
+            _kill(pid)
+        return list(left.values())
+
+    def _new_ones(self) -> dict[int, str]:
+        """Process id to description."""
+        found = {pid: _describe(pid) for pid in Processes.now().pids - self.pids if _is_ours(pid)}
+        return {pid: text for pid, text in found.items() if not any(program in text for program in _LIVE_ON)}
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty when the process is gone."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _is_ours(pid: int) -> bool:
+    fields = _stat(pid)
+    if not fields:
+        return False
+    if int(fields[_PARENT]) == os.getpid():
+        return True
+    if fields[0] == "Z":  # an orphan that has ended already; init will collect it
+        return False
+    if fields[_STACK_START] == _stat("self")[_STACK_START] != "0":
+        return True
+    try:
+        return f"{MARK}={os.getpid()}".encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _describe(pid: int) -> str:
+    try:
+        command = (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = ""
+    return f"{pid} ({command[:120] or 'ended, never waited for'})"
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass

@@ -1,0 +1,76 @@
+"""The guard of every test finds what it is there to find: orphans, forks, programs; and is cheap."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from leftovers import Processes
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def test_a_running_child_is_found_and_ended() -> None:
+    before = Processes.now()
+    child = subprocess.Popen([sys.executable, "-S", "-c", SLEEP])
+    (left,) = before.end_new_ones(patience_s=0.1)
+    assert left.startswith(str(child.pid))
+    child.returncode = -9  # the guard has waited for it already
+
+
+def test_a_child_that_nobody_waited_for_is_found() -> None:
+    before = Processes.now()
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    assert before.end_new_ones(patience_s=0.1) == [f"{pid} (ended, never waited for)"]
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_an_orphaned_fork_is_found(own_session: bool) -> None:
+    before = Processes.now()
+    reader, writer = os.pipe()
+    if (middle := os.fork()) == 0:
+        if own_session:
+            os.setsid()
+        if (orphan := os.fork()) != 0:
+            os.write(writer, str(orphan).encode())
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    os.waitpid(middle, 0)
+    orphan = os.read(reader, 20).decode()
+    os.close(reader)
+    os.close(writer)
+    assert [text.partition(" ")[0] for text in before.end_new_ones(patience_s=0.1)] == [orphan]
+
+
+def orphaned_program(code: str) -> str:
+    """The process id of a program whose parent has ended."""
+    start = f"""if True:
+        import subprocess, sys
+        print(subprocess.Popen([sys.executable, "-S", "-c", {code!r}], stdout=subprocess.DEVNULL).pid)
+    """
+    parent = subprocess.run([sys.executable, "-S", "-c", start], stdout=subprocess.PIPE, text=True, check=True)
+    return parent.stdout.strip()
+
+
+def test_an_orphaned_program_is_found() -> None:
+    before = Processes.now()
+    orphan = orphaned_program(SLEEP)
+    assert [text.partition(" ")[0] for text in before.end_new_ones(patience_s=0.1)] == [orphan]
+
+
+def test_an_orphan_that_is_about_to_end_gets_the_time() -> None:
+    before = Processes.now()
+    orphaned_program("import time; time.sleep(0.1)")
+    assert before.end_new_ones(patience_s=5) == []
+
+
+def test_looking_takes_about_a_millisecond() -> None:
+    start = time.perf_counter()
+    for _ in range(20):
+        Processes.now().end_new_ones(patience_s=0)
+    assert (time.perf_counter() - start) / 20 < 0.02  # generous: other tests may be running on this machine
