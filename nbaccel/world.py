@@ -43,7 +43,9 @@ class World:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must lie in 0..{self.world_size - 1} (world_size {self.world_size}), got {self.rank}")
+            raise ValueError(
+                f"rank must lie in 0..{self.world_size - 1} (world_size {self.world_size}), got {self.rank}"
+            )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise ValueError(
                 f"local_rank {self.local_rank} of local_world_size {self.local_world_size} "
