@@ -34,19 +34,20 @@ _HOME = {
     "RunStopped": "nbaccel.errors",
     "World": "nbaccel.world",
     "debug_launcher": "nbaccel.launch.launcher",
-    "launch": "nbaccel.launch.launcher",
+    "launch": "nbaccel.launch",
     "notebook_launcher": "nbaccel.launch.launcher",
 }
-"""Each public name and the module that defines it."""
+"""Each public name and the module that defines it, or is it."""
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module, once."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    home = import_module(_HOME[name])
+    value = home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)  # `launch` is a room, called
     globals()[name] = value
     return value
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from environments import ENVIRONMENTS, REPOSITORY, Environment
 from leftovers import MARK, Processes
 

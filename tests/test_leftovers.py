@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+
 from leftovers import Processes
 
 SLEEP = "import time; time.sleep(60)"

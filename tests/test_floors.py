@@ -1,0 +1,202 @@
+"""The house stands: imports point down only, and what only a few files may do is done only there.
+
+The sources are read, not imported: an import inside a function counts, and so does a string in a registry that
+names one of our modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from environments import REPOSITORY
+
+PACKAGE = REPOSITORY / "nbaccel"
+
+FLOORS = {
+    **dict.fromkeys(["errors", "world", "settings", "events", "failures", "hardware"], 0),
+    **dict.fromkeys(["train", "launch", "trackers"], 1),
+    "notebook": 2,
+    **dict.fromkeys(["", "utils", "logging", "cli", "testing"], 3),  # "" is nbaccel/__init__.py
+}
+"""Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top, which
+are made of single files, also see their neighbours."""
+
+OPEN_FLOORS = (0, 3)
+
+READS_ENVIRONMENT = {
+    "world.py": "what launchers set",
+    "settings.py": "what was chosen for a run",
+    "hardware.py": "which devices are visible, and on which platform",
+}
+
+PRINTS = {
+    "cli.py": "a command answers by printing",
+    "train/state.py": "`accelerator.print` is print",
+}
+
+A_MODULE = re.compile(r"nbaccel(\.[A-Za-z_]\w*)+(:\w+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package.
+
+    name: its path inside the package, "train/oom.py".
+    """
+
+    name: str
+    tree: ast.Module
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        return cls(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"), str(path)))
+
+    @property
+    def module(self) -> str:
+        parts = ["nbaccel", *self.name.removesuffix(".py").split("/")]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def arrows(self) -> Iterator[tuple[int, str]]:
+        """Line and module for every module of ours that this file imports or names."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "nbaccel")
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                if base.split(".")[0] == "nbaccel":
+                    yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and A_MODULE.fullmatch(node.value):
+                yield node.lineno, node.value.partition(":")[0]
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        here = self.module.split(".")
+        package = here if self.name.endswith("__init__.py") else here[:-1]
+        return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+
+
+SOURCES = [Source.read(path) for path in sorted(PACKAGE.rglob("*.py"))]
+every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+
+
+def part(module: str) -> str:
+    """The part of the house that a module belongs to; public names belong to the roof."""
+    name = module.split(".")[1] if "." in module else ""
+    return name if name in FLOORS else ""
+
+
+def is_allowed(arrow_from: str, arrow_to: str) -> bool:
+    here, there = part(arrow_from), part(arrow_to)
+    if here == there:
+        return True
+    return FLOORS[there] < FLOORS[here] or (FLOORS[here] == FLOORS[there] and FLOORS[here] in OPEN_FLOORS)
+
+
+@every_source
+def test_every_file_has_a_floor(source: Source) -> None:
+    assert source.module == "nbaccel" or source.module.split(".")[1] in FLOORS, (
+        f"{source.name} is on no floor: put it into a room, or draw its floor here and in the README"
+    )
+
+
+@every_source
+def test_no_arrow_points_up_or_sideways(source: Source) -> None:
+    wrong = [f"line {line}: {target}" for line, target in source.arrows() if not is_allowed(source.module, target)]
+    assert not wrong, f"{source.name} (floor {FLOORS[part(source.module)]}) names what it may not know: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "allowed"),
+    [
+        ("nbaccel.train.oom", "nbaccel.events", True),
+        ("nbaccel.train.oom", "nbaccel.train.memory", True),
+        ("nbaccel.notebook.magics", "nbaccel.launch.spec", True),
+        ("nbaccel.failures", "nbaccel.errors", True),
+        ("nbaccel.cli", "nbaccel.testing", True),
+        ("nbaccel.train.oom", "nbaccel.launch.spec", False),
+        ("nbaccel.launch.worker", "nbaccel.notebook.render", False),
+        ("nbaccel.events", "nbaccel.train.oom", False),
+        ("nbaccel.train.oom", "nbaccel.Accelerator", False),
+    ],
+)
+def test_arrows_are_judged_by_the_drawing(here: str, there: str, allowed: bool) -> None:
+    assert is_allowed(here, there) is allowed
+
+
+def test_imports_in_functions_relative_imports_and_registry_strings_are_arrows() -> None:
+    code = """
+def f():
+    from ..launch import spec
+    "nbaccel.launch is the beginning of a sentence"
+ROWS = {"a": "nbaccel.notebook.panel:Panel"}
+"""
+    source = Source("train/example.py", ast.parse(code))
+    assert sorted(source.arrows()) == [(3, "nbaccel.launch.spec"), (5, "nbaccel.notebook.panel")]
+
+
+@every_source
+def test_the_environment_is_read_in_few_files(source: Source) -> None:
+    if source.name in READS_ENVIRONMENT:
+        return
+    lines = [node.lineno for node in ast.walk(source.tree) if _reads_environment(node)]
+    assert not lines, f"{source.name} reads the environment in lines {lines}; only {sorted(READS_ENVIRONMENT)} may"
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    """A look-up of one variable. Setting one, or handing all of them to a program, is no reading."""
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.ctx, ast.Load) and _is_environ(node.value)
+    if isinstance(node, ast.Compare):
+        return any(isinstance(op, ast.In | ast.NotIn) for op in node.ops) and any(map(_is_environ, node.comparators))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        function = node.func
+        return function.attr == "getenv" or (function.attr == "get" and _is_environ(function.value))
+    return False
+
+
+def _is_environ(node: ast.AST) -> bool:
+    return ast.unparse(node) in ("os.environ", "environ", "os.environb")
+
+
+@every_source
+def test_processes_are_never_ended_by_name(source: Source) -> None:
+    """By id only: a name pattern once killed a stranger's `my_dataloader_worker.py`."""
+    names = [
+        f"line {node.lineno}: {word}"
+        for node in ast.walk(source.tree)
+        for word in [getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "value", None)]
+        if isinstance(word, str) and re.search(r"\b(pkill|killall|process_iter|pidof)\b", word)
+    ]
+    assert not names, f"{source.name}: {names}"
+
+
+@every_source
+def test_library_code_does_not_print(source: Source) -> None:
+    if source.name in PRINTS:
+        return
+    lines = [
+        node.lineno
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not lines, f"{source.name} prints in lines {lines}; emit an event or raise, only {sorted(PRINTS)} print"
+
+
+@every_source
+def test_every_file_says_what_it_is(source: Source) -> None:
+    assert ast.get_docstring(source.tree), (
+        f"{source.name} has no docstring: what is it, who runs it, what does it not do?"
+    )
+
+
+@pytest.mark.parametrize("table", [READS_ENVIRONMENT, PRINTS], ids=["reads environment", "prints"])
+def test_exceptions_are_not_kept_for_files_that_are_gone(table: dict[str, str]) -> None:
+    gone = [name for name in table if not (PACKAGE / name).exists()]
+    assert not gone, f"no longer there: {gone}"

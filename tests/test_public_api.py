@@ -1,0 +1,74 @@
+"""What `import nbaccel` shows, and what it costs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+
+import pytest
+
+import nbaccel
+
+HEAVY = ("IPython", "torch", "matplotlib", "ipywidgets", "numpy", "psutil", "pynvml")
+
+BUDGET_S = 0.020
+"""Over bare Python (5 ms wanted, 20 promised); the tests guard against five times as much, for busy machines."""
+
+
+def fresh_python(code: str) -> str:
+    """What `code` prints in a new interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("statement", ["import nbaccel", "import nbaccel; dir(nbaccel)"])
+def test_importing_loads_nothing_heavy(statement: str) -> None:
+    loaded = json.loads(fresh_python(f"{statement}; import sys, json; print(json.dumps(list(sys.modules)))"))
+    assert "nbaccel" in loaded
+    assert not {name.partition(".")[0] for name in loaded} & set(HEAVY)
+
+
+def test_importing_costs_next_to_nothing() -> None:
+    code = "import time; s = time.perf_counter(); import nbaccel; print(time.perf_counter() - s)"
+    assert min(float(fresh_python(code)) for _ in range(3)) < 5 * BUDGET_S
+
+
+def test_all_is_what_is_visible() -> None:
+    assert nbaccel.__all__ == sorted(nbaccel.__all__)
+    assert set(dir(nbaccel)) == {*nbaccel.__all__, "__version__", "load_ipython_extension"}
+
+
+@pytest.mark.parametrize("name", nbaccel.__all__)
+def test_every_public_name_loads_and_says_what_it_is(name: str) -> None:
+    value = getattr(nbaccel, name)
+    assert inspect.getdoc(value), f"nbaccel.{name} has no docstring"
+    assert callable(value)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'nbaccel' has no attribute 'Acelerator'"):
+        nbaccel.Acelerator  # noqa: B018
+
+
+def test_launch_is_a_function_and_a_room() -> None:
+    import nbaccel.launch.launcher as launcher
+
+    assert callable(nbaccel.launch)
+    assert nbaccel.launch.launcher is launcher
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert nbaccel.__version__ == version("nbaccel")
+
+
+def test_asking_for_a_name_twice_does_not_look_it_up_twice() -> None:
+    assert nbaccel.World is nbaccel.World
+    start = time.perf_counter()
+    for _ in range(1000):
+        _ = nbaccel.World
+    assert time.perf_counter() - start < 0.1
