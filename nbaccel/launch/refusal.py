@@ -1,0 +1,64 @@
+"""What cannot travel to another process, and the sentence that says why. Runs in the kernel and in ranks.
+
+Used by `parcel` alone; it packs nothing. Things with a life in one process (a file position, a lock's owner, a thread)
+are recognised before pickling, because cloudpickle would copy some of them: an open file became its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import socket
+import subprocess
+import threading
+import types
+from typing import Any
+
+__all__ = ["Refused", "reason", "refuse_what_lives_here"]
+
+_LIVES_HERE: dict[type | tuple[type, ...], str] = {
+    (io.TextIOWrapper, io.BufferedIOBase, io.FileIO): "an open file",
+    (types.GeneratorType, types.AsyncGeneratorType): "a generator",
+    types.CoroutineType: "a coroutine",
+    (type(threading.Lock()), type(threading.RLock())): "a lock",
+    threading.local: "thread-local data",
+    threading.Thread: "a thread",
+    socket.socket: "a socket",
+    subprocess.Popen: "a running program",
+    (asyncio.Future, asyncio.AbstractEventLoop): "a task of the event loop",
+    types.FrameType: "a frame of a running function",
+}
+_TYPES = tuple(kind for kinds in _LIVES_HERE for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+_UNPICKLABLE = re.compile(r"cannot pickle '?([\w.]+)'?")
+
+
+class Refused(Exception):
+    """`culprit` cannot be sent to another process; the message is the reason."""
+
+    def __init__(self, message: str, culprit: Any) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+def refuse_what_lives_here(obj: Any) -> None:
+    """Raise `Refused` for an object that means nothing outside this process."""
+    if isinstance(obj, _TYPES) and not isinstance(obj, io.BytesIO):
+        words = next(words for kinds, words in _LIVES_HERE.items() if isinstance(obj, kinds))
+        raise Refused(f"{words} cannot be sent to another process", obj)
+
+
+def reason(error: Exception, name: str, names: dict[str, Any]) -> str:
+    """Why the value called `name` cannot travel, in one sentence.
+
+    names: what else there is; when the culprit is one of them, the reason says which.
+    """
+    if isinstance(error, Refused):
+        via = next((other for other, value in names.items() if value is error.culprit and other != name), None)
+        return f"it uses {via}: {error}" if via and names.get(name) is not error.culprit else str(error)
+    message = str(error).strip().partition("\n")[0]
+    if isinstance(error, RecursionError) or "deep recursion" in message:
+        return "it is nested too deeply to be sent to another process"
+    if found := _UNPICKLABLE.match(message):
+        return f"an object of type {found[1]} cannot be sent to another process"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
