@@ -6,6 +6,7 @@ PYTEST_ARGS ?= -m "not gpu"
 
 VENV := .venv
 COLAB := .venv-colab
+INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test format lint types unit coverage clean
 .DELETE_ON_ERROR:
@@ -38,11 +39,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[demo]'
+	$(VENV)/bin/python $(INSTALL) -e '.[demo]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	$(VENV)/bin/python $(INSTALL) -e '.[demo,dev]'
 	touch $(VENV)/.demo $@
 
 # The notebook tests also run under the front-end packages of Colab. torch, numpy and the rest are not installed
@@ -52,7 +53,7 @@ $(COLAB)/.stamp: $(VENV)/.dev constraints-colab.txt
 	$(VENV)/bin/python -m venv $(COLAB)
 	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > "$$($(COLAB)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(COLAB)/bin/python -m pip install --quiet -c constraints.txt -r constraints-colab.txt -e .
+	$(COLAB)/bin/python $(INSTALL) -r constraints-colab.txt -e .
 	touch $@
 
 clean:
