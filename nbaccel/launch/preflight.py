@@ -1,0 +1,201 @@
+"""Preflight: on which devices a run goes, and how its ranks start. Decided in the kernel before anything starts.
+
+Pure functions of a survey and a request: they read no environment, touch no device and start nothing. What cannot
+be done is refused here, in one sentence that says what can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
+from nbaccel.hardware import Gpu, Survey
+
+__all__ = ["START_METHODS", "Devices", "Start", "choose_devices", "choose_start", "threads_per_rank"]
+
+START_METHODS = ("auto", "fork", "zygote", "inline")
+
+COPY_LIMIT_BYTES = 1_000_000_000
+"""What a single process may hold on a device and still be copied to a rank: above, the copy may not fit beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Where the ranks of a run compute: local rank r on `gpus[r]`, or all of them on the CPU.
+
+    gpus: as many as there are ranks, or none.  hides_gpus: ranks must not see the GPUs that are there.
+    """
+
+    num_processes: int
+    gpus: tuple[Gpu, ...] = ()
+    hides_gpus: bool = False
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def weakest_gpu(self) -> Gpu | None:
+        """The GPU that limits what all ranks can do (precision); None on the CPU."""
+        return min(self.gpus, key=lambda gpu: gpu.compute_capability, default=None)
+
+    def environ(self) -> dict[str, str]:
+        """The variables that show every rank these devices, numbered by local rank.
+
+        UUIDs, because numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Where
+        NVML sees no GPU nothing is set: CUDA may know devices that NVML does not (Jetson, WSL).
+        """
+        if self.gpus or self.hides_gpus:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in self.gpus)}
+        return {}
+
+    def __str__(self) -> str:
+        ranks = _count(self.num_processes, "rank")
+        return f"{ranks} on {_listed(self.gpus)}" if self.gpus else f"{ranks} on the CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How the ranks of a run start ("fork", "zygote" or "inline"), and why so, as half a sentence.
+
+    >>> str(Start("fork", "the notebook has not used CUDA"))
+    'fork: the notebook has not used CUDA'
+    """
+
+    method: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.reason}"
+
+
+def choose_devices(requested_processes: int | None, devices: str | None, cpu: bool, survey: Survey) -> Devices:
+    """How many ranks, and on which devices.
+
+    requested_processes: None for as many as there are devices.
+    devices: numbers in CUDA's order or UUIDs, "2,3"; None for all that are visible.
+
+    Raises:
+        NoSuchDevice: more processes than GPUs, or a GPU that is not there.
+        LaunchRefused: fewer than one process, or a request that contradicts itself.
+    """
+    if requested_processes is not None and requested_processes < 1:
+        raise LaunchRefused(f"num_processes (-n) must be 1 or more, or auto; got {requested_processes}.")
+    if cpu and devices is not None:
+        raise LaunchRefused(f"--cpu and --devices {devices} contradict each other: leave one of them out.")
+    if cpu:
+        return Devices(requested_processes or 1, hides_gpus=True)
+    gpus = survey.gpus if devices is None else _pick(devices, survey.gpus)
+    if not gpus:
+        return Devices(requested_processes or 1)
+    wanted = requested_processes or len(gpus)
+    if wanted > len(gpus):
+        raise NoSuchDevice(
+            f"{wanted} processes were asked for (-n {wanted}), but there {_are(len(gpus), 'GPU')}: {_listed(gpus)}. "
+            f"Each rank needs its own: use -n {len(gpus)}, or --cpu to run {wanted} ranks on the CPU."
+        )
+    return Devices(wanted, gpus[:wanted])
+
+
+def choose_start(
+    requested: str,
+    *,
+    world_size: int,
+    platform_can_fork: bool,
+    cuda_initialized: bool,
+    cuda_cell: str | None = None,
+    bytes_on_device: int = 0,
+) -> Start:
+    """How the ranks start.
+
+    requested: "auto", or the method that the user insists on.
+    platform_can_fork: false on macOS, and where MPS or XLA holds the device.
+    cuda_initialized: this process holds a CUDA context.  cuda_cell: where it came from, "cell [7]", if known.
+    bytes_on_device: what the names that the cell reads hold on a device.
+
+    Raises:
+        CannotFork: forked ranks were insisted on and could not work.
+        LaunchRefused: several ranks where only one process can be.
+    """
+    if requested not in START_METHODS:
+        raise LaunchRefused(f"start must be one of {', '.join(START_METHODS)}; got {requested!r}.")
+    if requested == "inline" and world_size > 1:
+        raise LaunchRefused(
+            f"--start inline runs in the notebook's own process, so it cannot be {world_size} ranks: "
+            "use -n 1, or leave --start out."
+        )
+    if requested == "inline":
+        return Start("inline", "asked for")
+    if not platform_can_fork:
+        return _start_without_fork(requested, world_size)
+    if requested == "fork" and cuda_initialized:
+        raise CannotFork(
+            "CUDA is already initialised in this notebook, so forked ranks could not use the GPU.\n"
+            f'  First seen: {cuda_cell or "before nbaccel was loaded"}. start_method="fork" was asked for; '
+            "leave it out and the ranks start from a clean\n  process instead, or restart the kernel."
+        )
+    if requested != "auto":
+        return Start(requested, "asked for")
+    if not cuda_initialized:
+        return Start("fork", "the notebook has not used CUDA")
+    if world_size == 1 and bytes_on_device > COPY_LIMIT_BYTES:
+        return Start("inline", f"the names it reads hold {_gb(bytes_on_device)} on the device, too much to copy")
+    return Start("zygote", f"CUDA is initialised in the notebook{f' since {cuda_cell}' if cuda_cell else ''}")
+
+
+def threads_per_rank(cores: int, ranks: int) -> int:
+    """CPU threads of each rank: an equal share, at least one.
+
+    >>> threads_per_rank(cores=4, ranks=2), threads_per_rank(cores=2, ranks=3)
+    (2, 1)
+    """
+    return max(1, cores // ranks)
+
+
+def _start_without_fork(requested: str, world_size: int) -> Start:
+    if requested != "auto":
+        raise CannotFork(
+            f"--start {requested} needs a system that can fork, and this one cannot do so safely: "
+            "leave --start out, and one rank runs in the notebook's own process."
+        )
+    if world_size > 1:
+        raise CannotFork(
+            f"{world_size} ranks need a system that can fork, and this one cannot do so safely (macOS, MPS or XLA): "
+            "use -n 1, which runs in the notebook's own process."
+        )
+    return Start("inline", "this system cannot fork safely")
+
+
+def _pick(devices: str, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    picked: list[Gpu] = []
+    for entry in (part.strip() for part in devices.split(",")):
+        fitting = [gpu for gpu in gpus if _fits(entry, gpu)]
+        if len(fitting) != 1:
+            what = f"there {_are(len(gpus), 'GPU')}: {_listed(gpus)}" if gpus else "NVML sees no GPU here"
+            remedy = "Name some of these, or leave --devices out" if gpus else "Leave --devices out to run on the CPU"
+            problem = f"{entry!r} fits {len(fitting)} GPUs" if fitting else f"there is no GPU {entry!r}"
+            raise NoSuchDevice(f"--devices {devices}: {problem}; {what}. {remedy}.")
+        if fitting[0] in picked:
+            raise NoSuchDevice(f"--devices {devices}: GPU {entry!r} is named twice, and each rank needs its own.")
+        picked += fitting
+    return tuple(picked)
+
+
+def _fits(entry: str, gpu: Gpu) -> bool:
+    return entry == str(gpu.index) or (entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _are(number: int, noun: str) -> str:
+    return f"{'is' if number == 1 else 'are'} {_count(number, noun)}"
+
+
+def _listed(gpus: tuple[Gpu, ...]) -> str:
+    return ", ".join(f"{gpu.index} {gpu.name}" for gpu in gpus)
+
+
+def _gb(number_of_bytes: int) -> str:
+    return f"{number_of_bytes / 1e9:.1f} GB"

@@ -1,0 +1,206 @@
+"""Which devices and which start a request gets, and the sentence for one that cannot be had."""
+
+from __future__ import annotations
+
+import pytest
+
+from fakes import FakeNvml, two_t4s
+from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
+from nbaccel.hardware import Gpu, Survey, visible_gpus
+from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
+
+GB = 10**9
+
+
+def survey(nvml: FakeNvml, visible: str | None = None) -> Survey:
+    return Survey(gpus=visible_gpus(nvml, visible, "FASTEST_FIRST"))
+
+
+NO_GPU = survey(FakeNvml(has_driver=False))
+ONE_T4 = survey(two_t4s(), "0")
+TWO_T4S = survey(two_t4s())
+
+
+# --- devices
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "ranks", "visible"),
+    [
+        pytest.param(TWO_T4S, None, 2, "GPU-aaaa1111,GPU-aabb2222", id="auto takes all"),
+        pytest.param(TWO_T4S, 1, 1, "GPU-aaaa1111", id="fewer than there are"),
+        pytest.param(ONE_T4, None, 1, "GPU-aaaa1111", id="auto on one"),
+        pytest.param(NO_GPU, None, 1, None, id="auto on none"),
+        pytest.param(NO_GPU, 4, 4, None, id="any number on the CPU"),
+    ],
+)
+def test_each_rank_gets_a_device(machine: Survey, asked: int | None, ranks: int, visible: str | None) -> None:
+    devices = choose_devices(asked, None, False, machine)
+    assert devices.num_processes == ranks
+    assert devices.environ().get("CUDA_VISIBLE_DEVICES") == visible
+    assert devices.device_type == ("cpu" if visible is None else "cuda")
+
+
+@pytest.mark.parametrize(("asked", "ranks"), [(None, 1), (3, 3)])
+def test_cpu_hides_the_gpus_and_takes_any_number(asked: int | None, ranks: int) -> None:
+    devices = choose_devices(asked, None, True, TWO_T4S)
+    assert devices.num_processes == ranks
+    assert devices.environ() == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen"),
+    [("1", ["GPU-aabb2222"]), ("1, 0", ["GPU-aabb2222", "GPU-aaaa1111"]), ("GPU-aab", ["GPU-aabb2222"])],
+)
+def test_named_devices_are_taken_in_the_order_named(devices: str, chosen: list[str]) -> None:
+    assert [gpu.uuid for gpu in choose_devices(None, devices, False, TWO_T4S).gpus] == chosen
+
+
+def test_device_numbers_count_what_is_visible() -> None:
+    (gpu,) = choose_devices(None, "0", False, survey(two_t4s(), "1")).gpus
+    assert gpu.uuid == "GPU-aabb2222"
+
+
+def test_more_ranks_than_gpus_is_one_sentence_with_both_ways_out() -> None:
+    with pytest.raises(NoSuchDevice) as refused:
+        choose_devices(2, None, False, ONE_T4)
+    assert str(refused.value) == (
+        "2 processes were asked for (-n 2), but there is 1 GPU: 0 Tesla T4. "
+        "Each rank needs its own: use -n 1, or --cpu to run 2 ranks on the CPU."
+    )
+
+
+def test_more_ranks_than_named_gpus_are_refused_too() -> None:
+    with pytest.raises(NoSuchDevice, match=r"there is 1 GPU: 1 Tesla T4\. .*use -n 1, or --cpu"):
+        choose_devices(2, "1", False, TWO_T4S)
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices", "message"),
+    [
+        (TWO_T4S, "0,7", "--devices 0,7: there is no GPU '7'; there are 2 GPUs: 0 Tesla T4, 1 Tesla T4. Name some"),
+        (TWO_T4S, "GPU-aa", "--devices GPU-aa: 'GPU-aa' fits 2 GPUs; there are 2 GPUs"),
+        (TWO_T4S, "0,0", "--devices 0,0: GPU '0' is named twice, and each rank needs its own."),
+        (TWO_T4S, "", "--devices : there is no GPU ''"),
+        (NO_GPU, "0", "NVML sees no GPU here. Leave --devices out to run on the CPU."),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(machine: Survey, devices: str, message: str) -> None:
+    with pytest.raises(NoSuchDevice) as refused:
+        choose_devices(None, devices, False, machine)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_fewer_than_one_process_is_refused(count: int) -> None:
+    with pytest.raises(LaunchRefused, match=rf"num_processes \(-n\) must be 1 or more, or auto; got {count}"):
+        choose_devices(count, None, False, TWO_T4S)
+
+
+def test_cpu_and_devices_contradict_each_other() -> None:
+    with pytest.raises(LaunchRefused, match="--cpu and --devices 0 contradict each other: leave one of them out"):
+        choose_devices(None, "0", True, TWO_T4S)
+
+
+def test_the_weakest_gpu_limits_the_run() -> None:
+    a100 = Gpu(0, "GPU-1", "A100", 40 * GB, compute_capability=(8, 0))
+    t4 = Gpu(1, "GPU-2", "T4", 16 * GB, compute_capability=(7, 5))
+    assert Devices(2, (a100, t4)).weakest_gpu is t4
+    assert Devices(2).weakest_gpu is None
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        (Devices(2, TWO_T4S.gpus), "2 ranks on 0 Tesla T4, 1 Tesla T4"),
+        (Devices(1), "1 rank on the CPU"),
+    ],
+)
+def test_devices_read_as_a_sentence(devices: Devices, text: str) -> None:
+    assert str(devices) == text
+
+
+# --- start
+
+
+def start(requested: str = "auto", **facts: object) -> Start:
+    usual = {"world_size": 2, "platform_can_fork": True, "cuda_initialized": False}
+    return choose_start(requested, **{**usual, **facts})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({}, "fork: the notebook has not used CUDA"),
+        ({"cuda_initialized": True}, "zygote: CUDA is initialised in the notebook"),
+        (
+            {"cuda_initialized": True, "cuda_cell": "cell [7]"},
+            "zygote: CUDA is initialised in the notebook since cell [7]",
+        ),
+        (
+            {"world_size": 1, "cuda_initialized": True, "bytes_on_device": GB},
+            "zygote: CUDA is initialised in the notebook",
+        ),
+        (
+            {"world_size": 1, "cuda_initialized": True, "bytes_on_device": 3 * GB},
+            "inline: the names it reads hold 3.0 GB on the device, too much to copy",
+        ),
+        (
+            {"world_size": 2, "cuda_initialized": True, "bytes_on_device": 3 * GB},
+            "zygote: CUDA is initialised in the notebook",
+        ),
+        ({"world_size": 1, "platform_can_fork": False}, "inline: this system cannot fork safely"),
+    ],
+)
+def test_auto_chooses_by_what_the_kernel_holds(facts: dict[str, object], text: str) -> None:
+    assert str(start(**facts)) == text
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_a_method_that_was_asked_for_is_taken(method: str) -> None:
+    assert start(method) == Start(method, "asked for")
+
+
+def test_inline_runs_one_rank() -> None:
+    assert start("inline", world_size=1, cuda_initialized=True) == Start("inline", "asked for")
+    with pytest.raises(LaunchRefused, match=r"--start inline .* cannot be 2 ranks: use -n 1, or leave --start out"):
+        start("inline")
+
+
+def test_an_insisted_fork_of_a_kernel_with_cuda_is_refused_and_names_the_cell() -> None:
+    with pytest.raises(CannotFork) as refused:
+        start("fork", cuda_initialized=True, cuda_cell="cell [7]")
+    assert str(refused.value) == (
+        "CUDA is already initialised in this notebook, so forked ranks could not use the GPU.\n"
+        '  First seen: cell [7]. start_method="fork" was asked for; leave it out and the ranks start from a clean\n'
+        "  process instead, or restart the kernel."
+    )
+
+
+def test_an_unknown_culprit_is_not_invented() -> None:
+    with pytest.raises(CannotFork, match="First seen: before nbaccel was loaded"):
+        start("fork", cuda_initialized=True)
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_a_system_that_cannot_fork_refuses_what_needs_a_fork(method: str) -> None:
+    with pytest.raises(CannotFork, match=f"--start {method} needs a system that can fork"):
+        start(method, world_size=1, platform_can_fork=False)
+
+
+def test_a_system_that_cannot_fork_refuses_several_ranks() -> None:
+    with pytest.raises(CannotFork, match=r"2 ranks need a system that can fork.*use -n 1"):
+        start(platform_can_fork=False)
+
+
+def test_an_unknown_start_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(LaunchRefused, match="start must be one of auto, fork, zygote, inline; got 'spawn'"):
+        start("spawn")
+
+
+# --- threads
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 2, 1), (16, 2, 8), (2, 4, 1), (7, 2, 3)])
+def test_ranks_share_the_cores(cores: int, ranks: int, threads: int) -> None:
+    assert threads_per_rank(cores, ranks) == threads
