@@ -1,0 +1,232 @@
+"""Merge: lines of several ranks in one order, identical lines of all ranks as one. Runs in the kernel; pure.
+
+A line waits at most a second for its like from the other ranks, and never when its like cannot come any more. What
+waits is bounded: a rank that prints faster than lines leave keeps the first of them and the last of them, and a line
+between says how many are missing. It writes nothing and reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+__all__ = ["LineMerger", "Merged"]
+
+_HOLD_S = 1.0
+_PATIENCE = 3
+"""A rank whose last lines waited this many times in vain stops waiting until another rank prints."""
+_MOST_BYTES, _MOST_LINES = 1_000_000, 20_000
+"""What one rank may have waiting."""
+_TAIL_BYTES = 2048
+_QUIET_S = 0.3
+
+
+class Merged(NamedTuple):
+    """A line to show. rank: who printed it, None for all."""
+
+    rank: int | None
+    stream: str
+    text: bytes
+
+
+class _Held(NamedTuple):
+    key: tuple[str, bytes]
+    since: float
+    order: int
+
+
+class _Gap:
+    """Lines that came while the queue was full: the last ones, and how many more there were."""
+
+    def __init__(self) -> None:
+        self.hidden = 0
+        self.tail: deque[tuple[str, bytes]] = deque()
+        self._nbytes = 0
+
+    def absorb(self, stream: str, lines: Sequence[bytes]) -> None:
+        recent = lines[-_TAIL_BYTES:]  # a line has at least its newline
+        self.hidden += len(lines) - len(recent)
+        self.tail.extend((stream, line) for line in recent)
+        self._nbytes += sum(map(len, recent)) + len(recent)
+        while len(self.tail) > 1 and self._nbytes > _TAIL_BYTES:
+            self._nbytes -= len(self.tail.popleft()[1]) + 1
+            self.hidden += 1
+
+    def lines(self, note: Callable[[int], bytes]) -> list[tuple[str, bytes]]:
+        """What to show in place of all of them."""
+        first = [(self.tail[0][0], note(self.hidden))] if self.hidden else []
+        return [*first, *self.tail]
+
+
+class _Queue:
+    """Lines of one rank that wait.
+
+    keys: how often each line waits, to ask quickly whether it does.
+    misses: how many lines have waited in vain since another rank printed.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.held: deque[_Held] = deque()
+        self.keys: Counter[tuple[str, bytes]] = Counter()
+        self.nbytes = 0
+        self.gap: _Gap | None = None
+        self.last_fed = 0.0
+        self.misses = 0
+        self.is_done = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.gap is not None or self.nbytes > _MOST_BYTES or len(self.held) > _MOST_LINES
+
+    def append(self, held: _Held) -> None:
+        self.held.append(held)
+        self.keys[held.key] += 1
+        self.nbytes += len(held.key[1]) + 1
+
+    def pop(self) -> tuple[str, bytes]:
+        key = self.held.popleft().key
+        self.nbytes -= len(key[1]) + 1
+        self.keys[key] -= 1
+        if not self.keys[key]:
+            del self.keys[key]
+        return key
+
+    def shrink(self) -> None:
+        """Keep of everything that waits the last lines only."""
+        later, self.gap = self.gap, _Gap()
+        while self.held:
+            stream, line = self.pop()
+            self.gap.absorb(stream, (line,))
+        if later is not None:
+            self.gap.hidden += later.hidden
+            for stream, line in later.tail:
+                self.gap.absorb(stream, (line,))
+
+
+class LineMerger:
+    """Brings the lines of `ranks` in one order.
+
+    note: the line that stands for so many hidden ones.
+    match: whether equal lines of all `ranks` may become one.
+    """
+
+    def __init__(self, ranks: Collection[int], note: Callable[[int], bytes], *, match: bool = True) -> None:
+        self._queues = {rank: _Queue(rank) for rank in ranks}
+        self._note = note
+        self._match = match and len(ranks) > 1
+        self._order = 0
+        self.speakers: set[int] = set()
+
+    def push(self, rank: int, stream: str, lines: Sequence[bytes], now: float) -> None:
+        """`lines` that `rank` completed now."""
+        queue = self._queues[rank]
+        self.speakers.add(rank)
+        queue.last_fed = now
+        for other in self._queues.values():
+            if other is not queue:
+                other.misses = 0
+        if queue.is_full:
+            queue.gap = queue.gap or _Gap()
+            queue.gap.absorb(stream, lines)
+        else:
+            self._append(queue, ((stream, line) for line in lines), now)
+
+    def done(self, rank: int) -> None:
+        """Nothing more will come from `rank`."""
+        self._queues[rank].is_done = True
+
+    def release(self, now: float, budget: float, *, has_room: bool = False) -> list[Merged]:
+        """Lines that need not wait any longer, at most about `budget` bytes of them.
+
+        has_room: whether the end of a flood may be shown although it goes on.
+        """
+        merged: list[Merged] = []
+        while budget > 0:
+            if (line := self._next(now)) is not None:
+                merged.append(line)
+                budget -= len(line.text) + 1
+            elif not self._close_a_gap(now, has_room):
+                break
+        return merged
+
+    def force(self, rank: int, now: float, budget: float) -> list[Merged]:
+        """Everything that waits of `rank`; what goes beyond `budget` bytes shrinks to its last lines."""
+        queue = self._queues[rank]
+        if queue.nbytes > budget:
+            queue.shrink()
+        merged = [Merged(rank, *queue.pop()) for _ in range(len(queue.held))]
+        if queue.gap is not None:
+            merged += [Merged(rank, *line) for line in queue.gap.lines(self._note)]
+            queue.gap = None
+        return merged
+
+    def due(self) -> float | None:
+        """When `release` may have something, given a budget; None when nothing waits."""
+        heads = [(queue.held[0].since, queue) for queue in self._queues.values() if queue.held]
+        times = [since if self._may_go(queue) else since + _HOLD_S for since, queue in heads]
+        times += [queue.last_fed + _QUIET_S for queue in self._queues.values() if queue.gap is not None]
+        return min(times, default=None)
+
+    def _append(self, queue: _Queue, keys: Iterable[tuple[str, bytes]], now: float) -> None:
+        for key in keys:
+            self._order += 1
+            queue.append(_Held(key, now, self._order))
+
+    def _next(self, now: float) -> Merged | None:
+        """The line to show next, or None when every head should wait."""
+        queues = self._queues.values()
+        waiting = [queue for queue in queues if queue.held]
+        if not waiting:
+            return None
+        if not self._match:
+            return self._take(waiting)
+        if len(waiting) == len(queues):
+            key = waiting[0].held[0].key
+            if all(queue.held[0].key == key for queue in waiting):
+                return self._take_all()
+            return self._take([queue for queue in waiting if not self._occurs_elsewhere(queue)] or waiting)
+        if any(queue.is_done and not queue.held for queue in queues):
+            return self._take(waiting)
+        ready = [queue for queue in waiting if queue.misses >= _PATIENCE or now >= queue.held[0].since + _HOLD_S]
+        if not ready:
+            return None
+        for queue in ready:
+            queue.misses += 1
+        return self._take(ready)
+
+    def _occurs_elsewhere(self, queue: _Queue) -> bool:
+        key = queue.held[0].key
+        return any(key in other.keys for other in self._queues.values() if other is not queue)
+
+    def _take(self, queues: Iterable[_Queue]) -> Merged:
+        oldest = min(queues, key=lambda queue: queue.held[0].order)
+        return Merged(oldest.rank, *oldest.pop())
+
+    def _take_all(self) -> Merged:
+        for queue in self._queues.values():
+            key = queue.pop()
+            queue.misses = 0
+        return Merged(None, *key)
+
+    def _may_go(self, queue: _Queue) -> bool:
+        """Whether the head of `queue` waits for room only."""
+        others = [other for other in self._queues.values() if other is not queue]
+        return (
+            not self._match
+            or queue.misses >= _PATIENCE
+            or all(other.held for other in others)
+            or any(other.is_done and not other.held for other in others)
+        )
+
+    def _close_a_gap(self, now: float, has_room: bool) -> bool:
+        """Let the end of a flood follow what was shown of its beginning."""
+        for queue in self._queues.values():
+            if queue.gap is None or queue.held:
+                continue
+            if has_room or queue.is_done or now >= queue.last_fed + _QUIET_S:
+                self._append(queue, queue.gap.lines(self._note), now)
+                queue.gap = None
+                return True
+        return False

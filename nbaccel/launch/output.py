@@ -1,0 +1,218 @@
+"""Output: from the bytes that n ranks print to what a person sees. Runs in the kernel; starts nothing, owns no pipe.
+
+Whole lines, tagged by rank as soon as two ranks have printed, identical lines of all ranks once; bars of one rank
+live; no faster than a Jupyter server forwards. Everything goes to the log, whatever the screen leaves out. A rank's
+uncaught error does not come this way: it is reported, whoever's text is shown.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from nbaccel.launch.displays import Displays
+from nbaccel.launch.lines import LineReader
+from nbaccel.launch.merge import LineMerger, Merged
+from nbaccel.launch.painter import BATCH_S, Painter, Screen
+from nbaccel.launch.runlog import RunLog
+
+__all__ = ["ConsoleScreen", "OutputRouter", "Screen"]
+
+_STREAMS = ("stdout", "stderr")
+_PARTIAL_S = 0.3
+_BURST_BYTES = 1_000_000
+_PIECE_BYTES = 256 * 1024
+
+
+class ConsoleScreen:
+    """A terminal, or the text streams given; rich messages by their plain text.
+
+    The current `sys.stdout` and `sys.stderr` are looked up at each write, so redirections are honoured.
+    """
+
+    def __init__(self, stdout: Any = None, stderr: Any = None) -> None:
+        self._given = {"stdout": stdout, "stderr": stderr}
+
+    def write(self, stream: str, text: str) -> None:
+        file = self._given[stream] or getattr(sys, stream)
+        file.write(text)
+        file.flush()
+
+    def publish(self, message: dict[str, Any]) -> None:
+        if text := message["data"].get("text/plain"):
+            self.write("stdout", f"{text}\n")
+
+
+class OutputRouter:
+    """Feed it what ranks print, and call `tick` whenever `due_in` says so; it writes to `screen`.
+
+    shown_ranks: whose text is shown; all by default. Every rank's text is logged. Lines that all ranks print become one
+        only where all are shown.
+    log: gets every line, prefixed by its rank.
+    bytes_per_s: what the screen takes for long, after a burst of 1 MB; Jupyter servers drop output above 1 MB/s.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        screen: Screen,
+        *,
+        shown_ranks: Collection[int] | None = None,
+        log: BinaryIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        bytes_per_s: int = 400_000,
+    ) -> None:
+        shown = [rank for rank in range(world_size) if shown_ranks is None or rank in shown_ranks]
+        self._readers = {rank: {stream: LineReader() for stream in _STREAMS} for rank in shown}
+        self._first = shown[0] if shown else None  # the rank whose bars and rich output are shown
+        self._log = RunLog(log)
+        self._merger = LineMerger(shown, self._note, match=len(shown) == world_size)
+        self._displays = Displays(f"nbaccel-{uuid.uuid4().hex[:12]}")
+        self._painter = Painter(screen)
+        self._clock = clock
+        self._budget = _Budget(bytes_per_s, clock())
+
+    def feed(self, rank: int, stream: str, data: bytes) -> None:
+        """Bytes from the pipe of `rank`, in chunks of any size."""
+        self._log.write(rank, stream, data)
+        if rank not in self._readers:
+            return
+        now = self._clock()
+        for start in range(0, len(data), _PIECE_BYTES):
+            lines = self._readers[rank][stream].feed(data[start : start + _PIECE_BYTES], now)
+            self._push(rank, stream, lines, now)
+        self._want_bar(rank, stream)
+
+    def publish(self, rank: int, message: dict[str, Any]) -> None:
+        """A rich message, after the text that `rank` printed before it. Only the first shown rank's are shown."""
+        if rank != self._first:
+            kinds = ", ".join(message.get("data") or ()) or message["kind"]
+            self._log.remark(rank, f"rich output of this rank is not shown: {kinds}")
+            return
+        now = self._clock()
+        self._settle(now)
+        self._take_partial(now, older_than_s=0.0)
+        self._show(self._merger.force(rank, now, self._budget.left(now)))
+        for own in self._displays.translate(message):
+            self._painter.publish(own, now)
+
+    def rank_done(self, rank: int) -> None:
+        """The pipes of `rank` are at their end: a last line without newline is complete."""
+        self._log.finish(rank)
+        if rank not in self._readers:
+            return
+        now = self._clock()
+        for stream, reader in self._readers[rank].items():
+            self._push(rank, stream, reader.finish(), now)
+            self._want_bar(rank, stream)
+        self._merger.done(rank)
+        self._release(now)
+
+    def tick(self) -> None:
+        """Emit what is due."""
+        now = self._clock()
+        self._settle(now)
+        self._take_partial(now, older_than_s=_PARTIAL_S)
+        self._release(now)
+        self._painter.paint(now)
+        self._log.flush()
+        if trouble := self._log.take_trouble():
+            self._painter.add("stderr", f"the log of this run ends here, it could not be written: {trouble}\n")
+
+    def due_in(self) -> float | None:
+        """Seconds until `tick` has something to do; None when nothing is pending."""
+        now = self._clock()
+        times = [self._painter.due, *(reader.settle_due for _, _, reader in self._all_readers())]
+        if (lines_due := self._merger.due()) is not None:
+            times.append(max(lines_due, self._budget.ready_at(now)))
+        if self._passes_partial_text:
+            times += [reader.partial_due(_PARTIAL_S) for _, _, reader in self._all_readers()]
+        return min((max(0.0, at - now) for at in times if at is not None), default=None)
+
+    def close(self) -> None:
+        """The run is over: everything that waits is shown, of a flood its last lines."""
+        for rank in self._readers:
+            self.rank_done(rank)
+        now = self._clock()
+        for rank in self._readers:
+            self._show(self._merger.force(rank, now, self._budget.left(now)))
+        self._painter.paint(now, at_once=True)
+        for own in self._displays.close():
+            self._painter.publish(own, now)
+        self._log.flush()
+
+    @property
+    def _passes_partial_text(self) -> bool:
+        """Lines of several ranks would tear when text without its newline was passed on."""
+        return len(self._readers) == 1
+
+    def _all_readers(self) -> Iterator[tuple[int, str, LineReader]]:
+        for rank, readers in self._readers.items():
+            for stream, reader in readers.items():
+                yield rank, stream, reader
+
+    def _push(self, rank: int, stream: str, lines: Sequence[bytes], now: float) -> None:
+        if lines:
+            self._merger.push(rank, stream, lines, now)
+            self._release(now)
+
+    def _settle(self, now: float) -> None:
+        for rank, stream, reader in self._all_readers():
+            if lines := reader.settle(now):
+                self._push(rank, stream, lines, now)
+                self._want_bar(rank, stream)
+
+    def _take_partial(self, now: float, older_than_s: float) -> None:
+        self._release(now)
+        if not self._passes_partial_text or self._merger.due() is not None:
+            return
+        for _, stream, reader in self._all_readers():
+            if text := reader.take_partial(now, older_than_s):
+                self._painter.add(stream, text.decode(errors="replace"))
+
+    def _want_bar(self, rank: int, stream: str) -> None:
+        if rank == self._first:
+            bars = {stream: reader.bar for stream, reader in self._readers[rank].items() if reader.bar}
+            stream = stream if stream in bars else next(iter(bars), stream)
+            self._painter.want(stream, bars.get(stream, ""))
+
+    def _release(self, now: float) -> None:
+        left = self._budget.left(now)
+        self._show(self._merger.release(now, left, has_room=left > _BURST_BYTES / 2))
+
+    def _show(self, merged: Iterable[Merged]) -> None:
+        is_tagged = len(self._merger.speakers) > 1
+        for line in merged:
+            tag = "[all] " if line.rank is None else f"[rank {line.rank}] " if is_tagged else ""
+            self._budget.take(len(tag) + len(line.text) + 1)
+            self._painter.add(line.stream, f"{tag}{line.text.decode(errors='replace')}\n")
+
+    def _note(self, hidden: int) -> bytes:
+        lines = "1 line" if hidden == 1 else f"{hidden:,} lines"
+        where = f"all of them are in {self._log.path}" if self._log.path else "they came too fast for a notebook"
+        return f"... {lines} hidden, {where}".encode()
+
+
+class _Budget:
+    """Bytes that may go to the screen now: a bucket of 1 MB that refills at `bytes_per_s`."""
+
+    def __init__(self, bytes_per_s: int, now: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._left = float(_BURST_BYTES)
+        self._counted_at = now
+
+    def left(self, now: float) -> float:
+        refill = (now - self._counted_at) * self._bytes_per_s
+        self._left, self._counted_at = min(_BURST_BYTES, self._left + refill), now
+        return self._left
+
+    def take(self, nbytes: int) -> None:
+        self._left -= nbytes
+
+    def ready_at(self, now: float) -> float:
+        """When enough is there again to be worth a batch."""
+        batch = self._bytes_per_s * BATCH_S
+        return now + max(0.0, batch - self.left(now)) / self._bytes_per_s
