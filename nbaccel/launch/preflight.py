@@ -58,12 +58,15 @@ class Devices:
 class Start:
     """How the ranks of a run start ("fork", "zygote" or "inline"), and why so, as half a sentence.
 
+    is_explicit: the user insisted on the method, so no other may be tried in its place.
+
     >>> str(Start("fork", "the notebook has not used CUDA"))
     'fork: the notebook has not used CUDA'
     """
 
     method: str
     reason: str
+    is_explicit: bool = False
 
     def __str__(self) -> str:
         return f"{self.method}: {self.reason}"
@@ -125,7 +128,7 @@ def choose_start(
             "use -n 1, or leave --start out."
         )
     if requested == "inline":
-        return Start("inline", "asked for")
+        return Start("inline", "asked for", is_explicit=True)
     if not platform_can_fork:
         return _start_without_fork(requested, world_size)
     if requested == "fork" and cuda_initialized:
@@ -135,7 +138,7 @@ def choose_start(
             "leave it out and the ranks start from a clean\n  process instead, or restart the kernel."
         )
     if requested != "auto":
-        return Start(requested, "asked for")
+        return Start(requested, "asked for", is_explicit=True)
     if not cuda_initialized:
         return Start("fork", "the notebook has not used CUDA")
     if world_size == 1 and bytes_on_device > COPY_LIMIT_BYTES:

@@ -1,0 +1,300 @@
+"""CellTask: a notebook cell as the work of a rank. Made in the kernel, run in ranks.
+
+The cell's text has been through IPython's transforms in the kernel. It runs in the rank's copy of the notebook's
+namespace, compiled under the cell's name, so that every traceback says `Cell In[5], line 3`.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import dis
+import inspect
+import linecache
+import os
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+from nbaccel.errors import CannotSend
+from nbaccel.launch.parcel import Parcel, pack_what_can_travel, size_of, unpack
+from nbaccel.launch.spec import Results, Task
+
+__all__ = ["CellSource", "CellTask", "names_assigned", "names_read"]
+
+RESULT = "<last expression>"
+"""The name under which the last expression's value travels; no variable can be called so."""
+
+_SMALL_BYTES = 1_000_000
+_HINTED_NAMES = 6
+_READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"})
+_WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
+
+
+@dataclass(frozen=True, slots=True)
+class CellSource:
+    """The text of a cell.
+
+    code: plain Python, with as many lines above it as the notebook shows above it, so that line numbers agree.
+    name: the file name it is compiled under, "Cell In[5]".
+    shown: the cell as the user typed it, for tracebacks.
+    flags: compiler flags of the notebook (its `from __future__` imports).
+    is_timed: a `%%time` stood at the top of the body.
+    """
+
+    code: str
+    name: str
+    shown: str = ""
+    flags: int = 0
+    is_timed: bool = False
+
+    def compile(self) -> list[types.CodeType]:
+        """The statements, and the last expression by itself if there is one whose value is to be shown.
+
+        Raises:
+            SyntaxError: with the cell's name and line.
+        """
+        flags = self.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        module = compile(self.code, self.name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+        assert isinstance(module, ast.Module)
+        body = module.body
+        is_shown = bool(body) and isinstance(body[-1], ast.Expr) and not self.code.rstrip().endswith(";")
+        split = len(body) - 1 if is_shown else len(body)
+        parts = [compile(ast.Module(body[:split], []), self.name, "exec", flags, dont_inherit=True)]
+        if is_shown:
+            last = body[-1]
+            assert isinstance(last, ast.Expr)
+            parts.append(compile(ast.Expression(last.value), self.name, "eval", flags, dont_inherit=True))
+        return parts
+
+
+def names_read(parts: list[types.CodeType]) -> set[str]:
+    """Global names that the code may read, in nested functions too; names of builtins are among them."""
+    return {name for code in parts for name in _names(code, _READS, nested=True)}
+
+
+def names_assigned(parts: list[types.CodeType]) -> set[str]:
+    """Names that the code's top level binds."""
+    return {name for code in parts for name in _names(code, _WRITES, nested=False)}
+
+
+def _names(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in kinds:
+            yield str(instruction.argval)
+    if nested:
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from _names(constant, kinds, nested)
+
+
+class CellTask(Task):
+    """Runs a cell and sends back what `out` names.
+
+    namespace: the notebook's globals; a fork runs in its copy of them.
+    out: names to bring back, from rank 0 only.
+    extra: names that the cell reads only dynamically and that shall travel too (`--in`).
+    """
+
+    reference = "nbaccel.launch.cell:CellTask"
+
+    def __init__(
+        self,
+        source: CellSource,
+        namespace: dict[str, Any],
+        out: tuple[str, ...] = (),
+        extra: tuple[str, ...] = (),
+    ) -> None:
+        self.source = source
+        self.namespace: dict[str, Any] = namespace
+        self.out = out
+        self.extra = extra
+        self._anchors = _class_anchors(namespace)
+        self._parts = source.compile()
+        self._started_with = {name: id(value) for name, value in namespace.items()}
+        self._last: Any = None
+        self._has_last = False
+
+    # --- in a rank ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        shown = self.source.shown or self.source.code
+        linecache.cache[self.source.name] = (len(shown), None, shown.splitlines(keepends=True), self.source.name)
+        began = time.monotonic()
+        statements, *expression = self._parts
+        _execute(statements, self.namespace)
+        if expression:
+            self._last = _execute(expression[0], self.namespace)
+            self._has_last = self._last is not None
+        if self.source.is_timed:
+            print(f"Wall time: {time.monotonic() - began:.3g} s")
+
+    def results(self, rank: int) -> Results:
+        if rank != 0:
+            return Results()
+        values = {name: _plain(self.namespace[name]) for name in self.out if name in self.namespace}
+        facts: dict[str, Any] = {
+            "sizes": {name: size_of(value) for name, value in values.items()},
+            "not_asked": self._data_not_asked_for(),
+        }
+        if self._has_last:
+            facts["result"] = _formatted(self._last)
+            if _is_small_data(self._last):
+                values[RESULT] = self._last
+        missing = {
+            name: "the cell ended without assigning it" for name in self.out if name not in self.namespace
+        }
+        return Results(values, missing, optional=frozenset({RESULT}), facts=facts)
+
+    def _data_not_asked_for(self) -> list[str]:
+        """Names the cell bound to data that `--out` did not list; no modules, functions or loop variables."""
+        loop_variables = _loop_variables(self.source.code)
+        return [
+            name
+            for name in sorted(names_assigned(self._parts) - set(self.out) - loop_variables)
+            if not name.startswith("_")
+            and name in self.namespace
+            and id(self.namespace[name]) != self._started_with.get(name)
+            and _is_data(self.namespace[name])
+        ][:_HINTED_NAMES]
+
+    def anchors(self) -> dict[int, str]:
+        return self._anchors
+
+    # --- in the kernel -----------------------------------------------------------------------------------------
+
+    def names_to_send(self) -> list[str]:
+        """What a process that is no copy of the kernel needs: the names the cell reads, and those of --out and --in."""
+        wanted = names_read(self._parts) | set(self.out) | set(self.extra)
+        return sorted(name for name in wanted if name in self.namespace and not _belongs_to_ipython(name))
+
+    def pack(self) -> Parcel:
+        values = {f"in:{name}": self.namespace[name] for name in self.names_to_send()}
+        parcel, refused = pack_what_can_travel(
+            {"head": {"source": self.source, "out": self.out}} | values, namespace=self.namespace
+        )
+        if not refused:
+            return parcel
+        os.close(parcel.fd)
+        names = {name.removeprefix("in:"): reason for name, reason in refused.items()}
+        listed = "\n".join(f"  {name}: {reason}" for name, reason in names.items())
+        raise CannotSend(
+            "the cell reads names that cannot travel to the ranks, which here start from a clean process:\n"
+            f"{listed}\nCreate {'it' if len(names) == 1 else 'them'} inside the cell, or use --start fork if no cell "
+            "has used CUDA yet.",
+            names,
+        )
+
+    @classmethod
+    def unpack(cls, fd: int) -> Self:
+        main = types.ModuleType("__main__")
+        namespace = vars(main)
+        sys.modules["__main__"] = main
+        values = unpack(fd, namespace=namespace)
+        head = values.pop("head")
+        namespace |= {name.removeprefix("in:"): value for name, value in values.items()}
+        ipython = sys.modules.get("IPython")
+        shell = None if ipython is None else ipython.get_ipython()
+        if shell is not None:
+            namespace["get_ipython"] = ipython.get_ipython
+            shell.user_ns = namespace
+            shell.user_module = main
+        return cls(head["source"], namespace, head["out"])
+
+    def anchored(self, name: str) -> Any:
+        kind, _, of = name.partition(":")
+        return type(self.namespace[of]) if kind == "type" else self.namespace[of]
+
+    def knows(self, name: str) -> bool:
+        """Whether the notebook has a name that a rank missed."""
+        return name in self.namespace
+
+
+def _execute(code: types.CodeType, namespace: dict[str, Any]) -> Any:
+    value = eval(code, namespace)
+    if code.co_flags & inspect.CO_COROUTINE:
+        return asyncio.run(value)
+    return value
+
+
+def _class_anchors(namespace: dict[str, Any]) -> dict[int, str]:
+    """Classes and functions of the notebook by id, and the classes of its objects when no name leads to them.
+
+    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False.
+    """
+    anchors: dict[int, str] = {}
+    for name, value in list(namespace.items()):
+        kind = type(value)
+        if kind.__module__ == "__main__":
+            anchors.setdefault(id(kind), f"type:{name}")
+    for name, value in list(namespace.items()):
+        if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
+            anchors[id(value)] = f"name:{name}"
+    return anchors
+
+
+def _plain(value: Any) -> Any:
+    """What a prepared or parallel object wraps; any other object itself.
+
+    Objects of `nbaccel.train` say so by `__nbaccel_unwrap__`; torch's own wrappers are known by their module.
+    """
+    unwrap = getattr(value, "__nbaccel_unwrap__", None)
+    if callable(unwrap) and not isinstance(value, type):
+        return unwrap()
+    home = type(value).__module__
+    if home.startswith("torch.nn.parallel."):
+        return _plain(value.module)
+    if home.startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):
+        return _plain(value._orig_mod)
+    return value
+
+
+def _formatted(value: Any) -> dict[str, Any]:
+    """The display of the last expression, as the notebook would format it."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is None:
+        return {"data": {"text/plain": repr(value)}, "metadata": {}}
+    data, metadata = shell.display_formatter.format(value)
+    return {
+        "data": {mime: part for mime, part in data.items() if isinstance(part, str | dict | list)},
+        "metadata": metadata,
+    }
+
+
+def _is_small_data(value: Any) -> bool:
+    return _is_data(value) and not _is_heavy(value) and size_of(value) <= _SMALL_BYTES
+
+
+def _is_data(value: Any) -> bool:
+    return not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type)
+
+
+def _is_heavy(value: Any) -> bool:
+    """Modules, optimizers and figures: their display is wanted, the object itself is not."""
+    torch = sys.modules.get("torch")
+    figure = sys.modules.get("matplotlib.figure")
+    if torch is not None and isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return True
+    return figure is not None and isinstance(value, figure.FigureBase)
+
+
+def _loop_variables(code: str) -> set[str]:
+    """Names bound by `for` and `with` at the top level and in its blocks: not results, but leftovers."""
+    targets: list[ast.AST] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.For | ast.AsyncFor):
+            targets.append(node.target)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            targets.append(node.optional_vars)
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def _belongs_to_ipython(name: str) -> bool:
+    return name in {"In", "Out", "get_ipython", "exit", "quit", "open", "display"} or (
+        name.startswith("_") and name.strip("_i0123456789dhost") == ""
+    )
+

@@ -1,0 +1,122 @@
+"""Channel: frames between the kernel and one process of ours over an inherited socketpair. Both sides run it.
+
+A frame is JSON with descriptors beside it; large objects travel as the descriptor of a memfd. There is no address,
+so nobody else can speak here, and nothing that arrives is unpickled by this module.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["Channel", "Frame"]
+
+Frame = tuple[dict[str, Any], list[int]]
+
+_HEAD = struct.Struct("!II")  # bytes of JSON, descriptors
+_MAX_FDS = 64
+_CHUNK = 1 << 18
+
+
+class Channel:
+    """One end of the socketpair.
+
+    >>> here, there = Channel.pair()
+    >>> here.send({"op": "hello"})
+    >>> there.receive()
+    ({'op': 'hello'}, [])
+    >>> here.close(); there.close()
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+        self._sending = threading.Lock()
+        self.is_open = True
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        mine, theirs = socket.socketpair()
+        return cls(mine), cls(theirs)
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Channel:
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._socket.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send one frame; blocks while the other side is slow.
+
+        Raises:
+            BrokenPipeError: the other side is gone.
+        """
+        body = json.dumps(message).encode()
+        data = memoryview(_HEAD.pack(len(body), len(fds)) + body)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        with self._sending:
+            sent = self._socket.sendmsg([data], rights)
+            self._socket.sendall(data[sent:])
+
+    def receive(self) -> Frame | None:
+        """Wait for the next frame; None when the other side is gone."""
+        while (frame := self._next()) is None:
+            if not self._read(0):
+                return None
+        return frame
+
+    def drain(self) -> Iterator[Frame]:
+        """Every frame that is already here, without waiting; `is_open` turns False at the end of the stream."""
+        while self._read(socket.MSG_DONTWAIT):
+            pass
+        while (frame := self._next()) is not None:
+            yield frame
+
+    def _next(self) -> Frame | None:
+        if len(self._buffer) < _HEAD.size:
+            return None
+        size, count = _HEAD.unpack_from(self._buffer)
+        if len(self._buffer) < _HEAD.size + size:
+            return None
+        message = json.loads(bytes(self._buffer[_HEAD.size : _HEAD.size + size]))
+        del self._buffer[: _HEAD.size + size]
+        return message, [self._fds.popleft() for _ in range(count)]
+
+    def _read(self, flags: int) -> bool:
+        """Read what is there into the buffer; False when there is nothing, or never will be."""
+        if not self.is_open:
+            return False
+        try:
+            data, rights, _, _ = self._socket.recvmsg(
+                _CHUNK, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize), flags | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data, rights = b"", []
+        for level, kind, payload in rights:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                self._fds.extend(fds)
+        if not data:
+            self.is_open = False
+            return False
+        self._buffer += data
+        return True

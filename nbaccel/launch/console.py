@@ -1,0 +1,34 @@
+"""Where output of ranks goes when nobody said otherwise: the notebook's cell, or the terminal. Runs in the kernel."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from nbaccel.launch.output import ConsoleScreen, Screen
+
+__all__ = ["JupyterScreen", "screen_here"]
+
+
+class JupyterScreen(ConsoleScreen):
+    """The running cell: text by the kernel's streams, rich messages by its display publisher."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__()
+        self._publisher = shell.display_pub
+
+    def publish(self, message: dict[str, Any]) -> None:
+        display_id = message.get("display_id")
+        self._publisher.publish(
+            message["data"],
+            message.get("metadata") or {},
+            transient={"display_id": display_id} if display_id else {},
+            update=message["kind"] == "update",
+        )
+
+
+def screen_here() -> Screen:
+    """The screen of this process, by what is running in it; imports nothing."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return ConsoleScreen() if shell is None else JupyterScreen(shell)

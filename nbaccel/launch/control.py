@@ -1,0 +1,171 @@
+"""ControlPage: one shared page of memory between the kernel and all ranks of a run; how a run stops at one step.
+
+A bare stop flag would leave ranks alone in a collective: one rank reads it a moment before its peer enters the
+step. So the ranks and the kernel shake hands, without a collective:
+
+1. At a step boundary a rank writes the step it is about to enter, then reads the stop flag. If it is set, the rank
+   parks and waits for the answer.
+2. The kernel sets the flag, waits until every store of a rank that did not see it must be visible, and reads where
+   each rank is: parked before a step, or inside one.
+3. It answers "stop after S", S being the highest step any rank has entered. A rank that parked before a step <= S
+   goes on through S; every rank leaves at its first boundary past S. All end after the same step.
+
+Steps are positions (training step, batches since) packed into one number, so that they compare in order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+from nbaccel.errors import RunStopped
+from nbaccel.events import Event, StepEntered, StepsEnded
+
+__all__ = ["ControlPage", "Position", "StepGate", "position_number"]
+
+_HEADER = 64
+_SLOT = 64
+_STOP = 0  # u8: the kernel asks every rank to stop
+_ANSWERED = 1  # u8: _STOP_AFTER holds the answer
+_STOP_AFTER = struct.Struct("@q")
+_STOP_AFTER_AT = 8
+_RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
+_SUBSTEPS = 1 << 24
+_VISIBLE_S = 0.001  # far longer than a store takes to leave a core's buffer (nanoseconds)
+_PARKED_POLL_S = 0.0005
+
+
+def position_number(step: int, substep: int = 0) -> int:
+    """One number for a place in the program, ordered first by training step, then by batches since."""
+    return step * _SUBSTEPS + min(substep, _SUBSTEPS - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is: about to enter `entered` (parked), inside it (in_step), or in no step at all.
+
+    previous: the position before; -1 if there was none.  last_step_s: how long the last whole step took.
+    """
+
+    entered: int
+    previous: int
+    entered_at: float
+    last_step_s: float
+    parked: bool
+    in_step: bool
+
+    @property
+    def reached(self) -> int:
+        """The last position this rank has really entered."""
+        return self.previous if self.parked else self.entered
+
+    @property
+    def step(self) -> int:
+        return self.entered // _SUBSTEPS
+
+
+class ControlPage:
+    """The shared page. The kernel creates it; ranks map it by its descriptor."""
+
+    def __init__(self, fd: int, world_size: int) -> None:
+        self.fd = fd
+        self.world_size = world_size
+        self._map = mmap.mmap(fd, _HEADER + _SLOT * world_size)
+
+    @classmethod
+    def create(cls, world_size: int) -> ControlPage:
+        fd = os.memfd_create("nbaccel-control", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _HEADER + _SLOT * world_size)
+        page = cls(fd, world_size)
+        for rank in range(world_size):
+            page.write(rank, Position(-1, -1, 0.0, 0.0, parked=False, in_step=False))
+        return page
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self.fd)
+
+    def read(self, rank: int) -> Position:
+        entered, previous, at, last, parked, in_step = _RANK.unpack_from(self._map, _HEADER + rank * _SLOT)
+        return Position(entered, previous, at, last, bool(parked), bool(in_step))
+
+    def write(self, rank: int, position: Position) -> None:
+        _RANK.pack_into(
+            self._map,
+            _HEADER + rank * _SLOT,
+            position.entered,
+            position.previous,
+            position.entered_at,
+            position.last_step_s,
+            position.parked,
+            position.in_step,
+        )
+
+    def positions(self) -> list[Position]:
+        return [self.read(rank) for rank in range(self.world_size)]
+
+    @property
+    def stop_requested(self) -> bool:
+        return bool(self._map[_STOP])
+
+    @property
+    def stop_after(self) -> int | None:
+        """The kernel's answer, or None while it has not answered."""
+        if not self._map[_ANSWERED]:
+            return None
+        return int(_STOP_AFTER.unpack_from(self._map, _STOP_AFTER_AT)[0])
+
+    def stop(self) -> int:
+        """Kernel side: ask all ranks to stop and answer with the position after which they do.
+
+        Takes a millisecond. Asking twice gives the first answer again.
+        """
+        if (answer := self.stop_after) is not None:
+            return answer
+        self._map[_STOP] = 1
+        time.sleep(_VISIBLE_S)
+        answer = max(position.reached for position in self.positions())
+        _STOP_AFTER.pack_into(self._map, _STOP_AFTER_AT, answer)
+        self._map[_ANSWERED] = 1
+        return answer
+
+
+class StepGate:
+    """Rank side of the handshake: hears step events, and raises `RunStopped` where the run ends."""
+
+    def __init__(self, page: ControlPage, rank: int) -> None:
+        self._page = page
+        self._rank = rank
+        self._last = -1
+        self._entered_at = 0.0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepEntered):
+            self._enter(position_number(event.step, event.substep))
+        elif isinstance(event, StepsEnded):
+            self._leave()
+
+    def _enter(self, number: int) -> None:
+        page, now = self._page, time.monotonic()
+        last_step_s = now - self._entered_at if self._entered_at else 0.0
+        page.write(self._rank, Position(number, self._last, now, last_step_s, parked=False, in_step=True))
+        if page.stop_requested:
+            page.write(self._rank, Position(number, self._last, now, last_step_s, parked=True, in_step=False))
+            # Ended by the kernel's answer, which it gives within a tick, or by the death watch if it is gone.
+            while (stop_after := page.stop_after) is None:
+                time.sleep(_PARKED_POLL_S)
+            if number > stop_after:
+                raise RunStopped(f"stopped before step {number // _SUBSTEPS}")
+            page.write(self._rank, Position(number, self._last, now, last_step_s, parked=False, in_step=True))
+        self._last, self._entered_at = number, now
+
+    def _leave(self) -> None:
+        page = self._page
+        page.write(
+            self._rank,
+            Position(self._last, self._last, time.monotonic(), 0.0, parked=False, in_step=False),
+        )
+        self._entered_at = 0.0

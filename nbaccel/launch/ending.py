@@ -1,0 +1,145 @@
+"""Endings: how a running group is brought to its end, in the kernel, one object per way.
+
+An ending is asked again and again (`advance`) until the processes are gone; it signals and releases ranks by what
+they have said and how long they have had. It never waits itself.
+
+    Running    nothing to do until every rank has reported; then all are released together
+    Stopping   the user asked, or the time limit came: finish the step, keep the results
+    Aborting   a rank failed: the others cannot go on
+    Killing    the user asked twice: now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbaccel.launch.control import ControlPage
+from nbaccel.launch.member import Member
+
+__all__ = ["Aborting", "Ending", "Killing", "Running", "Stopping"]
+
+TICK_S = 0.02
+_NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
+_PATIENCE_S = 5.0
+_FIRST_STEP_S = 30.0  # no step has been timed yet, and the first one compiles and allocates
+_AFTER_RESULTS_S = 1.0  # the results are here: a rank that hears nothing is only in the way
+_TERM_TO_KILL_S = 0.5
+_FAREWELL_S = 12.0  # the rank allows itself 10
+_PEERS_S = 0.7
+
+
+class Ending:
+    """Releases ranks once all have reported; the base of the others."""
+
+    def __init__(self, members: Sequence[Member], now: float) -> None:
+        self.members = members
+        self.began = now
+
+    def advance(self, now: float) -> None:
+        """Do what is due at `now`."""
+        if not any(member.is_working for member in self.members):
+            for member in self.members:
+                member.release(now)
+        self._bury_the_slow(now)
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until `advance` may have something to do; None while only events matter."""
+        return TICK_S * 5 if any(member.released_at for member in self.members) else None
+
+    def _bury_the_slow(self, now: float) -> None:
+        for member in self.members:
+            if member.released_at is not None and not member.has_ended and now > member.released_at + _FAREWELL_S:
+                member.kill()
+
+
+class Running(Ending):
+    """No end in sight."""
+
+
+class Killing(Ending):
+    """SIGTERM at once, SIGKILL half a second later."""
+
+    def __init__(self, members: Sequence[Member], now: float) -> None:
+        super().__init__(members, now)
+        for member in members:
+            if not member.has_ended:
+                member.terminate()
+
+    def advance(self, now: float) -> None:
+        if now > self.began + _TERM_TO_KILL_S:
+            for member in self.members:
+                if not member.has_ended:
+                    member.kill()
+
+    def due_in(self, now: float) -> float | None:
+        return TICK_S
+
+
+class Aborting(Ending):
+    """A rank failed. It may leave at once, so that peers inside a collective with it notice.
+
+    The others are interrupted; rank 0 gets a moment to hand over its results if somebody waits for them.
+    """
+
+    def __init__(self, members: Sequence[Member], now: float, wants_results: bool) -> None:
+        super().__init__(members, now)
+        self._patience_s = _PEERS_S if wants_results and members[0].is_working else _PEERS_S / 4
+        for member in members:
+            member.interrupt()
+
+    def advance(self, now: float) -> None:
+        for member in self.members:
+            if not member.is_working:
+                member.release(now)
+        if now > self.began + self._patience_s:
+            for member in self.members:
+                if member.is_working:
+                    member.kill()
+        self._bury_the_slow(now)
+
+    def due_in(self, now: float) -> float | None:
+        return TICK_S
+
+
+class Stopping(Ending):
+    """All ranks leave at the same step boundary; those outside of a step are interrupted after a second."""
+
+    def __init__(self, members: Sequence[Member], now: float, page: ControlPage) -> None:
+        super().__init__(members, now)
+        self._page = page
+        self._terminated: dict[int, float] = {}
+        self._results_at: float | None = None
+        page.stop()
+
+    @property
+    def is_finishing_a_step(self) -> bool:
+        return any(member.is_working and self._page.read(member.rank).in_step for member in self.members)
+
+    def advance(self, now: float) -> None:
+        if self._results_at is None and not self.members[0].is_working:
+            self._results_at = now
+        for member in self.members:
+            if not member.is_working:
+                continue
+            position = self._page.read(member.rank)
+            is_stepping = position.in_step or position.parked
+            if not is_stepping and now > self.began + _NO_STEP_S:
+                member.interrupt()
+            patience_s = _PATIENCE_S
+            if is_stepping:
+                patience_s = max(_PATIENCE_S, 2 * position.last_step_s) if position.last_step_s else _FIRST_STEP_S
+            elif self._results_at is not None and member.was_interrupted:
+                patience_s = max(_NO_STEP_S, self._results_at - self.began) + _AFTER_RESULTS_S
+            if now > self.began + patience_s:
+                self._end(member, now)
+        super().advance(now)
+
+    def due_in(self, now: float) -> float | None:
+        return TICK_S
+
+    def _end(self, member: Member, now: float) -> None:
+        if member.rank not in self._terminated:
+            self._terminated[member.rank] = now
+            member.terminate()
+        elif now > self._terminated[member.rank] + _TERM_TO_KILL_S:
+            member.kill()

@@ -1,0 +1,378 @@
+"""WorkerGroup: one run seen from the kernel, from the first process to the last. Runs in the kernel.
+
+A selector waits on what can happen (output, messages, ends of processes, the user's interrupt); nothing is polled
+while ranks only work. Whatever ends the run, `run` returns after every process of it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.launch.channel import Channel
+from nbaccel.launch.control import ControlPage
+from nbaccel.launch.ending import Aborting, Ending, Killing, Running, Stopping
+from nbaccel.launch.guardian import kill_session, session_members
+from nbaccel.launch.member import Member, Report
+from nbaccel.launch.output import OutputRouter
+from nbaccel.launch.pipes import MarkedPipe
+from nbaccel.launch.spec import LaunchSpec, RankBoot
+from nbaccel.launch.start import StartMethod
+from nbaccel.world import World
+
+__all__ = ["BadFork", "Ended", "WorkerGroup"]
+
+_SETTLE_S = 0.5  # a lost connection is seen by peers before its cause is seen by us
+_DRAIN_S = 0.2
+_FINISHING_NOTICE_S = 0.5
+
+
+class BadFork(Exception):
+    """A forked rank found that the kernel's CUDA state would break it; nothing of the user's has run."""
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a run ended.
+
+    reports: by rank; None for a rank that died without one.
+    exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
+    is_interrupted, is_timed_out: the user, or the time limit, ended it.
+    metrics: (step, values) that rank 0 logged; metrics_lost: how many more it logged than were kept.
+    """
+
+    reports: list[Report | None]
+    exit_codes: list[int]
+    killed_by_us: list[bool]
+    first_failed: int | None
+    is_interrupted: bool
+    is_timed_out: bool
+    seconds: float
+    metrics: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    metrics_lost: int = 0
+
+
+class WorkerGroup:
+    """Starts the ranks of one run, listens to them and sees them all out.
+
+    fds: every descriptor the group holds in the kernel; ranks of other groups must not keep copies.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        start: StartMethod,
+        router: OutputRouter,
+        *,
+        kernel_pidfd: int,
+        guard: Callable[[str], None],
+        notice: Callable[[str], None],
+    ) -> None:
+        self._spec = spec
+        self._start = start
+        self._router = router
+        self._kernel_pidfd = kernel_pidfd
+        self._guard = guard
+        self._notice = notice
+        self._selector = selectors.DefaultSelector()
+        self._members: list[Member] = []
+        self._pipes: list[MarkedPipe] = []
+        self._failures: list[int] = []
+        self._settled_at: float | None = None
+        self._metrics: list[tuple[int, dict[str, Any]]] = []
+        self._metrics_lost = 0
+        self._is_bad_fork = False
+        self._presses = 0
+        self._is_timed_out = False
+        self._is_over = False
+        self.fds: set[int] = set()
+
+    def run(self) -> Ended:
+        """Run to the end; afterwards no process of the run exists.
+
+        Raises:
+            BadFork: see there.
+            CannotSend: a name cannot travel to the ranks.
+        """
+        began = time.monotonic()
+        with contextlib.ExitStack() as owned:
+            page = ControlPage.create(self._spec.world_size)
+            owned.callback(page.close)
+            owned.callback(self._selector.close)
+            folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
+            owned.callback(self._remove, folder)
+            self._guard(folder)
+            owned.enter_context(self._interrupts())
+            owned.callback(self._see_everybody_out)
+            self._start_ranks(page, os.path.join(folder, "store"))
+            self._loop(page, began)
+            if self._is_bad_fork:
+                raise BadFork
+            return self._ended(time.monotonic() - began)
+
+    # --- start -------------------------------------------------------------------------------------------------
+
+    def _start_ranks(self, page: ControlPage, store_path: str) -> None:
+        spec = self._spec
+        nonce = secrets.token_hex(6)
+        launch_id = secrets.token_hex(8)
+        port = _free_port()
+        boots: list[RankBoot] = []
+        mine: list[tuple[Channel, int, int]] = []
+        theirs: list[int] = []
+        try:
+            for rank in range(spec.world_size):
+                here, there = socket.socketpair()
+                out_read, out_write = os.pipe()
+                err_read, err_write = os.pipe()
+                mine.append((Channel(here), out_read, err_read))
+                theirs += [there.detach(), out_write, err_write]
+                world = World(rank, spec.world_size, rank, spec.world_size, 0, launch_id)
+                boots.append(
+                    RankBoot(
+                        world=world,
+                        environ=dict(spec.environ) | world.environ(port),
+                        setup=spec.setup,
+                        threads=spec.threads,
+                        run_nonce=nonce,
+                        store_path=store_path,
+                        kernel_pidfd=self._kernel_pidfd,
+                        channel_fd=theirs[-3],
+                        stdout_fd=out_write,
+                        stderr_fd=err_write,
+                        page_fd=page.fd,
+                    )
+                )
+            self.fds |= {fd for channel, out, err in mine for fd in (channel.fileno(), out, err)}
+            processes = self._start.start(boots, spec.task)
+        except BaseException:
+            for channel, out, err in mine:
+                channel.close()
+                os.close(out)
+                os.close(err)
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        for rank, (process, (channel, out, err)) in enumerate(zip(processes, mine, strict=True)):
+            self._guard(f"+{process.pid}")
+            member = Member(rank, process, channel)
+            self._members.append(member)
+            self._watch_member(member)
+            self._watch_pipe(MarkedPipe(out, rank, "stdout", nonce), member)
+            self._watch_pipe(MarkedPipe(err, rank, "stderr", nonce), member)
+
+    def _watch_member(self, member: Member) -> None:
+        self._selector.register(member.process.pidfd, selectors.EVENT_READ, lambda: self._on_end(member))
+        self._selector.register(member.channel, selectors.EVENT_READ, lambda: self._on_message(member))
+
+    def _watch_pipe(self, pipe: MarkedPipe, member: Member) -> None:
+        self._pipes.append(pipe)
+        self._selector.register(pipe.fd, selectors.EVENT_READ, lambda: self._on_output(pipe, member))
+
+    # --- the loop ----------------------------------------------------------------------------------------------
+
+    def _loop(self, page: ControlPage, began: float) -> None:
+        limit_s = self._spec.timeout_s
+        ending: Ending = Running(self._members, began)
+        presses = 0
+        has_noticed = False
+        while not all(member.has_ended for member in self._members):
+            self._wait(ending, None if limit_s is None or self._is_timed_out else began + limit_s)
+            now = time.monotonic()
+            if self._presses > presses:
+                presses = self._presses
+                ending = (
+                    Killing(self._members, now)
+                    if isinstance(ending, Stopping) or presses > 1
+                    else Stopping(self._members, now, page)
+                )
+            elif isinstance(ending, Running):
+                if limit_s is not None and now > began + limit_s:
+                    self._is_timed_out = True
+                    ending = Stopping(self._members, now, page)
+                elif self._is_bad_fork:
+                    ending = Killing(self._members, now)
+                elif self._cause_is_known(now):
+                    ending = Aborting(self._members, now, self._spec.wants_results)
+            if isinstance(ending, Stopping) and not has_noticed and now > ending.began + _FINISHING_NOTICE_S:
+                has_noticed = True
+                if ending.is_finishing_a_step:
+                    self._notice("finishing the step, press again to stop now")
+            ending.advance(now)
+            self._router.tick()
+
+    def _wait(self, ending: Ending, limit_at: float | None) -> None:
+        """Wait for something to happen, but no longer than until something is due; then handle all that happened."""
+        now = time.monotonic()
+        waits = [
+            self._router.due_in(),
+            ending.due_in(now),
+            None if limit_at is None else max(0.0, limit_at - now),
+            None if self._settled_at is None else max(0.0, self._settled_at - now),
+        ]
+        due = [wait for wait in waits if wait is not None]
+        for key, _ in self._selector.select(min(due) if due else None):
+            key.data()
+
+    def _on_output(self, pipe: MarkedPipe, member: Member) -> None:
+        data = pipe.read()
+        if data is None:
+            self._close_pipe(pipe)
+            return
+        for piece in data:
+            if isinstance(piece, bytes):
+                self._router.feed(pipe.rank, pipe.stream, piece)
+            else:
+                self._show(member, piece)
+
+    def _close_pipe(self, pipe: MarkedPipe) -> None:
+        if not pipe.is_open:
+            return
+        self._selector.unregister(pipe.fd)
+        pipe.close()
+        if not any(other.is_open for other in self._pipes if other.rank == pipe.rank):
+            self._router.rank_done(pipe.rank)
+
+    def _show(self, member: Member, message_id: int) -> None:
+        """Show a rich message at its mark. It was sent before the mark was written, so it is here or about to be."""
+        if message_id not in member.displays:
+            self._on_message(member)
+        message = member.displays.pop(message_id, None)
+        if message is not None:
+            self._router.publish(member.rank, message)
+
+    def _on_message(self, member: Member) -> None:
+        for message, fds in member.channel.drain():
+            match message["op"]:
+                case "display":
+                    member.displays[message["id"]] = message["message"]
+                case "metrics":
+                    if member.rank == 0:
+                        self._metrics += [(step, values) for step, values in message["rows"]]
+                        self._metrics_lost = message["lost"]
+                case "bad_fork":
+                    self._is_bad_fork = True
+                case "done":
+                    member.report = Report.from_frame(message, fds)
+                    if member.report.is_failure:
+                        self._failed(member)
+        if not member.channel.is_open:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(member.channel)
+
+    def _on_end(self, member: Member) -> None:
+        """The rank's process is over. It stays unreaped, so that nobody else gets its number, until all are."""
+        self._selector.unregister(member.process.pidfd)
+        self._on_message(member)
+        member.has_ended = True
+        if member.report is None and not member.was_killed and not self._is_bad_fork:
+            self._failed(member)
+
+    def _failed(self, member: Member) -> None:
+        self._failures.append(member.rank)
+        if self._settled_at is None:
+            self._settled_at = time.monotonic() + (_SETTLE_S if self._is_consequence(member) else 0.0)
+        elif not self._is_consequence(member):
+            self._settled_at = time.monotonic()
+
+    def _is_consequence(self, member: Member) -> bool:
+        return member.report is not None and member.report.is_consequence
+
+    def _cause_is_known(self, now: float) -> bool:
+        return self._settled_at is not None and now >= self._settled_at
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def _see_everybody_out(self) -> None:
+        """No process of the run survives this, whatever happened before."""
+        if self._is_over:
+            return
+        self._is_over = True
+        leaders = [member.process.pid for member in self._members]
+        if leaders and session_members(leaders):
+            kill_session(*leaders, wait_s=5.0)
+        for member in self._members:
+            member.process.reap()
+            self._guard(f"-{member.process.pid}")
+        self._drain()
+        for member in self._members:
+            for message in member.displays.values():
+                self._router.publish(member.rank, message)
+            member.channel.close()
+
+    def _drain(self) -> None:
+        """Read what is left in the pipes; whoever still holds a writing end is given a moment, not more."""
+        deadline = time.monotonic() + _DRAIN_S
+        for pipe, member in [(pipe, self._members[pipe.rank]) for pipe in self._pipes]:
+            while pipe.is_open and time.monotonic() < deadline + _DRAIN_S:
+                before = time.monotonic()
+                self._on_output(pipe, member)
+                if pipe.is_open and pipe.was_empty:
+                    if before > deadline:
+                        break
+                    time.sleep(0.002)
+            self._close_pipe(pipe)
+
+    def _ended(self, seconds: float) -> Ended:
+        self._see_everybody_out()
+        causes = [rank for rank in self._failures if not self._is_consequence(self._members[rank])]
+        first = (causes or self._failures or [None])[0]  # type: ignore[list-item]
+        return Ended(
+            reports=[member.report for member in self._members],
+            exit_codes=[member.process.reap() for member in self._members],
+            killed_by_us=[member.was_killed for member in self._members],
+            first_failed=first,
+            is_interrupted=self._presses > 0,
+            is_timed_out=self._is_timed_out,
+            seconds=seconds,
+            metrics=self._metrics,
+            metrics_lost=self._metrics_lost,
+        )
+
+    def _remove(self, folder: str) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self._guard(f"-{folder}")
+
+    @contextlib.contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Count SIGINT instead of raising it, and wake the selector. Only the main thread can be interrupted."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        self.fds |= {read_fd, write_fd}
+
+        def press(number: int, frame: Any) -> None:
+            self._presses += 1
+            with contextlib.suppress(OSError):
+                os.write(write_fd, b"!")
+
+        self._selector.register(read_fd, selectors.EVENT_READ, lambda: os.read(read_fd, 64))
+        previous = signal.signal(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+            os.close(read_fd)
+            os.close(write_fd)
+
+
+def _free_port() -> int:
+    """A port that nobody listens on, for programs that read MASTER_PORT; our ranks meet in a file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+

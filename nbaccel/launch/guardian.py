@@ -1,0 +1,134 @@
+"""Guardian: one tiny process per kernel that buries the ranks when the kernel dies. Standard library only.
+
+Ranks watch the kernel themselves (`watch.py`), but a thread of Python needs its interpreter's lock, and a rank
+can hold that for minutes inside C. The guardian is the second line: it waits on the kernel's pidfd and then kills
+every session it was told about, with all descendants. It lives in a session of its own, which Jupyter's kill
+of the kernel's process group does not reach.
+
+Run as a script (`python -S -E guardian.py PIDFD SOCKET`); `kill_session` is imported by ranks and the kernel too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+
+__all__ = ["kill_session", "session_members"]
+
+
+def session_members(leaders: Iterable[int]) -> set[int]:
+    """Every live process in the sessions of `leaders`, or descended from one of them.
+
+    Descendants are looked for as well because a child that started a session of its own left ours.
+    """
+    wanted = set(leaders)
+    parents: dict[int, int] = {}
+    members: set[int] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
+        except OSError:
+            continue  # it ended while we looked
+        if state in (b"Z", b"X"):
+            continue
+        pid = int(entry)
+        parents[pid] = int(parent)
+        if int(session) in wanted or pid in wanted:
+            members.add(pid)
+    found = True
+    while found:
+        found = False
+        for pid, parent_pid in parents.items():
+            if pid not in members and parent_pid in members:
+                members.add(pid)
+                found = True
+    return members
+
+
+def kill_session(*leaders: int, spare: int = 0, wait_s: float = 1.0) -> None:
+    """SIGKILL everything in the sessions of `leaders` (their pids) and everything descended from them.
+
+    spare: a pid that is left alone, for a process that ends itself afterwards.
+    Repeats until nothing is left or `wait_s` is over: a process can be born while the others are being killed.
+    """
+    deadline = time.monotonic() + wait_s
+    # Descendants are remembered: once their parent is dead they belong to init and no longer show whose they were.
+    known: set[int] = set()
+    while True:
+        members = session_members([*leaders, *known]) - {spare}
+        if not members:
+            return
+        known |= members
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.002)
+
+
+class _Watch:
+    """What the guardian has been told: whose sessions to end and which folders to remove."""
+
+    def __init__(self) -> None:
+        self.leaders: set[int] = set()
+        self.folders: set[str] = set()
+
+    def learn(self, line: str) -> None:
+        """`+pid` and `-pid` add and drop a session; `/path` and `-/path` a folder."""
+        if line.startswith("/"):
+            self.folders.add(line)
+        elif line.startswith("-/"):
+            self.folders.discard(line[1:])
+        elif line.startswith("+"):
+            self.leaders.add(int(line[1:]))
+        elif line.startswith("-"):
+            self.leaders.discard(int(line[1:]))
+
+    def bury(self) -> None:
+        if self.leaders:
+            kill_session(*self.leaders, wait_s=5.0)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(kernel_pidfd: int, connection: socket.socket) -> None:
+    """Wait until the kernel dies, or closes its end with nothing left to guard; then clean up and leave."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watch = _Watch()
+    pending = b""
+    poll = select.poll()
+    poll.register(kernel_pidfd, select.POLLIN)
+    poll.register(connection, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        # What was written before the death counts: read the socket first.
+        if connection.fileno() in ready:
+            data = connection.recv(1 << 16)
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                watch.learn(line.decode())
+            if not data:
+                poll.unregister(connection)
+                if not watch.leaders:
+                    watch.bury()
+                    return
+                continue
+        if kernel_pidfd in ready:
+            watch.bury()
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

@@ -1,0 +1,36 @@
+"""What the launching process is like: can it fork, has it used CUDA. Asked in the kernel; touches no device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+__all__ = ["ProcessState"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """What preflight needs to know of this process.
+
+    can_fork: ranks can be separate processes here at all.  cuda_initialized: this process holds a CUDA context.
+    """
+
+    can_fork: bool
+    cuda_initialized: bool
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        torch = sys.modules.get("torch")
+        return cls(can_fork=_can_fork(), cuda_initialized=torch is not None and bool(torch.cuda.is_initialized()))
+
+
+def _can_fork() -> bool:
+    """Linux with pidfds (5.3, 2019): they end a rank when its kernel dies, and no rank may go without that."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""KernelState: what a forked rank inherits by nature and a rank of the zygote must be given. Captured in the kernel.
+
+Fork and zygote are one language: code behaves alike under both, so everything here that a fork would carry over is
+carried over by hand. `tests/launch/test_parity.py` runs one program under both and compares.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import random
+import sys
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["KernelState", "Surroundings"]
+
+_CELL_FILES = ("ipykernel_", "<ipython-input-", "Cell In[")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where the kernel stands, in plain text: needed before anything can be unpickled."""
+
+    sys_path: list[str]
+    cwd: str
+    environ: dict[str, str]
+
+    @classmethod
+    def capture(cls) -> Surroundings:
+        return cls(list(sys.path), os.getcwd(), dict(os.environ))
+
+    def apply(self) -> None:
+        sys.path[:] = self.sys_path
+        os.chdir(self.cwd)
+        for name in set(os.environ) - set(self.environ):
+            del os.environ[name]
+        os.environ.update(self.environ)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelState:
+    """Random number generators, torch flags, warning filters and the source of the notebook's cells."""
+
+    python_rng: Any
+    numpy_rng: Any = None
+    torch_rng: bytes | None = None
+    torch_flags: dict[str, Any] = field(default_factory=dict)
+    warning_filters: list[Any] = field(default_factory=list)
+    sources: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def capture(cls) -> KernelState:
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        return cls(
+            python_rng=random.getstate(),
+            numpy_rng=numpy.random.get_state() if numpy else None,
+            torch_rng=bytes(torch.random.get_rng_state().numpy()) if torch else None,
+            torch_flags=_torch_flags(torch) if torch else {},
+            warning_filters=list(warnings.filters),
+            sources={
+                name: entry for name, entry in linecache.cache.items() if any(part in name for part in _CELL_FILES)
+            },
+        )
+
+    def apply(self) -> None:
+        self.apply_python_rng()
+        warnings.filters[:] = self.warning_filters  # type: ignore[index]  # typeshed: a Sequence; CPython: a list
+        warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None  # type: ignore[attr-defined]
+        linecache.cache.update(self.sources)
+        if self.numpy_rng is not None:
+            import numpy
+
+            numpy.random.set_state(self.numpy_rng)
+        if self.torch_rng is not None:
+            import torch
+
+            torch.random.set_rng_state(torch.frombuffer(bytearray(self.torch_rng), dtype=torch.uint8))
+            _set_torch_flags(torch, self.torch_flags)
+
+    def apply_python_rng(self) -> None:
+        """The one thing that a fork does not carry over: CPython reseeds `random` in every forked child."""
+        random.setstate(self.python_rng)
+
+
+def _torch_flags(torch: Any) -> dict[str, Any]:
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "grad_enabled": torch.is_grad_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "anomaly": torch.is_anomaly_enabled(),
+    }
+
+
+def _set_torch_flags(torch: Any, flags: dict[str, Any]) -> None:
+    torch.set_default_dtype(flags["default_dtype"])
+    torch.set_grad_enabled(flags["grad_enabled"])
+    torch.set_float32_matmul_precision(flags["matmul_precision"])
+    torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["deterministic_warn_only"])
+    torch.backends.cudnn.benchmark = flags["cudnn_benchmark"]
+    torch.backends.cudnn.deterministic = flags["cudnn_deterministic"]
+    torch.backends.cudnn.allow_tf32 = flags["cudnn_tf32"]
+    torch.autograd.set_detect_anomaly(flags["anomaly"])

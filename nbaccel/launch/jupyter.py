@@ -1,0 +1,225 @@
+"""What a rank must change of the notebook it was copied from, or be given of it. Runs in ranks, before user code.
+
+A forked rank holds the kernel's IPython shell: its display publisher would send on the kernel's sockets, its `input`
+would wait for a front end, its old streams would write into the kernel's output. Nothing here imports IPython unless
+the kernel had it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from nbaccel.errors import NoInput
+
+__all__ = ["Publish", "adopt_notebook", "cell_name", "close_kernel_sockets", "flush_figures", "kernel_ports", "new_shell"]
+
+Publish = Callable[[dict[str, Any]], None]
+"""Sends one rich message: {"kind": "display"|"update"|"clear", "data", "metadata", "display_id", "wait"}."""
+
+
+def kernel_ports() -> frozenset[int]:
+    """The TCP ports of the ipykernel in this process, none outside of one. Asked in the kernel."""
+    kernelapp = sys.modules.get("ipykernel.kernelapp")
+    if kernelapp is None or not kernelapp.IPKernelApp.initialized():
+        return frozenset()
+    app = kernelapp.IPKernelApp.instance()
+    names = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+    return frozenset(port for name in names if (port := getattr(app, name, 0)))
+
+
+def close_kernel_sockets(ports: frozenset[int]) -> None:
+    """Close this process's copies of the kernel's sockets.
+
+    A rank that outlives its kernel would otherwise keep the kernel's ports listening, and the restarted kernel,
+    which gets the same ports, would die of "address already in use".
+    """
+    if not ports:
+        return
+    for entry in os.listdir("/proc/self/fd"):
+        fd = int(entry)
+        try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            duplicate = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue
+        with duplicate:
+            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            with contextlib.suppress(OSError):
+                if duplicate.getsockname()[1] in ports:
+                    os.close(fd)
+
+
+def new_shell() -> None:
+    """Give a process of the zygote an IPython shell, as a fork would have inherited one. Called in the zygote."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    if InteractiveShell.initialized():
+        return
+    config = Config()
+    config.HistoryManager.enabled = False  # sqlite and its thread do not survive a fork
+    InteractiveShell.instance(config=config)
+
+
+def adopt_notebook(rank: int, publish: Publish, old_streams: tuple[Any, Any]) -> None:
+    """Turn the notebook's ways to show and to ask into the rank's.
+
+    old_streams: the stdout and stderr the kernel had; whoever kept a reference to them writes to ours from now on.
+    """
+    _forward_streams(old_streams)
+    _refuse_input(rank)
+    _plain_progress_bars()
+    shell = _shell()
+    if shell is not None:
+        _forward_display(shell, publish)
+
+
+def flush_figures() -> None:
+    """Show the matplotlib figures that are open, as the inline backend does at the end of a cell."""
+    inline = sys.modules.get("matplotlib_inline.backend_inline")
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if inline is not None and pyplot is not None and pyplot.get_fignums():
+        inline.flush_figures()
+
+
+def _shell() -> Any:
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def _forward_streams(old_streams: tuple[Any, Any]) -> None:
+    for old, new in zip(old_streams, (sys.stdout, sys.stderr), strict=True):
+        if old is None or old is new:
+            continue
+        for handler in logging.root.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+                handler.stream = new
+        # ipykernel's stream takes attributes; a plain file of a script does not, and has no need of it.
+        with contextlib.suppress(AttributeError, TypeError):
+            old.write, old.flush, old.writelines = new.write, new.flush, new.writelines
+
+
+def _refuse_input(rank: int) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NoInput(
+            f"rank {rank} asked for keyboard input (input, getpass or a debugger), but nobody can type into a rank. "
+            "Ask in a cell of its own before this one, for example to log in, or run this cell in the kernel: "
+            "%%accelerate --start inline -n 1"
+        )
+
+    import getpass
+
+    builtins.input = refuse
+    getpass.getpass = refuse
+    sys.stdin = _NoStdin(refuse)
+
+
+class _NoStdin:
+    """Stands for standard input: any way to read it raises the sentence."""
+
+    encoding = "utf-8"
+    closed = False
+
+    def __init__(self, refuse: Callable[..., NoReturn]) -> None:
+        self.read = self.readline = self.readlines = self.__next__ = refuse
+        self._refuse = refuse
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return 0  # /dev/null
+
+    def close(self) -> None:
+        pass
+
+
+def _plain_progress_bars() -> None:
+    """tqdm draws text: its widgets speak to a front end over the kernel's sockets, which a rank does not have.
+
+    A text bar is also what a saved notebook can show: a widget's state is lost and leaves "0%" behind.
+    """
+    std = sys.modules.get("tqdm.std")
+    if std is None:
+        _prefer_text_bars()
+        return
+    # The lock may have been held by another thread of the kernel at the moment of the fork.
+    std.tqdm.set_lock(threading.RLock())
+    notebook = sys.modules.get("tqdm.notebook")
+    if notebook is not None:
+        _make_textual(notebook.tqdm_notebook, std.tqdm)
+    _prefer_text_bars()
+
+
+def _make_textual(bar: Any, text: Any) -> None:
+    """Give the notebook's bar class the behaviour of the text bar; names imported earlier see it too."""
+    for name in ("__init__", "__iter__", "update", "close", "clear", "reset", "display", "set_description"):
+        setattr(bar, name, getattr(text, name))
+    bar.status_printer = staticmethod(text.status_printer)
+    bar.colour = None
+
+
+def _prefer_text_bars() -> None:
+    """`tqdm.auto`, if it is imported only now, shall choose text: it asks the shell whether this is a notebook."""
+    shell = _shell()
+    if shell is not None:
+        shell.config.pop("IPKernelApp", None)
+
+
+def _forward_display(shell: Any, publish: Publish) -> None:
+    def display(
+        data: dict[str, Any], metadata: dict[str, Any] | None = None, *args: Any, transient: Any = None, **kwargs: Any
+    ) -> None:
+        publish(
+            {
+                "kind": "update" if kwargs.get("update") else "display",
+                "data": _jsonable(data),
+                "metadata": metadata or {},
+                "display_id": (transient or {}).get("display_id"),
+                "wait": False,
+            }
+        )
+
+    def clear_output(wait: bool = False) -> None:
+        publish({"kind": "clear", "data": {}, "metadata": {}, "display_id": None, "wait": wait})
+
+    def ask_exit() -> NoReturn:
+        raise SystemExit(0)
+
+    shell.display_pub.publish = display
+    shell.display_pub.clear_output = clear_output
+    shell.ask_exit = ask_exit
+    # `exit` and `quit` of IPython ask the kernel to end; in a rank they end the rank.
+    builtins.exit = builtins.quit = sys.exit
+    shell.user_ns["exit"] = shell.user_ns["quit"] = sys.exit
+    with contextlib.suppress(Exception):
+        shell.colors = "NoColor"
+
+
+def _jsonable(data: dict[str, Any]) -> dict[str, Any]:
+    """Images may come as bytes; a message is text."""
+    import base64
+
+    return {mime: base64.b64encode(part).decode() if isinstance(part, bytes) else part for mime, part in data.items()}
+
+
+def cell_name(filename: str) -> str | None:
+    """"Cell In[5]" for the file name under which the kernel compiled cell 5, None for any other file."""
+    shell = _shell()
+    numbers = getattr(getattr(shell, "compile", None), "_filename_map", None)
+    if not numbers or filename not in numbers:
+        return None
+    return f"Cell In[{numbers[filename]}]"

@@ -1,0 +1,100 @@
+"""Keeper: the kernel's end of what outlives a single run: the guardian, the zygote, the folder of logs.
+
+Runs in the kernel. There is one per process that launches; it is closed when the process ends, and if the process is
+killed the guardian does what closing would have done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+
+from nbaccel.launch import guardian
+from nbaccel.launch.zygote import Zygote
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """Starts the guardian and the zygote when they are first needed and ends them with the process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.kernel_pidfd = os.pidfd_open(self.pid)
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._zygote: Zygote | None = None
+        self._folder: str | None = None
+        self._runs = 0
+        atexit.register(self.close)
+
+    def guard(self, line: str) -> None:
+        """Tell the guardian, starting it if need be; see `guardian._Watch.learn` for what can be said."""
+        if self._guardian is None or self._guardian.poll() is not None:
+            self._start_guardian()
+        assert self._line is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._line.sendall(line.encode() + b"\n")
+
+    def zygote(self) -> Zygote:
+        """The zygote, started now if there is none, or none that fits the installed torch."""
+        if self._zygote is not None and not self._zygote.is_usable:
+            self._end_zygote()
+        if self._zygote is None:
+            self._zygote = Zygote(self.kernel_pidfd, has_shell="IPython" in sys.modules)
+            self.guard(f"+{self._zygote.pid}")
+        return self._zygote
+
+    def new_log(self) -> str:
+        """The path of the next run's log; the folder goes with the process."""
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="nbaccel-logs-")  # mode 0700
+            self.guard(self._folder)
+        self._runs += 1
+        return os.path.join(self._folder, f"run-{self._runs}.log")
+
+    def fds(self) -> list[int]:
+        """Descriptors that a forked rank must not hold."""
+        held = [] if self._line is None else [self._line.fileno()]
+        return held if self._zygote is None else [*held, self._zygote.fileno()]
+
+    def close(self) -> None:
+        """End what was started. Does nothing in a process that inherited this object by fork."""
+        if os.getpid() != self.pid:
+            return
+        atexit.unregister(self.close)
+        self._end_zygote()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        if self._guardian is not None and self._line is not None:
+            self._line.close()
+            self._guardian.wait()
+            self._guardian = self._line = None
+        os.close(self.kernel_pidfd)
+
+    def _end_zygote(self) -> None:
+        if self._zygote is not None:
+            zygote, self._zygote = self._zygote, None
+            zygote.close()
+            self.guard(f"-{zygote.pid}")
+
+    def _start_guardian(self) -> None:
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-S", "-E", guardian.__file__, str(self.kernel_pidfd), str(theirs.fileno())],
+                pass_fds=[self.kernel_pidfd, theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        self._line = mine

@@ -1,0 +1,404 @@
+"""Launching: a task becomes a finished run. Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
+
+`launch` runs a function and returns a `Run`; `notebook_launcher` and `debug_launcher` have Accelerate's signatures.
+The notebook's cells go through `Launcher.run` too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nbaccel.errors import CannotFork, NestedLaunch, ResultsMissing
+from nbaccel.hardware import Survey
+from nbaccel.launch.console import screen_here
+from nbaccel.launch.group import BadFork, Ended, WorkerGroup
+from nbaccel.launch.here import ProcessState
+from nbaccel.launch.inline import run_inline
+from nbaccel.launch.jupyter import cell_name
+from nbaccel.launch.keeper import Keeper
+from nbaccel.launch.output import OutputRouter, Screen
+from nbaccel.launch.parcel import unpack
+from nbaccel.launch.preflight import Start, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.spec import FunctionTask, LaunchSpec, Task
+from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
+from nbaccel.launch.verdict import OomKills, verdict
+from nbaccel.settings import RunSettings
+from nbaccel.world import LAUNCH_ID
+
+__all__ = ["Launcher", "Outcome", "Run", "debug_launcher", "default_launcher", "launch", "notebook_launcher"]
+
+_WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A finished run: how it ended, and what its ranks sent back.
+
+    error: what the run raises, None if no rank failed.  start: how the ranks were started in the end, and why.
+    """
+
+    task: Task
+    ended: Ended
+    start: Start
+    error: BaseException | None
+    log_path: str
+
+    def values(self, rank: int = 0) -> dict[str, Any]:
+        """Names and objects that `rank` sent back; empty if it died."""
+        report = self.ended.reports[rank]
+        if report is None or report.parcel_fd < 0:
+            return {}
+        try:
+            values = unpack(report.parcel_fd, namespace=self.task.namespace, anchored=self.task.anchored)
+        except Exception:
+            if self.error is None:
+                raise
+            return {}
+        return {name.removeprefix("out:"): value for name, value in values.items() if name.startswith("out:")}
+
+    def close(self) -> None:
+        for report in self.ended.reports:
+            if report is not None:
+                report.close()
+
+
+class Launcher:
+    """Runs tasks, one after the other; owns what they share (`Keeper`)."""
+
+    def __init__(self) -> None:
+        self.keeper = Keeper()
+
+    def run(
+        self,
+        spec: LaunchSpec,
+        screen: Screen,
+        *,
+        shown_ranks: Collection[int] | None = None,
+        notice: Callable[[str], None] | None = None,
+    ) -> Outcome:
+        """Start the ranks, show what they print, and return when no process of the run is left.
+
+        shown_ranks: whose output is shown; None for all.  notice: shows one line of ours to the user.
+
+        Raises:
+            NestedLaunch: this process is a rank itself.
+            CannotSend, CannotFork: nothing was started.
+        """
+        refuse_nested_launch()
+        _load_torch_once()
+        oom_kills = OomKills()
+        log_path = self.keeper.new_log()
+        with open(log_path, "wb") as log:
+
+            def attempt(start: Start) -> Ended:
+                router = OutputRouter(spec.world_size, screen, shown_ranks=shown_ranks, log=log)
+                try:
+                    group = WorkerGroup(
+                        replace(spec, start=start),
+                        self._method(start),
+                        router,
+                        kernel_pidfd=self.keeper.kernel_pidfd,
+                        guard=self.keeper.guard,
+                        notice=notice or (lambda line: screen.write("stderr", line + "\n")),
+                    )
+                    return group.run()
+                finally:
+                    router.close()
+
+            start = spec.start
+            try:
+                ended = attempt(start)
+            except BadFork:
+                start = _instead_of_fork(start)
+                ended = attempt(start)
+        error = verdict(ended, spec.task, start.method == "zygote", oom_kills, cell_name)
+        return Outcome(spec.task, ended, start, error, log_path)
+
+    def _method(self, start: Start) -> StartMethod:
+        if start.method == "zygote":
+            return ZygoteStart(self.keeper.zygote())
+        return ForkStart(self.keeper.fds())
+
+    def close(self) -> None:
+        self.keeper.close()
+
+
+def _instead_of_fork(start: Start) -> Start:
+    if start.is_explicit:
+        raise CannotFork(
+            "CUDA was already used in this process in a way that only a forked rank can see "
+            '(torch.cuda._is_in_bad_fork), so forked ranks could not use the GPU. start_method="fork" was asked for; '
+            "leave it out and the ranks start from a clean process instead, or restart the kernel."
+        )
+    return Start("zygote", "CUDA was already used in the kernel, as a forked rank found out")
+
+
+@functools.cache
+def _launcher_of(pid: int) -> Launcher:
+    return Launcher()
+
+
+def default_launcher() -> Launcher:
+    """This process's launcher. A child that inherited its parent's by fork gets one of its own."""
+    return _launcher_of(os.getpid())
+
+
+def refuse_nested_launch() -> None:
+    if os.environ.get(LAUNCH_ID):
+        raise NestedLaunch(
+            f"this is rank {os.environ.get('RANK')} of a run already, and ranks do not launch ranks. "
+            "Call the launcher in the notebook or the main program, not inside the function that it runs."
+        )
+
+
+def _load_torch_once() -> None:
+    """Here rather than in every rank: the first DDP model would otherwise load 0.8 s worth of modules in each."""
+    for module in _WARM_MODULES:
+        if module not in sys.modules:
+            importlib.import_module(module)
+
+
+# --- functions --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Run:
+    """A finished `launch`.
+
+    values: what the function returned, by rank; None for a rank that failed.
+    history: one dict per `accelerator.log` of rank 0, each with its "step".
+    error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
+    log_path: everything the ranks printed; the file lives as long as this process.
+    seconds: wall time from the start of the ranks to the end of the last.
+    """
+
+    values: list[Any]
+    history: list[dict[str, Any]]
+    error: BaseException | None
+    start_method: str
+    start_reason: str
+    log_path: str
+    seconds: float
+
+    @property
+    def value(self) -> Any:
+        """What rank 0 returned."""
+        return self.values[0]
+
+
+def launch(
+    function: Callable[..., Any],
+    num_processes: int | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mixed_precision: str | None = None,
+    gradient_accumulation_steps: int | None = None,
+    seed: int | None = None,
+    devices: str | None = None,
+    cpu: bool = False,
+    debug: bool | None = None,
+    start_method: str = "auto",
+    setup: str | None = None,
+    timeout_s: float | None = None,
+    check: bool = True,
+) -> Run:
+    """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return what came of it.
+
+    num_processes: ranks to start; None for one per GPU, or one.
+    start_method: "fork", "zygote", "inline" or "auto" (see the README); the choice and its reason are in the `Run`.
+    devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after so many seconds.
+    setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
+    check: raise the run's error; with False it is in `Run.error`.
+
+    Raises:
+        The error of the first rank that failed, in its own class, with the rank's traceback.
+        KeyboardInterrupt: the run was interrupted; TimeoutError: `timeout_s` was over.
+        LaunchRefused: nothing was started; the message says why.
+
+    >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
+    [32, 32]
+    """
+    kwargs = dict(kwargs or {})
+    _check_call(function, args, kwargs)
+    refuse_nested_launch()
+    survey = Survey.take()
+    chosen = choose_devices(num_processes, devices, cpu, survey)
+    settings = RunSettings(
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        seed=seed,
+        cpu=None if chosen.gpus else True,
+        debug=debug,
+    )
+    here = ProcessState.now()
+    start = choose_start(
+        start_method,
+        world_size=chosen.num_processes,
+        platform_can_fork=here.can_fork,
+        cuda_initialized=here.cuda_initialized,
+    )
+    spec = LaunchSpec(
+        task=FunctionTask(function, args, kwargs),
+        world_size=chosen.num_processes,
+        start=start,
+        environ=settings.environ() | chosen.environ(),
+        setup=setup,
+        threads=threads_per_rank(survey.cpu_count, chosen.num_processes),
+        timeout_s=timeout_s,
+    )
+    if start.method == "inline":
+        return _launch_inline(spec, check)
+    outcome = default_launcher().run(spec, screen_here())
+    try:
+        return _as_run(outcome, check)
+    finally:
+        outcome.close()
+
+
+def _as_run(outcome: Outcome, check: bool) -> Run:
+    ended = outcome.ended
+    error = outcome.error
+    if ended.is_interrupted:
+        error = KeyboardInterrupt("the run was interrupted")
+    elif ended.is_timed_out:
+        error = TimeoutError(f"the run was stopped after its time limit, {ended.seconds:.1f} s")
+    if error is None:
+        error = _missing_value(outcome)
+    if error is not None and check:
+        raise error
+    return Run(
+        values=[outcome.values(rank).get("value") for rank in range(len(ended.reports))],
+        history=[{"step": step, **values} for step, values in ended.metrics],
+        error=error,
+        start_method=outcome.start.method,
+        start_reason=outcome.start.reason,
+        log_path=outcome.log_path,
+        seconds=ended.seconds,
+    )
+
+
+def _missing_value(outcome: Outcome) -> ResultsMissing | None:
+    report = outcome.ended.reports[0]
+    if report is None or not report.missing:
+        return None
+    reason = next(iter(report.missing.values()))
+    return ResultsMissing(
+        f"the function finished, but rank 0 could not send its value back: {reason}. "
+        "Return tensors, arrays, modules or plain data.",
+        report.missing,
+    )
+
+
+def _launch_inline(spec: LaunchSpec, check: bool) -> Run:
+    seconds, error = run_inline(spec, check)
+    assert isinstance(spec.task, FunctionTask)
+    return Run([spec.task.value], [], error, spec.start.method, spec.start.reason, "", seconds)
+
+
+def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"the first argument must be the function that the ranks run, got {type(function).__name__}. "
+            "Pass the function itself and its arguments apart: notebook_launcher(train, args=(1, 2))"
+        )
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args must be a tuple, got {type(args).__name__}; for one argument write args=({args!r},)")
+    with contextlib.suppress(ValueError):  # some builtins have no signature to check against
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            name = getattr(function, "__name__", "the function")
+            raise TypeError(
+                f"{name}{inspect.signature(function)} cannot be called with args={tuple(args)!r}: {error}. "
+                "Nothing was started."
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ignored:
+    """Arguments of Accelerate's launcher that mean nothing here, with their defaults and the reason."""
+
+    defaults: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            "use_port": "29500",
+            "master_addr": "127.0.0.1",
+            "rdzv_backend": "static",
+            "rdzv_endpoint": "",
+            "rdzv_conf": None,
+            "rdzv_id": "none",
+            "max_restarts": 0,
+            "monitor_interval": 0.1,
+            "log_line_prefix_template": None,
+        }
+    )
+
+    def explain(self, given: Mapping[str, Any]) -> None:
+        changed = sorted(name for name, value in given.items() if value != self.defaults[name])
+        if changed:
+            warnings.warn(
+                f"{', '.join(changed)}: accepted and not used. The ranks of one machine meet in a private file, are "
+                "watched without polling and do not restart by themselves.",
+                stacklevel=3,
+            )
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> Any:
+    """Run ``function(*args)`` in `num_processes` ranks, with Accelerate's signature; returns what rank 0 returned.
+
+    Works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
+    mixed_precision: "no", "fp16" or "bf16": what `Accelerator()` in the function uses unless it says otherwise.
+    num_processes: None for one per GPU, or one.
+
+    The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
+
+    >>> notebook_launcher(train, args=(3,), num_processes=2)  # doctest: +SKIP
+    """
+    if num_nodes != 1 or node_rank != 0:
+        raise ValueError(
+            f"num_nodes={num_nodes}, node_rank={node_rank}: a notebook starts ranks on its own machine only. "
+            "Write the function to a script and start that on every machine with torchrun."
+        )
+    given = {
+        "use_port": use_port,
+        "master_addr": master_addr,
+        "rdzv_backend": rdzv_backend,
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_conf": rdzv_conf,
+        "rdzv_id": rdzv_id,
+        "max_restarts": max_restarts,
+        "monitor_interval": monitor_interval,
+        "log_line_prefix_template": log_line_prefix_template,
+    }
+    _Ignored().explain(given)
+    return launch(function, num_processes, args, mixed_precision=str(mixed_precision).lower()).value
+
+
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+    """Run ``function(*args)`` in `num_processes` CPU ranks, whatever devices there are; returns rank 0's value."""
+    return launch(function, num_processes, args, cpu=True).value

@@ -1,0 +1,95 @@
+"""Member: what the kernel knows about one rank of a running group. Runs in the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.failures import Failure as Kind
+from nbaccel.failures import classify
+from nbaccel.launch.channel import Channel
+from nbaccel.launch.process import RankProcess
+from nbaccel.launch.report import Link
+
+__all__ = ["Member", "Report"]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a rank said when its work was over.
+
+    status: "ok", "stopped" (by our stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
+    parcel_fd: memfd of its values; whoever takes the report closes it.
+    """
+
+    status: str
+    parcel_fd: int
+    missing: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
+    exit_code: Any = None
+
+    @classmethod
+    def from_frame(cls, message: dict[str, Any], fds: list[int]) -> Report:
+        links = [Link(**link | {"places": [tuple(place) for place in link["places"]]}) for link in message["chain"]]
+        return cls(message["status"], fds[0], message["missing"], message["facts"], links, message["exit_code"])
+
+    @property
+    def is_failure(self) -> bool:
+        return self.status in ("failed", "exited")
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this failure says only that another rank was lost."""
+        if self.status != "failed" or not self.links:
+            return False
+        last = self.links[-1]
+        return classify(last.type_name, "\n".join(last.headline)) is Kind.PEER_LOST
+
+    def close(self) -> None:
+        if self.parcel_fd >= 0:
+            os.close(self.parcel_fd)
+            self.parcel_fd = -1
+
+
+class Member:
+    """One rank of a group: its process, its channel and what it has said so far."""
+
+    def __init__(self, rank: int, process: RankProcess, channel: Channel) -> None:
+        self.rank = rank
+        self.process = process
+        self.channel = channel
+        self.report: Report | None = None
+        self.displays: dict[int, dict[str, Any]] = {}  # rich messages whose mark has not been read yet
+        self.has_ended = False  # its process is over, though perhaps not reaped yet
+        self.was_killed = False  # by us
+        self.was_interrupted = False  # by us, with SIGINT
+        self.released_at: float | None = None
+
+    @property
+    def is_working(self) -> bool:
+        """Still busy with the user's code, as far as we know."""
+        return self.report is None and not self.has_ended
+
+    def interrupt(self) -> None:
+        if self.is_working and not self.was_interrupted:
+            self.was_interrupted = True
+            self.process.signal(signal.SIGINT)
+
+    def terminate(self) -> None:
+        self.was_killed = True
+        self.process.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.was_killed = True
+        self.process.signal(signal.SIGKILL)
+
+    def release(self, now: float) -> None:
+        """Let a rank that has reported leave."""
+        if self.released_at is None and not self.has_ended:
+            self.released_at = now
+            with contextlib.suppress(OSError):
+                self.channel.send({"op": "exit"})

@@ -1,0 +1,45 @@
+"""How ranks of one machine find each other: a file in a private folder, behind torch's own `env://`. Runs in ranks.
+
+Raw DDP, Accelerate and Fabric all initialise their group by `env://`, so they meet here without knowing. No port is
+opened for it: torch's TCP store listens on every interface and knows no password.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from nbaccel.world import World
+
+__all__ = ["meet_in_file"]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default for a process group
+
+
+def meet_in_file(path: str, world: World) -> None:
+    """Let `env://` in this process yield a store in the file `path` for this `world`.
+
+    A group that is destroyed and made again gets a fresh prefix, because the file still holds the old group's keys.
+    Connections between the ranks stay on loopback.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
+    generations = itertools.count()
+
+    def handler(
+        url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any
+    ) -> Iterator[tuple[Any, int, int]]:
+        from torch.distributed import FileStore, PrefixStore
+
+        store = FileStore(path, world.world_size)
+        store.set_timeout(timeout)
+        yield PrefixStore(str(next(generations)), store), world.rank, world.world_size
+
+    # torch.distributed has a function of the same name as this module, so the module is asked for by its full name;
+    # the public register_rendezvous_handler refuses a scheme that has a handler already.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    rendezvous._rendezvous_handlers["env"] = handler

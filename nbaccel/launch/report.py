@@ -1,0 +1,157 @@
+"""Reports of failures: an exception leaves a rank as data and is raised again in the kernel, once.
+
+The rank side (`describe`) keeps the user's frames and drops ours. The kernel side (`Failure.exception`) raises the
+user's own class where that can be had, a class of the same name where not, with one traceback that names the rank
+and the cell's line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from nbaccel.errors import RanksFailed
+
+__all__ = ["Failure", "Link", "describe", "signal_name"]
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CONTEXT_LINES = 2
+
+Place = tuple[str, int, str, str]  # filename, line number, function, source line
+Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One exception of a chain: what it was, where it passed, and how it led to the next."""
+
+    type_name: str
+    headline: list[str]
+    places: list[Place]
+    relation: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, relation: str) -> Link:
+        return cls(
+            type(error).__qualname__,
+            [line.rstrip("\n") for line in traceback.format_exception_only(type(error), error)],
+            _users_places(error.__traceback__),
+            relation,
+        )
+
+
+def describe(error: BaseException) -> list[dict[str, Any]]:
+    """The chain of `error`, oldest first, as JSON; frames of nbaccel are left out."""
+    links: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    relation = ""
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        link = Link.of(current, relation)
+        links.append({name: getattr(link, name) for name in Link.__slots__})
+        if current.__cause__ is not None:
+            current, relation = current.__cause__, "which directly caused:"
+        elif current.__context__ is not None and not current.__suppress_context__:
+            current, relation = current.__context__, "and while this was handled:"
+        else:
+            current = None
+    return links[::-1]
+
+
+def _users_places(trace: TracebackType | None) -> list[Place]:
+    frames = traceback.extract_tb(trace)
+    return [
+        (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+        for frame in frames
+        if not os.path.abspath(frame.filename).startswith(_OURS)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure that ended a run, as the kernel shows it.
+
+    rank: the first rank that failed.  peers: one sentence on what became of the others.
+    error: the user's exception if it travelled, None if it could not.
+    """
+
+    rank: int
+    world_size: int
+    links: list[Link]
+    error: BaseException | None = None
+    peers: str = ""
+
+    def exception(self, cell_name: Naming | None = None) -> BaseException:
+        """The exception to raise in the kernel: the user's class, rendered with the rank's own traceback."""
+        error = self.error
+        last = self.links[-1]
+        if error is None:
+            stand_in = type(last.type_name.rpartition(".")[2], (RanksFailed,), {"__module__": "nbaccel.errors"})
+            text = last.headline[-1].partition(": ")[2] if last.headline else ""
+            error = stand_in(text, self.rank, self.world_size)
+        lines = self.render(cell_name)
+        error.__traceback__ = None
+        error.__context__ = None
+        error.__cause__ = _RankTraceback("\n".join(lines))
+        error.add_note(self.where())
+        # IPython asks for this before it formats a traceback: the reader sees one traceback, the rank's.
+        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+        return error
+
+    def where(self) -> str:
+        place = f"raised on rank {self.rank} of {self.world_size}"
+        return f"{place}; {self.peers}" if self.peers else place
+
+    def render(self, cell_name: Naming | None = None) -> list[str]:
+        """The traceback as lines of text; `cell_name` turns the file name of a cell into "Cell In[5]"."""
+        lines: list[str] = []
+        for link in self.links:
+            if link.relation and lines:
+                lines += ["", f"... {link.relation}", ""]
+            title = f"{link.type_name.ljust(40)} on rank {self.rank} of {self.world_size} (most recent call last)"
+            lines.append(title)
+            for place in link.places:
+                lines += _render_place(place, cell_name)
+            lines.append("")
+            lines += link.headline
+        lines += [self.where() + "."]
+        return lines
+
+
+class _RankTraceback(Exception):
+    """Carries a rank's traceback as text, so that plain Python prints it as the cause."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("\n" + text)
+
+
+def _render_place(place: Place, cell_name: Naming | None) -> list[str]:
+    filename, number, function, line = place
+    cell = filename if filename.startswith("Cell In[") else (cell_name(filename) if cell_name else None)
+    inside = "" if function in ("<module>", "") else f", in {function}"
+    if cell is None:
+        shown = [f"File {filename}:{number}{inside}"]
+        return [*shown, f"    {line}"] if line else shown
+    source = linecache.getlines(filename)
+    shown = [f"{cell}, line {number}{inside}"]
+    first = max(1, number - _CONTEXT_LINES)
+    for at in range(first, min(len(source), number + _CONTEXT_LINES) + 1):
+        arrow = "---->" if at == number else "     "
+        shown.append(f"{arrow} {at:>4} {source[at - 1].rstrip()}".rstrip())
+    return shown if source else [*shown, f"    {line}"]
+
+
+def signal_name(number: int) -> str:
+    """"SIGKILL" for 9; the number itself where it has no name."""
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

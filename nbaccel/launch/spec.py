@@ -1,0 +1,165 @@
+"""What is launched: the values that pass from the kernel to a run. Built in the kernel, read in ranks.
+
+A `LaunchSpec` says what to run and on how many ranks; a `Task` is the work of one rank; a `RankBoot` is what one
+rank needs to know about itself before any user code runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from nbaccel.launch.parcel import Parcel, pack, unpack
+from nbaccel.launch.preflight import Start
+from nbaccel.world import World
+
+__all__ = ["FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "load_named"]
+
+
+def load_named(reference: str) -> Any:
+    """The object that "package.module:name" names."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a rank sends back.
+
+    values: name to object, all in one pickle so that aliases hold.
+    missing: names that were asked for and are not there, with the reason.
+    optional: names in `values` that are dropped silently when they cannot travel.
+    facts: small JSON about the run: sizes, names not asked for, the last expression's display.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """The work of one rank. The same object runs in every rank of a run."""
+
+    namespace: dict[str, Any] | None = None
+    """The globals that the code runs in, when it is a notebook cell; ranks bind `accelerator` there."""
+
+    reference: ClassVar[str]
+    """How a zygote finds the class again: "module:Class"."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run the user's code, in a rank."""
+
+    @abstractmethod
+    def results(self, rank: int) -> Results:
+        """What goes back, after `run` returned or raised, in a rank."""
+
+    @abstractmethod
+    def pack(self) -> Parcel:
+        """The task as a parcel for a process that is not a copy of this one, in the kernel.
+
+        Raises:
+            CannotSend: names the values that cannot travel.
+        """
+
+    @classmethod
+    @abstractmethod
+    def unpack(cls, fd: int) -> Self:
+        """The task out of its parcel, in a rank."""
+
+    def anchors(self) -> dict[int, str]:
+        """Classes and functions that the kernel has too, by id; they go back by name."""
+        return {}
+
+    def anchored(self, name: str) -> Any:
+        """The kernel's object behind an anchor."""
+        raise LookupError(name)
+
+
+class FunctionTask(Task):
+    """Calls a function in every rank and sends its value back."""
+
+    reference = "nbaccel.launch.spec:FunctionTask"
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None):
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs or {}
+        self.value: Any = None
+
+    def run(self) -> None:
+        self.value = self.function(*self.args, **self.kwargs)
+
+    def results(self, rank: int) -> Results:
+        return Results(values={"value": self.value})
+
+    def pack(self) -> Parcel:
+        return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs})
+
+    @classmethod
+    def unpack(cls, fd: int) -> Self:
+        values = unpack(fd)
+        return cls(values["function"], values["args"], values["kwargs"])
+
+    def anchors(self) -> dict[int, str]:
+        """Classes of `__main__`: without this a class of the script would come back as a copy of itself."""
+        import __main__
+
+        return {
+            id(value): name
+            for name, value in vars(__main__).items()
+            if isinstance(value, type) and value.__module__ == "__main__"
+        }
+
+    def anchored(self, name: str) -> Any:
+        import __main__
+
+        return getattr(__main__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """One run.
+
+    task: what every rank does.  world_size: how many ranks.  start: how they start, and why so.
+    environ: variables set in every rank (settings, devices).
+    setup: "module:function" called in every rank with the task's namespace before the task runs.
+    threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
+    wants_results: a failing run waits for rank 0's results before it is ended.
+    """
+
+    task: Task
+    world_size: int
+    start: Start
+    environ: Mapping[str, str] = field(default_factory=dict)
+    setup: str | None = None
+    threads: int = 1
+    timeout_s: float | None = None
+    wants_results: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankBoot:
+    """What one rank is told at birth. Descriptors are valid in the rank's process.
+
+    run_nonce: marks places in the output pipe where a rich message belongs.
+    store_path: file through which the ranks of the run find each other.
+    """
+
+    world: World
+    environ: Mapping[str, str]
+    setup: str | None
+    threads: int
+    run_nonce: str
+    store_path: str
+    kernel_pidfd: int
+    channel_fd: int
+    stdout_fd: int
+    stderr_fd: int
+    page_fd: int
+
+    FDS: ClassVar[tuple[str, ...]] = ("kernel_pidfd", "channel_fd", "stdout_fd", "stderr_fd", "page_fd")

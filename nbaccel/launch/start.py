@@ -1,0 +1,110 @@
+"""Starting ranks: a fork of the kernel, or a fork of the zygote. Runs in the kernel; one class per way.
+
+Both give every rank the same `RankBoot` and the same runtime (`worker.py`); what differs is whose copy the rank is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from nbaccel.launch.inherit import KernelState
+from nbaccel.launch.jupyter import close_kernel_sockets, kernel_ports
+from nbaccel.launch.process import RankProcess
+from nbaccel.launch.spec import RankBoot, Task
+from nbaccel.launch.worker import run_rank
+from nbaccel.launch.zygote import Zygote
+
+__all__ = ["ForkStart", "StartMethod", "ZygoteStart"]
+
+
+class StartMethod(Protocol):
+    """One way to bring ranks into being."""
+
+    def start(self, boots: Sequence[RankBoot], task: Task) -> list[RankProcess]:
+        """Start one process per boot, in the order of ranks. The descriptors in `boots` stay the caller's."""
+
+
+class ForkStart:
+    """Ranks are copies of the kernel: they see the whole notebook, and nothing is copied until it is written.
+
+    kernel_fds: descriptors of ours that a rank must not hold, beside those of its own boot.
+    """
+
+    def __init__(self, kernel_fds: Sequence[int]) -> None:
+        self._kernel_fds = tuple(kernel_fds)
+
+    def start(self, boots: Sequence[RankBoot], task: Task) -> list[RankProcess]:
+        """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing."""
+        processes: list[RankProcess] = []
+        failures: list[BaseException] = []
+
+        def fork_all() -> None:
+            try:
+                for boot in boots:
+                    processes.append(self._fork(boot, boots, task, ports, rng))
+            except BaseException as error:
+                failures.append(error)
+
+        ports, rng = kernel_ports(), KernelState.capture()
+        with _ready_for_fork():
+            thread = threading.Thread(target=fork_all, name="nbaccel-fork")
+            thread.start()
+            thread.join()
+        if failures:
+            for process in processes:
+                process.signal(signal.SIGKILL)
+                process.reap()
+            raise failures[0]
+        return processes
+
+    def _fork(
+        self, boot: RankBoot, boots: Sequence[RankBoot], task: Task, ports: frozenset[int], state: KernelState
+    ) -> RankProcess:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        pid = os.fork()
+        if pid == 0:
+            try:
+                close_kernel_sockets(ports)
+                state.apply_python_rng()
+                own = {getattr(boot, name) for name in RankBoot.FDS}
+                others = {getattr(other, name) for other in boots for name in RankBoot.FDS} - own
+                run_rank(boot, lambda: task, [*self._kernel_fds, *others], is_fork=True)
+            finally:
+                os._exit(70)
+        return RankProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+class ZygoteStart:
+    """Ranks are copies of a clean process with torch loaded; they get the names they read, by pickle."""
+
+    def __init__(self, zygote: Zygote) -> None:
+        self._zygote = zygote
+
+    def start(self, boots: Sequence[RankBoot], task: Task) -> list[RankProcess]:
+        parcel = task.pack()
+        try:
+            return self._zygote.fork(boots, task.reference, parcel)
+        finally:
+            os.close(parcel.fd)
+
+
+@contextlib.contextmanager
+def _ready_for_fork() -> Iterator[None]:
+    """Keep the children's garbage collector off the kernel's objects: touching them would copy their pages."""
+    name = "TOKENIZERS_PARALLELISM"  # else the tokenizers library warns in every rank, and the user did nothing wrong
+    unset = name not in os.environ
+    if unset:
+        os.environ[name] = "false"
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if unset:
+            del os.environ[name]

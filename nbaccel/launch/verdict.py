@@ -1,0 +1,159 @@
+"""Verdict: the one error that a failed run raises in the kernel. Runs in the kernel.
+
+The first failing rank by the kernel's clock is the cause; a lost connection is a consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nbaccel.errors import RankDied, RanksFailed
+from nbaccel.launch.group import Ended
+from nbaccel.launch.member import Report
+from nbaccel.launch.parcel import unpack
+from nbaccel.launch.report import Failure, Naming, signal_name
+from nbaccel.launch.spec import Task
+
+__all__ = ["OomKills", "verdict"]
+
+
+class OomKills:
+    """Counts how often the kernel of the operating system has killed in our memory cgroup."""
+
+    _FILES = (
+        Path("/sys/fs/cgroup/memory.events"),
+        Path("/sys/fs/cgroup/memory/memory.oom_control"),
+    )
+
+    def __init__(self) -> None:
+        self._before = self._count()
+
+    @property
+    def has_risen(self) -> bool | None:
+        """None where the count cannot be read."""
+        now = self._count()
+        return None if now is None or self._before is None else now > self._before
+
+    def _count(self) -> int | None:
+        for file in self._FILES:
+            try:
+                rows = dict(line.split() for line in file.read_text().splitlines())
+                return int(rows["oom_kill"])
+            except (OSError, KeyError, ValueError):
+                continue
+        return None
+
+
+def verdict(
+    ended: Ended, task: Task, started_clean: bool, oom_kills: OomKills, cell_name: Naming
+) -> BaseException | None:
+    """The error of the run, or None if no rank failed.
+
+    started_clean: the ranks came from the zygote and know only the names that were sent to them.
+    """
+    rank = ended.first_failed
+    if rank is None or ended.is_interrupted or ended.is_timed_out:
+        return None
+    report = ended.reports[rank]
+    peers = _peers(ended, rank)
+    world_size = len(ended.reports)
+    if report is None:
+        return RankDied(
+            f"rank {rank} of {world_size} {_death(ended.exit_codes[rank], oom_kills)}{peers and '; ' + peers}. "
+            "Variables in the ranks are gone; the next launch starts fresh ones.",
+            rank,
+            world_size,
+            ended.exit_codes[rank],
+        )
+    if report.status == "exited":
+        code = "" if report.exit_code is None else repr(report.exit_code)
+        return RanksFailed(
+            f"rank {rank} of {world_size} called sys.exit({code}) or exit(), which ends the ranks and not the notebook"
+            f"{peers and '; ' + peers}. To end a cell early, leave the loop or raise an error of your own.",
+            rank,
+            world_size,
+        )
+    error = _travelled(report, task)
+    failure = Failure(rank, world_size, report.links, error, peers)
+    raised = failure.exception(cell_name)
+    hint = _missing_name(error, task) if started_clean else ""
+    if hint:
+        raised.add_note(hint)
+        lines = [*failure.render(cell_name), hint]
+        raised._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+    return raised
+
+
+def _travelled(report: Report, task: Task) -> BaseException | None:
+    """The user's exception object, if it could be pickled and can be unpickled here."""
+    try:
+        error = unpack(report.parcel_fd, namespace=task.namespace, anchored=task.anchored).get("error")
+    except Exception:  # whatever a foreign class does when it is rebuilt: its report in text is enough
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _missing_name(error: BaseException | None, task: Task) -> str:
+    name = getattr(error, "name", None)
+    if not isinstance(error, NameError) or name is None or task.namespace is None or name not in task.namespace:
+        return ""
+    return (
+        f"The notebook has `{name}`, but the cell does not mention it, so it was not sent to the ranks, which here "
+        f"start from a clean process. Send it with --in {name}"
+    )
+
+
+def _death(exit_code: int, oom_kills: OomKills) -> str:
+    if exit_code >= 0:
+        return (
+            f"ended with exit code {exit_code} before its work was done (os._exit, or a library that ends the process)"
+        )
+    name = signal_name(-exit_code)
+    text = f"was killed by {name} (signal {-exit_code})"
+    if name != "SIGKILL":
+        return text
+    match oom_kills.has_risen:
+        case True:
+            return text + ": the machine ran out of memory (the cgroup's oom_kill count rose)"
+        case False:
+            return text + "; not by the cgroup's out-of-memory killer, whose count did not rise"
+        case _:
+            return text + "; if you did not do that yourself, the machine probably ran out of memory"
+
+
+def _peers(ended: Ended, cause: int) -> str:
+    """One clause on the other ranks: who failed alike, who had to be stopped."""
+    same = [rank for rank in _others(ended, cause) if _headline(ended.reports[rank]) == _headline(ended.reports[cause])]
+    same = [rank for rank in same if ended.reports[rank] is not None]
+    stopped = [
+        rank for rank in _others(ended, cause) if rank not in same and not _is_done(ended.reports[rank])
+    ]
+    parts = []
+    if same:
+        parts.append(f"the same on {_ranks(same)}")
+    if stopped:
+        parts.append(f"{_ranks(stopped)} had to be stopped")
+    return "; ".join(parts)
+
+
+def _others(ended: Ended, cause: int) -> Sequence[int]:
+    return [rank for rank in range(len(ended.reports)) if rank != cause]
+
+
+def _headline(report: Report | None) -> Any:
+    return None if report is None or not report.links else report.links[-1].headline
+
+
+def _is_done(report: Report | None) -> bool:
+    return report is not None and report.status == "ok"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", "ranks 1-3", "ranks 0, 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

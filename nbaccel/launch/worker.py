@@ -1,0 +1,321 @@
+"""The runtime of one rank: from the moment its process exists until `os._exit`. Runs in ranks, never returns.
+
+One runtime for forked ranks and ranks of the zygote. The order of the prologue matters: the death watch comes
+before anything that can hang, CPU threads before anything that can compute, the streams before anything that can
+print. Nothing may unwind past `run_rank`: above it is the kernel's own message loop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from nbaccel.errors import RunStopped
+from nbaccel.events import Event, Metric, outlet
+from nbaccel.launch.channel import Channel
+from nbaccel.launch.control import ControlPage, StepGate
+from nbaccel.launch.jupyter import adopt_notebook, flush_figures
+from nbaccel.launch.parcel import pack_what_can_travel
+from nbaccel.launch.rendezvous import meet_in_file
+from nbaccel.launch.report import describe
+from nbaccel.launch.spec import RankBoot, Results, Task, load_named
+from nbaccel.launch.watch import start_death_watch
+
+__all__ = ["BROKEN", "run_rank"]
+
+BROKEN = 70
+"""Exit code of a rank whose runtime itself failed (EX_SOFTWARE of sysexits.h)."""
+
+_FAREWELL_S = 10.0
+_PIPE_BYTES = 1 << 20
+_METRICS_EVERY_S = 0.2
+_METRICS_KEPT = 10_000
+
+
+def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[int], is_fork: bool) -> NoReturn:
+    """Be rank `boot.world.rank` until the end of the process.
+
+    make_task: builds the task; called after the prologue, so that user code in it is already at home.
+    close_fds: descriptors of the kernel that this process holds copies of.
+    is_fork: this process is a copy of the kernel (else of the zygote).
+    """
+    code = BROKEN
+    try:
+        os.setsid()
+        start_death_watch(boot.kernel_pidfd)
+        code = _Rank(boot, close_fds, is_fork).live(make_task)
+    except BaseException:
+        import traceback
+
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class _Interrupt:
+    """SIGINT becomes KeyboardInterrupt in the user's code and nothing anywhere else."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.is_open:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self.is_open = True
+
+    def __exit__(self, *exc: object) -> None:
+        self.is_open = False
+
+
+class _Reporter:
+    """The rank's outlet: steps go to the gate at once, metrics to the kernel a few times a second.
+
+    A thread reads the numbers, so that a tensor on a device is waited for away from the training step.
+    """
+
+    def __init__(self, channel: Channel, gate: StepGate) -> None:
+        self._channel = channel
+        self._gate = gate
+        self._metrics: deque[Metric] = deque(maxlen=_METRICS_KEPT)
+        self._logged = 0
+        self._sent = 0
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Metric):
+            self._metrics.append(event)
+            self._logged += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="nbaccel-metrics", daemon=True)
+                self._thread.start()
+        else:
+            self._gate(event)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_METRICS_EVERY_S)
+            self.flush()
+
+    def flush(self) -> None:
+        rows = []
+        with contextlib.suppress(IndexError):
+            while True:
+                metric = self._metrics.popleft()
+                rows.append([metric.step, {name: _number(value) for name, value in metric.values.items()}])
+        if rows:
+            self._sent += len(rows)
+            with contextlib.suppress(OSError):
+                self._channel.send({"op": "metrics", "rows": rows, "lost": self._logged - self._sent})
+
+
+def _number(value: Any) -> float | str:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)[:200]
+
+
+class _Rank:
+    """One rank: prologue in `__init__`, then `live`."""
+
+    def __init__(self, boot: RankBoot, close_fds: Sequence[int], is_fork: bool) -> None:
+        self.boot = boot
+        self.rank = boot.world.rank
+        self.channel = Channel.from_fd(boot.channel_fd)
+        self._message_id = 0
+        self._publishing = threading.Lock()
+        os.environ.update(boot.environ)
+        _limit_threads(boot.threads)
+        old_streams = self._replace_streams()
+        for fd in close_fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        adopt_notebook(self.rank, self._publish, old_streams)
+        atexit._clear()  # the kernel's handlers are the kernel's to run
+        _restore_signals()
+        self.interrupt = _Interrupt()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        meet_in_file(boot.store_path, boot.world)
+        page = ControlPage(boot.page_fd, boot.world.world_size)
+        self.reporter = _Reporter(self.channel, StepGate(page, self.rank))
+        self.is_fork = is_fork
+
+    def live(self, make_task: Callable[[], Task]) -> int:
+        """Run the task, report, wait for the kernel's word, say farewell; returns the exit code."""
+        if self.is_fork and _cuda_is_broken():
+            # The kernel touched CUDA in a way that only a child can see. Nothing of the user's has run yet.
+            self.channel.send({"op": "bad_fork"})
+            return 0
+        with outlet(self.reporter):
+            status = self._work(make_task)
+        self._await_release()
+        return self._farewell(status)
+
+    def _work(self, make_task: Callable[[], Task]) -> str:
+        status, error, task = "ok", None, None
+        try:
+            task = make_task()
+            anchors = task.anchors()
+            if self.boot.setup is not None:
+                load_named(self.boot.setup)(task.namespace)
+            self.channel.send({"op": "running"})
+            with self.interrupt:
+                task.run()
+        except (RunStopped, KeyboardInterrupt):
+            status = "stopped"
+        except SystemExit as exit_:
+            status, error = "exited", exit_
+        except BaseException as failure:
+            status, error = "failed", failure
+        if status != "failed":
+            with contextlib.suppress(Exception):
+                flush_figures()
+        self.reporter.flush()
+        results = Results() if task is None else _results_of(task, self.rank)
+        anchors = anchors if task is not None else {}
+        self._report(status, error, results, anchors, task)
+        return status
+
+    def _report(
+        self,
+        status: str,
+        error: BaseException | None,
+        results: Results,
+        anchors: dict[int, str],
+        task: Task | None,
+    ) -> None:
+        namespace = None if task is None else task.namespace
+        values = {f"out:{name}": value for name, value in results.values.items()}
+        if error is not None:
+            values["error"] = error
+        parcel, refused = pack_what_can_travel(values, anchors=anchors, namespace=namespace)
+        missing = dict(results.missing) | {
+            name.removeprefix("out:"): reason
+            for name, reason in refused.items()
+            if name != "error" and name.removeprefix("out:") not in results.optional
+        }
+        sys.stdout.flush()
+        sys.stderr.flush()
+        message: dict[str, Any] = {
+            "op": "done",
+            "status": status,
+            "missing": missing,
+            "facts": dict(results.facts),
+            "exit_code": error.code if isinstance(error, SystemExit) else None,
+            "chain": [] if error is None else describe(error),
+        }
+        self.channel.send(message, [parcel.fd])
+        os.close(parcel.fd)
+
+    def _await_release(self) -> None:
+        """Stay until the kernel has heard from every rank.
+
+        A rank that left at once would close its connections under peers that are still forming the group.
+        Ended by the kernel's word, by its end of the channel closing, or by the death watch.
+        """
+        while (frame := self.channel.receive()) is not None:
+            if frame[0].get("op") == "exit":
+                return
+
+    def _farewell(self, status: str) -> int:
+        """The rank's own atexit handlers, threads and children get 10 s; then the process ends whatever they do."""
+        code = 0 if status in ("ok", "stopped") else 1
+
+        def cut() -> None:
+            time.sleep(_FAREWELL_S)
+            os._exit(code)
+
+        threading.Thread(target=cut, name="nbaccel-farewell", daemon=True).start()
+        if code:
+            # Handlers that ask how the process ended (wandb does) look here.
+            sys.last_type, sys.last_value = RuntimeError, RuntimeError("the rank failed")
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads, as the interpreter would
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        with contextlib.suppress(BaseException):
+            multiprocessing_util = sys.modules.get("multiprocessing.util")
+            if multiprocessing_util is not None:
+                multiprocessing_util._exit_function()
+        return code
+
+    def _replace_streams(self) -> tuple[Any, Any]:
+        """fd 0 is empty, fd 1 and 2 are pipes to the kernel; sys.stdout and sys.stderr write there line by line."""
+        for fd in (self.boot.stdout_fd, self.boot.stderr_fd):
+            with contextlib.suppress(OSError):  # over the system's limit for pipes: the default size works too
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        # A copy of our own for marks: user code may point fd 1 elsewhere.
+        self._mark_fd = fcntl.fcntl(self.boot.stdout_fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((empty, 0), (self.boot.stdout_fd, 1), (self.boot.stderr_fd, 2)):
+            os.dup2(source, target)
+            os.close(source)
+        old = (sys.stdout, sys.stderr)
+        sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _text_stream(2)  # type: ignore[misc]
+        return old
+
+    def _publish(self, message: dict[str, Any]) -> None:
+        """Send a rich message, and mark in the output pipe where it belongs among the lines."""
+        with self._publishing, contextlib.suppress(OSError):
+            self._message_id += 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self.channel.send({"op": "display", "id": self._message_id, "message": message})
+            os.write(self._mark_fd, mark(self.boot.run_nonce, self._message_id))
+
+
+def mark(nonce: str, message_id: int) -> bytes:
+    """The bytes that stand for rich message `message_id` in a rank's output pipe."""
+    return f"\x1e{nonce}:{message_id}\x1e".encode()
+
+
+def _results_of(task: Task, rank: int) -> Results:
+    try:
+        return task.results(rank)
+    except Exception as error:
+        return Results(missing={"the results": f"collecting them failed: {type(error).__name__}: {error}"})
+
+
+def _text_stream(fd: int) -> io.TextIOWrapper:
+    raw = io.FileIO(fd, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def _limit_threads(threads: int) -> None:
+    """Before any computation: ranks that each use all cores are slower than ranks that share them."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+def _restore_signals() -> None:
+    """Python's and the kernel's handlers mean nothing here: a signal does what it does to any program."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _cuda_is_broken() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda._is_in_bad_fork())

@@ -1,0 +1,228 @@
+"""The zygote: a clean process with torch loaded that forks ranks on request. Both ends: `Zygote` runs in the kernel.
+
+It exists for kernels whose own state would break a fork, above all a CUDA context. It is exec'd, so it has none of
+the kernel's sockets, threads or contexts; it forks in milliseconds, because torch is loaded already. At every launch
+a rank is given what a fork would have inherited (`inherit.py`) and the names its task reads (`parcel.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib.util
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.launch.channel import Channel
+from nbaccel.launch.guardian import kill_session, session_members
+from nbaccel.launch.inherit import KernelState, Surroundings
+from nbaccel.launch.parcel import Parcel, pack, unpack
+from nbaccel.launch.process import RankProcess
+from nbaccel.launch.spec import RankBoot, load_named
+from nbaccel.launch.worker import run_rank
+from nbaccel.world import World
+
+__all__ = ["Zygote", "torch_fingerprint"]
+
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "cloudpickle")
+_START_TIMEOUT_S = 120.0
+_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from nbaccel.launch.zygote import main; main({fd}, {pidfd}, {shell})"
+
+
+def torch_fingerprint() -> tuple[str, float]:
+    """Which torch would be imported now: its place and the time its version file was written."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ("", 0.0)
+    version = os.path.join(os.path.dirname(spec.origin), "version.py")
+    try:
+        return (spec.origin, os.stat(version).st_mtime)
+    except OSError:
+        return (spec.origin, 0.0)
+
+
+class Zygote:
+    """The kernel's end: starts the process, asks it for ranks, ends it.
+
+    Starting returns at once; the first `fork` waits until torch is loaded (1-2 s).
+    """
+
+    def __init__(self, kernel_pidfd: int, has_shell: bool) -> None:
+        self.fingerprint = torch_fingerprint()
+        mine, theirs = Channel.pair()
+        self._channel = mine
+        self._is_ready = False
+        self._exits: dict[int, int] = {}
+        code = _BOOTSTRAP.format(path=list(sys.path), fd=theirs.fileno(), pidfd=kernel_pidfd, shell=has_shell)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno(), kernel_pidfd],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def is_usable(self) -> bool:
+        """Alive, and its torch is the torch that is installed now."""
+        return self._process.poll() is None and self.fingerprint == torch_fingerprint()
+
+    def fork(self, boots: Sequence[RankBoot], reference: str, parcel: Parcel) -> list[RankProcess]:
+        """One rank per boot, as copies of the zygote.
+
+        Raises:
+            LaunchRefused: the zygote could not start, or died.
+        """
+        self._await_ready()
+        state = pack({"state": KernelState.capture()})
+        try:
+            surroundings = dataclasses.asdict(Surroundings.capture())
+            for boot in boots:
+                self._channel.send(
+                    {"op": "fork", "boot": _boot_as_json(boot), "task": reference, "surroundings": surroundings},
+                    [*(getattr(boot, name) for name in RankBoot.FDS), parcel.fd, state.fd],
+                )
+            processes = []
+            for _ in boots:
+                message, fds = self._receive("forked")
+                pid = int(message["pid"])
+                processes.append(RankProcess(pid, fds[0], lambda pid=pid: self._exit_code(pid)))  # type: ignore[misc]
+            return processes
+        finally:
+            os.close(state.fd)
+
+    def close(self) -> None:
+        """End the zygote and every rank it still has."""
+        self._channel.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            kill_session(self._process.pid)
+            self._process.wait()
+
+    def _await_ready(self) -> None:
+        if not self._is_ready:
+            self._receive("ready")
+            self._is_ready = True
+
+    def _receive(self, op: str) -> tuple[dict[str, Any], list[int]]:
+        """The next frame of kind `op`; exits that arrive meanwhile are kept for those who ask for them."""
+        while True:
+            if not select.select([self._channel], [], [], _START_TIMEOUT_S)[0]:
+                raise LaunchRefused(f"the process that starts ranks did not answer within {_START_TIMEOUT_S:.0f} s")
+            frame = self._channel.receive()
+            if frame is None:
+                code = self._process.wait()
+                raise LaunchRefused(
+                    f"the process that starts ranks ended with exit code {code}; its messages are in the log of the "
+                    "Jupyter server. Can `python -c 'import torch'` run here?"
+                )
+            message, fds = frame
+            if message["op"] == "exit":
+                self._exits[message["pid"]] = message["code"]
+            elif message["op"] == op:
+                return message, fds
+
+    def _exit_code(self, pid: int) -> int:
+        while pid not in self._exits:
+            try:
+                frame = self._channel.receive()
+            except OSError:
+                frame = None
+            if frame is None:
+                return -signal.SIGKILL  # the zygote is gone, and took its ranks along
+            if frame[0]["op"] == "exit":
+                self._exits[frame[0]["pid"]] = frame[0]["code"]
+        return self._exits.pop(pid)
+
+
+def _boot_as_json(boot: RankBoot) -> dict[str, Any]:
+    fields = {field.name: getattr(boot, field.name) for field in dataclasses.fields(boot)}
+    return fields | {"world": dataclasses.asdict(boot.world), "environ": dict(boot.environ)}
+
+
+def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
+    """The zygote's whole life: load torch, fork ranks, report their ends, die with the kernel."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel.from_fd(channel_fd)
+    for module in _PRELOAD:
+        importlib.import_module(module)
+    if has_shell:
+        from nbaccel.launch.jupyter import new_shell
+
+        with contextlib.suppress(ImportError):
+            new_shell()
+    gc.collect()
+    gc.freeze()
+    channel.send({"op": "ready"})
+    _serve(channel, kernel_pidfd)
+    # Ranks watch the kernel themselves; this ends them also when the kernel lives and only let go of the zygote.
+    me = os.getpid()
+    kill_session(me, spare=me)
+    os._exit(0)
+
+
+def _serve(channel: Channel, kernel_pidfd: int) -> None:
+    pids: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(kernel_pidfd, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == kernel_pidfd:
+                return
+            if fd != channel.fileno():
+                pid = pids.pop(fd)
+                poll.unregister(fd)
+                os.close(fd)
+                if session_members([pid]):
+                    kill_session(pid)  # before its number can be given to somebody else
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                channel.send({"op": "exit", "pid": pid, "code": code})
+                continue
+            for message, fds in channel.drain():
+                pidfd = _fork(message, fds, [channel.fileno(), *pids])
+                pids[pidfd[1]] = pidfd[0]
+                poll.register(pidfd[1], select.POLLIN)
+                channel.send({"op": "forked", "pid": pidfd[0]}, [pidfd[1]])
+            if not channel.is_open:
+                return
+
+
+def _fork(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> tuple[int, int]:
+    """Fork one rank; its pid and a pidfd for it. The descriptors that came with the request are closed here."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _be_rank(message, fds, zygote_fds)
+        finally:
+            os._exit(70)
+    for fd in fds:
+        os.close(fd)
+    return pid, os.pidfd_open(pid)
+
+
+def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> NoReturn:
+    *boot_fds, task_fd, state_fd = fds
+    Surroundings(**message["surroundings"]).apply()
+    unpack(state_fd)["state"].apply()
+    fields = message["boot"] | dict(zip(RankBoot.FDS, boot_fds, strict=True))
+    boot = RankBoot(**fields | {"world": World(**fields["world"])})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    run_rank(boot, lambda: load_named(message["task"]).unpack(task_fd), zygote_fds, is_fork=False)
