@@ -104,7 +104,7 @@ class Survey:
     cuda_environ: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of_this_machine(
+    def take(
         cls,
         nvml: Any = None,
         environ: Mapping[str, str] | None = None,

@@ -24,9 +24,9 @@ def uuids(nvml: FakeNvml, visible: str | None = None, order: str = "FASTEST_FIRS
 # --- this machine, for real
 
 
-def test_a_survey_of_this_machine_touches_neither_torch_nor_cuda() -> None:
+def test_a_survey_touches_neither_torch_nor_cuda() -> None:
     code = (
-        "import sys; from nbaccel.hardware import Survey; s = Survey.of_this_machine();"
+        "import sys; from nbaccel.hardware import Survey; s = Survey.take();"
         "print('torch' in sys.modules, s.cpu_count > 0, 0 < s.ram.available_bytes <= s.ram.total_bytes, s.platform)"
     )
     result = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
@@ -39,7 +39,7 @@ def test_this_machine_has_the_cores_of_its_affinity_mask_at_most() -> None:
 
 def test_shared_memory_is_measured() -> None:
     status = os.statvfs("/dev/shm")
-    assert Survey.of_this_machine(FakeNvml()).shm_bytes == status.f_blocks * status.f_frsize
+    assert Survey.take(FakeNvml()).shm_bytes == status.f_blocks * status.f_frsize
 
 
 # --- GPUs
@@ -190,7 +190,7 @@ def test_platforms_are_told_by_their_documented_variables(
 
 def test_a_survey_keeps_the_cuda_variables_and_no_other() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "1", "WANDB_API_KEY": "secret"}
-    survey = Survey.of_this_machine(two_t4s(), environ)
+    survey = Survey.take(two_t4s(), environ)
     assert [gpu.uuid for gpu in survey.gpus] == ["GPU-aabb2222"]
     assert survey.cuda_environ == (("CUDA_VISIBLE_DEVICES", "1"),)
     assert "secret" not in repr(survey)

@@ -1,0 +1,177 @@
+"""The doctor: what nbaccel sees of this machine and of this process, as plain text. Runs in kernels and scripts.
+
+It looks and changes nothing: torch is not imported for it, CUDA is never touched, no program is started. It prints
+no command lines and no environment but CUDA's own variables, so a report can be pasted anywhere.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from nbaccel.hardware import Gpu, Survey, best_precision
+
+__all__ = ["Facts", "report"]
+
+PACKAGES = ("IPython", "ipykernel", "ipywidgets", "jupyter_client", "matplotlib", "tqdm", "numpy", "accelerate")
+"""Besides torch, what a question about a notebook's behaviour is usually answered by."""
+
+OLDEST_GOOD_KERNEL = (5, 5)
+"""Training processes are known to hang on older ones (Accelerate warns as well); before 5.3 there is no pidfd."""
+
+SMALL_SHM_BYTES = 10**9
+FEW_OPEN_FILES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is true of this process, beside the machine.
+
+    versions: of the packages that are installed.  torch_is_imported: somebody here has imported it.
+    cuda_is_initialized: this process holds a CUDA context.  cuda_cell: where it came from, "cell [7]", if known.
+    limits: name to value, already text.  holders: names of processes that hold GPU memory, by process id.
+    """
+
+    python: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    torch_is_imported: bool = False
+    cuda_is_initialized: bool = False
+    cuda_cell: str | None = None
+    limits: Mapping[str, str] = field(default_factory=dict)
+    open_files: int = sys.maxsize
+    holders: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_this_process(cls, survey: Survey, cuda_cell: str | None = None) -> Facts:
+        """Collect them; imports nothing that is not imported yet."""
+        return cls(
+            python=f"{platform.python_version()} ({sys.executable})",
+            versions=_versions(("nbaccel", "torch", *PACKAGES)),
+            torch_is_imported="torch" in sys.modules,
+            cuda_is_initialized=_cuda_is_initialized(),
+            cuda_cell=cuda_cell,
+            limits={
+                "open files": _limit(resource.RLIMIT_NOFILE),
+                "locked memory": _limit(resource.RLIMIT_MEMLOCK, unit=1024, suffix=" kB"),
+                "processes": _limit(resource.RLIMIT_NPROC),
+            },
+            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            holders=_names({pid for gpu in survey.gpus for pid, _ in gpu.processes}),
+        )
+
+
+def report(survey: Survey, facts: Facts) -> str:
+    """The whole report; lines that begin with "!" are what to look at first."""
+    lines = [*_software(survey, facts), *_devices(survey, facts), *_machine(survey, facts)]
+    return "\n".join([*lines, *(f"! {warning}" for warning in _warnings(survey, facts))])
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<10}{text}"
+
+
+def _software(survey: Survey, facts: Facts) -> Iterator[str]:
+    versions = dict(facts.versions)
+    yield _row("nbaccel", versions.pop("nbaccel", "not installed (imported from a folder)"))
+    yield _row("Python", facts.python)
+    torch = versions.pop("torch", "not installed")
+    yield _row("torch", torch if facts.torch_is_imported else f"{torch}, not imported yet")
+    yield _row("packages", ", ".join(f"{name} {number}" for name, number in versions.items()))
+    yield _row("platform", f"{survey.platform}; {survey.system} {survey.kernel_release}")
+
+
+def _devices(survey: Survey, facts: Facts) -> Iterator[str]:
+    if facts.cuda_is_initialized:
+        yield _row("CUDA", f"initialised in this process{f' since {facts.cuda_cell}' if facts.cuda_cell else ''}")
+    else:
+        yield _row("CUDA", "not initialised in this process")
+    for name, value in survey.cuda_environ:
+        yield _row("", f"{name}={value!r}")
+    if not survey.gpus:
+        yield _row("GPUs", "none (NVML sees no NVIDIA driver, or CUDA_VISIBLE_DEVICES hides them)")
+        return
+    yield _row("GPUs", f"{len(survey.gpus)}, in CUDA's order")
+    for gpu in survey.gpus:
+        yield from _gpu(gpu, facts.holders)
+
+
+def _gpu(gpu: Gpu, holders: Mapping[int, str]) -> Iterator[str]:
+    precision, reason = best_precision(gpu)
+    yield f"  cuda:{gpu.index}  {gpu.name}  {gpu.uuid}{'  (MIG)' if gpu.is_mig else ''}"
+    yield f"          {_gb(gpu.used_bytes)} of {_gb(gpu.total_bytes)} used; precision {precision}: {reason}"
+    for pid, used_bytes in gpu.processes:
+        amount = "an unknown amount" if used_bytes is None else _gb(used_bytes)
+        yield f"          {amount} held by process {pid} ({holders.get(pid, 'not visible from here')})"
+
+
+def _machine(survey: Survey, facts: Facts) -> Iterator[str]:
+    yield _row("CPU", f"{survey.cpu_count} usable {'core' if survey.cpu_count == 1 else 'cores'}")
+    yield _row("RAM", f"{_gb(survey.ram.available_bytes)} of {_gb(survey.ram.total_bytes)} available")
+    yield _row("/dev/shm", "none" if survey.shm_bytes is None else _gb(survey.shm_bytes))
+    yield _row("limits", ", ".join(f"{name} {value}" for name, value in facts.limits.items()))
+
+
+def _warnings(survey: Survey, facts: Facts) -> Iterator[str]:
+    if facts.cuda_is_initialized:
+        yield (
+            "CUDA is initialised here, so ranks cannot be forked: they start from a clean process and get copies "
+            "of the names the cell reads. Restart the kernel to fork again."
+        )
+    if survey.system == "Linux" and survey.kernel_version and survey.kernel_version < OLDEST_GOOD_KERNEL:
+        yield f"Linux {survey.kernel_release} is older than 5.5: training processes are known to hang on it."
+    if survey.shm_bytes is not None and survey.shm_bytes < SMALL_SHM_BYTES:
+        yield (
+            f"/dev/shm holds only {_gb(survey.shm_bytes)}: DataLoader workers pass batches through it. Use "
+            "num_workers=0, or start the container with --shm-size."
+        )
+    if facts.open_files < FEW_OPEN_FILES:
+        yield f"only {facts.open_files} files may be open at once: raise it (ulimit -n 4096) if workers fail to start."
+    if _is_unlike(survey.gpus) and dict(survey.cuda_environ).get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        yield "the GPUs differ, and CUDA's order of them is a guess: set CUDA_DEVICE_ORDER=PCI_BUS_ID to be certain."
+
+
+def _is_unlike(gpus: tuple[Gpu, ...]) -> bool:
+    return len({gpu.name for gpu in gpus}) > 1
+
+
+def _cuda_is_initialized() -> bool:
+    """Whether this process holds a CUDA context; asking makes none."""
+    cuda = sys.modules.get("torch.cuda")
+    return cuda is not None and bool(cuda.is_initialized())
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Installed versions, read from their metadata: nothing is imported."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _limit(which: int, unit: int = 1, suffix: str = "") -> str:
+    soft, _hard = resource.getrlimit(which)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // unit}{suffix}"
+
+
+def _names(pids: set[int]) -> dict[int, str]:
+    """Program names, never command lines: those hold tokens and passwords."""
+    import psutil
+
+    names = {}
+    for pid in pids:
+        try:
+            names[pid] = psutil.Process(pid).name()
+        except psutil.Error:  # gone, another user's, or numbered by the host outside of this container
+            continue
+    return names
+
+
+def _gb(number_of_bytes: int) -> str:
+    return f"{number_of_bytes / 1e9:.1f} GB"

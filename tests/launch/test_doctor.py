@@ -1,0 +1,135 @@
+"""The doctor's report: what it says, that it touches nothing, and what it must never say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from fakes import GB, FakeGpu, FakeNvml, two_t4s
+from nbaccel.hardware import Memory, Platform, Survey, visible_gpus
+from nbaccel.launch.doctor import Facts, report
+
+SURVEY = Survey(
+    gpus=visible_gpus(two_t4s(), None, "FASTEST_FIRST"),
+    cpu_count=4,
+    ram=Memory(31 * GB, 28 * GB),
+    shm_bytes=16 * GB,
+    platform=Platform.KAGGLE,
+    kernel_release="6.6.113+",
+    cuda_environ=(("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),),
+)
+FACTS = Facts(
+    python="3.12.13 (/usr/bin/python3)",
+    versions={"nbaccel": "0.1.0", "torch": "2.10.0+cu128", "IPython": "7.34.0", "ipywidgets": "8.1.5"},
+    limits={"open files": "1048576", "locked memory": "64 kB"},
+    holders={4321: "python3"},
+)
+
+REPORT = """\
+nbaccel   0.1.0
+Python    3.12.13 (/usr/bin/python3)
+torch     2.10.0+cu128, not imported yet
+packages  IPython 7.34.0, ipywidgets 8.1.5
+platform  Kaggle, interactive; Linux 6.6.113+
+CUDA      not initialised in this process
+          CUDA_DEVICE_ORDER='PCI_BUS_ID'
+GPUs      2, in CUDA's order
+  cuda:0  Tesla T4  GPU-aaaa1111
+          1.0 GB of 16.0 GB used; precision fp16: Tesla T4 has no bf16 units
+          1.0 GB held by process 4321 (python3)
+  cuda:1  Tesla T4  GPU-aabb2222
+          0.0 GB of 16.0 GB used; precision fp16: Tesla T4 has no bf16 units
+CPU       4 usable cores
+RAM       28.0 GB of 31.0 GB available
+/dev/shm  16.0 GB
+limits    open files 1048576, locked memory 64 kB"""
+
+
+def warnings(survey: Survey = SURVEY, facts: Facts = FACTS) -> list[str]:
+    return [line for line in report(survey, facts).splitlines() if line.startswith("! ")]
+
+
+def test_a_healthy_machine_reads_like_this() -> None:
+    assert report(SURVEY, FACTS) == REPORT
+
+
+def test_cuda_in_the_kernel_is_named_with_its_cell_and_what_follows() -> None:
+    facts = replace(FACTS, torch_is_imported=True, cuda_is_initialized=True, cuda_cell="cell [7]")
+    text = report(SURVEY, facts)
+    assert "torch     2.10.0+cu128\n" in text
+    assert "CUDA      initialised in this process since cell [7]\n" in text
+    assert "Restart the kernel to fork again." in text
+
+
+@pytest.mark.parametrize(("release", "warned"), [("5.4.0-150", True), ("4.19", True), ("5.5.0", False), ("", False)])
+def test_kernels_below_5_5_are_warned_of(release: str, warned: bool) -> None:
+    lines = warnings(replace(SURVEY, kernel_release=release))
+    assert lines == ([f"! Linux {release} is older than 5.5: training processes are known to hang on it."] * warned)
+
+
+def test_other_systems_have_other_version_numbers() -> None:
+    assert warnings(replace(SURVEY, system="Darwin", kernel_release="4.0")) == []
+
+
+def test_little_shared_memory_is_warned_of() -> None:
+    (line,) = warnings(replace(SURVEY, shm_bytes=64 * 10**6))
+    assert "/dev/shm holds only 0.1 GB" in line
+    assert "num_workers=0" in line
+
+
+def test_few_open_files_are_warned_of() -> None:
+    (line,) = warnings(facts=replace(FACTS, open_files=256))
+    assert "only 256 files may be open at once: raise it (ulimit -n 4096)" in line
+
+
+def test_an_order_that_is_a_guess_is_called_one() -> None:
+    unlike = FakeNvml([FakeGpu(), FakeGpu("NVIDIA A100", "GPU-1", "00000000:3B:00.0", compute_capability=(8, 0))])
+    survey = replace(SURVEY, gpus=visible_gpus(unlike, None, "FASTEST_FIRST"), cuda_environ=())
+    (line,) = warnings(survey)
+    assert "set CUDA_DEVICE_ORDER=PCI_BUS_ID to be certain" in line
+
+
+def test_a_machine_without_gpus_gets_a_report_too() -> None:
+    assert "GPUs      none (NVML sees no NVIDIA driver" in report(replace(SURVEY, gpus=()), FACTS)
+
+
+def test_memory_held_by_a_process_of_the_host_is_not_given_a_name() -> None:
+    nvml = FakeNvml([FakeGpu(processes=[(99, None)])])
+    survey = replace(SURVEY, gpus=visible_gpus(nvml, None, "FASTEST_FIRST"))
+    assert "an unknown amount held by process 99 (not visible from here)" in report(survey, FACTS)
+
+
+def test_holders_are_named_by_program() -> None:
+    nvml = FakeNvml([FakeGpu(processes=[(os.getpid(), GB), (2**22 + 1, GB)])])
+    survey = Survey(gpus=visible_gpus(nvml, None, "FASTEST_FIRST"))
+    assert Facts.of_this_process(survey).holders == {os.getpid(): psutil.Process().name()}
+
+
+def test_asking_is_quick_imports_no_torch_and_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
+    code = (
+        "import sys; from nbaccel.cli import main; main(['doctor', *sys.argv[2:]]); assert 'torch' not in sys.modules"
+    )
+    start = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-c", code, "argument-secret"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert time.perf_counter() - start < 2
+    assert "torch     " in result.stdout
+    assert "secret" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_process_that_imported_torch_without_using_cuda_has_not_initialised_it() -> None:
+    code = (
+        "import torch; from nbaccel.hardware import Survey; from nbaccel.launch.doctor import Facts;"
+        "facts = Facts.of_this_process(Survey()); print(facts.torch_is_imported, facts.cuda_is_initialized)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert result.stdout.split() == ["True", "False"]

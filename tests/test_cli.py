@@ -1,0 +1,77 @@
+"""The command line: what it prints, and that the demo really executes a notebook in a kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from nbaccel.cli import main
+
+
+def notebook(path: Path, *sources: str, tag: str = "parameters") -> Path:
+    """A notebook of code cells, the first of which is tagged."""
+    cells = [new_code_cell(source) for source in sources]
+    cells[0].metadata["tags"] = [tag]
+    nbformat.write(new_notebook(cells=cells), path)
+    return path
+
+
+def test_doctor_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.startswith("nbaccel   ")
+
+
+def test_the_installed_command_is_this_one() -> None:
+    command = Path(sys.executable).with_name("nbaccel")
+    result = subprocess.run([command, "--help"], stdout=subprocess.PIPE, text=True, check=True)
+    assert "doctor" in result.stdout
+    assert "demo" in result.stdout
+
+
+def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_demo_runs_the_notebook_with_the_asked_number_of_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = notebook(tmp_path / "a.ipynb", "num_processes = 1", "accuracy = 0.9 + num_processes / 100", "num_processes")
+    output = tmp_path / "out" / "done.ipynb"
+    assert main(["demo", "--notebook", str(path), "--output", str(output), "-n", "3"]) == 0
+    assert "accuracy 0.930" in capsys.readouterr().out
+    executed = nbformat.read(output, as_version=4)
+    assert [cell.source for cell in executed.cells][1] == "num_processes = 3"
+    assert executed.cells[-1].outputs[0].data["text/plain"] == "3"
+
+
+@pytest.mark.slow
+def test_demo_fails_where_the_notebook_fails_and_keeps_its_outputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = notebook(tmp_path / "a.ipynb", "num_processes = 1", "print('so far'); 1 / 0")
+    output = tmp_path / "done.ipynb"
+    assert main(["demo", "--notebook", str(path), "--output", str(output)]) == 1
+    error = capsys.readouterr().err
+    assert "a cell failed" in error
+    assert "ZeroDivisionError" in error
+    assert nbformat.read(output, as_version=4).cells[-1].outputs[0].text == "so far\n"
+
+
+def test_demo_says_where_the_notebook_should_have_been(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "none.ipynb"
+    assert main(["demo", "--notebook", str(missing)]) == 1
+    assert f"{missing} is not here: run the demo in a clone of the repository" in capsys.readouterr().err
+
+
+def test_demo_needs_a_cell_where_it_can_set_the_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = notebook(tmp_path / "a.ipynb", "pass", tag="other")
+    assert main(["demo", "--notebook", str(path)]) == 1
+    assert 'has no cell tagged "parameters"' in capsys.readouterr().err
