@@ -1,0 +1,166 @@
+"""Tools for tests of code that trains in several ranks: `run_ranks`. Runs in a test process; needs no launcher.
+
+It forks, so a test's closures and fixtures are simply there in every rank, and torch is imported once. It has
+none of the launcher's comforts (no output routing, no interrupt, no zygote) and never touches a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.errors import RankDied, RanksFailed
+from nbaccel.world import World
+
+__all__ = ["run_ranks"]
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+    """Run ``function(*args)`` in `world_size` forked gloo ranks; the values they return, in the order of ranks.
+
+    Raises:
+        RanksFailed: the first rank that failed, with its traceback; the others are killed.
+        TimeoutError: not every rank was done after `timeout_s`; it names those that were not.
+
+    >>> def total():
+    ...     from nbaccel.train import PartialState
+    ...     import torch
+    ...     return int(PartialState().collectives.reduce(torch.ones(())))
+    >>> run_ranks(2, total)
+    [2, 2]
+    """
+    folder = tempfile.mkdtemp(prefix="nbaccel-ranks-")  # mkdtemp makes it 0700
+    ranks: list[_Rank] = []
+
+    def fork() -> None:
+        for rank in range(world_size):
+            ranks.append(_fork_rank(World(rank, world_size, rank, world_size), folder, function, args))
+
+    try:
+        # A fresh thread has no OpenMP pool, so its forks can run parallel regions.
+        forker = threading.Thread(target=fork, name="nbaccel-run-ranks")
+        forker.start()
+        forker.join()
+        return _collect(ranks, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for rank in ranks:
+            rank.bury()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One forked rank: its process and the pipe that carries its value or its traceback."""
+
+    number: int
+    pid: int
+    pipe: int
+    received: bytearray = field(default_factory=bytearray)
+    status: int | None = None
+
+    def read(self) -> bool:
+        """Take what has arrived; False once the rank has closed its end."""
+        chunk = os.read(self.pipe, 1 << 20)
+        self.received += chunk
+        return bool(chunk)
+
+    def wait(self) -> int:
+        if self.status is None:
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.status
+
+    def value(self, world_size: int) -> Any:
+        exit_code = self.wait()
+        if not self.received:
+            raise RankDied(
+                f"rank {self.number} of {world_size} ended without a value, exit code {exit_code}",
+                self.number,
+                world_size,
+                exit_code,
+            )
+        succeeded, result = pickle.loads(self.received)  # written by our own fork, through a pipe only it holds
+        if not succeeded:
+            raise RanksFailed(f"rank {self.number} of {world_size} failed:\n{result}", self.number, world_size)
+        return result
+
+    def bury(self) -> None:
+        os.close(self.pipe)
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+
+def _collect(ranks: list[_Rank], deadline: float, timeout_s: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, rank)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = [rank.number for rank in ranks if rank.number not in values]
+                raise TimeoutError(f"ranks {missing} of {len(ranks)} were not done after {timeout_s:g} s; killed")
+            for key, _ in ready:
+                rank = key.data
+                if not rank.read():
+                    selector.unregister(rank.pipe)
+                    values[rank.number] = rank.value(len(ranks))
+    return [values[number] for number in range(len(ranks))]
+
+
+def _fork_rank(world: World, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> _Rank:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reading)
+            with open(writing, "wb") as pipe:
+                pickle.dump(_run(world, folder, function, args), pipe)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # the parent's atexit handlers and pytest are none of the rank's business
+    os.close(writing)
+    return _Rank(world.rank, pid, reading)
+
+
+def _run(world: World, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+    """In the rank: (True, value) or (False, traceback)."""
+    try:
+        os.environ.update(world.environ(), GLOO_SOCKET_IFNAME="lo")
+        import torch
+
+        torch.set_num_threads(1)
+        _meet_in(folder, world)
+        value = function(*args)
+        pickle.dumps(value)
+        return True, value
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+def _meet_in(folder: str, world: World) -> None:
+    """Let ``init_process_group("...")`` meet in a file of `folder`: no port, no address."""
+    import torch.distributed as dist
+
+    meetings = 0
+
+    def rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        nonlocal meetings
+        meetings += 1  # a group that is formed again must not read the first one's addresses
+        yield dist.FileStore(os.path.join(folder, f"store{meetings}"), world.world_size), world.rank, world.world_size
+
+    # torch.distributed.rendezvous the function hides the module of that name, and the public
+    # register_rendezvous_handler refuses a scheme that is known already.
+    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = rendezvous

@@ -1,0 +1,8 @@
+"""The training room: runs in ranks, under our launcher, under torchrun, or alone in a script. Needs torch only."""
+
+from __future__ import annotations
+
+from nbaccel.train.accelerator import Accelerator
+from nbaccel.train.state import PartialState
+
+__all__ = ["Accelerator", "PartialState"]

@@ -1,0 +1,476 @@
+"""Accelerator: the user's object in a training loop. Runs in ranks, in scripts, and alone in a kernel.
+
+It owns the parts (state, accumulation, precision, strategy) and delegates to them in a few lines; no part holds
+the Accelerator. Nothing is global beside torch's process group, so several Accelerators do not disturb each
+other. Made in a notebook kernel it touches no device until it is used, and in a forked or unpickled rank it
+finds that rank's world at its first use.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nbaccel.errors import NotPrepared
+from nbaccel.events import Metric, emit
+from nbaccel.settings import RunSettings
+from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.collectives import holds_only_tensors
+from nbaccel.train.data import PreparedLoader, data_seed, prepare_loader
+from nbaccel.train.memory import release_unused
+from nbaccel.train.nested import slice_rows
+from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
+from nbaccel.train.precision import Precision, make_precision, restore_forward
+from nbaccel.train.state import PartialState
+from nbaccel.train.strategies import Strategy, choose_strategy
+from nbaccel.train.windows import Accumulating, NoSync
+from nbaccel.world import World
+
+__all__ = ["Accelerator"]
+
+_T = TypeVar("_T")
+
+_UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
+
+_PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+
+
+class Accelerator:
+    """Trains one model on every process of the run, with the loop written as for one.
+
+    mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
+    given is what the launch was told, else "no" and 1.
+    cpu: stay on the CPU although there are devices.
+    split_batches: a loader's batch is that of all ranks together, instead of each rank's.
+    even_batches: fill the last round up with the first samples, so that all ranks see equally many batches.
+    step_scheduler_with_optimizer: prepared schedulers move with the optimizer; otherwise when they are called.
+    device_placement: move prepared models and batches to the device.
+    log_with, project_dir: accepted for programs written for Accelerate; trackers do not exist yet.
+
+    >>> accelerator = Accelerator()
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> with accelerator.accumulate(model):
+    ...     accelerator.backward(model(torch.ones(4, 2)).mean())
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        split_batches: bool = False,
+        step_scheduler_with_optimizer: bool = True,
+        device_placement: bool = True,
+        even_batches: bool = True,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu)
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.device_placement = device_placement
+        self.project_dir = project_dir
+        self._models: list[Module] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._loaders: list[PreparedLoader] = []
+        self._bound_to: World | None = None
+        self._ready_in = 0  # the process in which training was found to be one training; see _make_ready
+        self.state = PartialState(cpu=cpu)
+        self._bind()
+        if log_with is not None and self.is_main_process:
+            warnings.warn(
+                f"log_with={log_with!r} is accepted, but this version has no trackers: what is logged goes to the "
+                "notebook's run and nowhere else.",
+                stacklevel=2,
+            )
+
+    # -- who and where
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    @property
+    def num_processes(self) -> int:
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        return self.state.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.state.is_last_process
+
+    @property
+    def mixed_precision(self) -> str:
+        self._bind()
+        return self._precision.name
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print`, once per node."""
+        self.state.print(*values, **options)
+
+    def wait_for_everyone(self) -> None:
+        """Return once every rank is here. Collective."""
+        self.state.wait_for_everyone()
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """This rank's share of `inputs`; see `PartialState.split_between_processes`."""
+        return self.state.split_between_processes(inputs, apply_padding)
+
+    # -- prepare
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Models, optimizers, loaders and schedulers made ready for this run, in the order given; collective.
+
+        Other objects pass through, and so does what is prepared already. One argument gives one object.
+        device_placement: for each object, whether to move it to the device.
+        """
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
+        self._join_world()
+        moves = device_placement or [self.device_placement] * len(objects)
+        prepared = [self._prepare_one(thing, move) for thing, move in zip(objects, moves, strict=True)]
+        # Schedulers come last: they follow prepared optimizers, which may stand behind them in the call.
+        prepared = [self._prepare_scheduler(thing) for thing in prepared]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _prepare_one(self, thing: Any, move: bool) -> Any:
+        if isinstance(thing, Module):
+            return self._prepare_model(thing, move)
+        if isinstance(thing, Optimizer):
+            return self._prepare_optimizer(thing)
+        if isinstance(thing, DataLoader):
+            return self._prepare_loader(thing, move)
+        return thing
+
+    def _prepare_model(self, model: Module, move: bool) -> Module:
+        if any(model is known for known in self._models):
+            return model
+        if move:
+            model.to(self.device)
+        restore_forward(self._strategy.unwrap(model))  # of another precision, before
+        self._precision.wrap_forward(self._strategy.unwrap(model))
+        model = self._strategy.setup(model)
+        self._models.append(model)
+        return model
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        if isinstance(optimizer, PreparedOptimizer):
+            if optimizer.accumulation is self._accumulation:
+                return _registered(optimizer, self._optimizers)
+            optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
+        return _registered(
+            PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy), self._optimizers
+        )
+
+    def _prepare_loader(self, loader: DataLoader[Any], move: bool) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):
+            if loader.accumulation is self._accumulation:
+                return _registered(loader, self._loaders)
+            loader = loader.loader
+        seed = data_seed(loader)
+        if self.num_processes > 1:
+            seed = int(self.state.collectives.broadcast(torch.tensor(seed, device=self.device)))
+        prepared = prepare_loader(
+            loader,
+            self.state.world,
+            self._accumulation,
+            self.device if move else None,
+            seed,
+            even=self.even_batches,
+            split=self.split_batches,
+        )
+        return _registered(prepared, self._loaders)
+
+    def _prepare_scheduler(self, thing: Any) -> Any:
+        if isinstance(thing, PreparedScheduler):
+            if thing.accumulation is self._accumulation:
+                return _registered(thing, self._schedulers)
+            thing = thing.scheduler
+        if not isinstance(thing, LRScheduler):
+            return thing
+        moves = 1 if self.split_batches else self.num_processes
+        if not self.step_scheduler_with_optimizer:
+            moves = 0
+        return _registered(PreparedScheduler(thing, self._optimizers, self._accumulation, moves), self._schedulers)
+
+    # -- the step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the batch in hand ends a step: its backward synchronises, and optimizers step."""
+        return self._accumulation.window.sync
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        self._bind()
+        return self._accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._bind()
+        self._asked = replace(self._asked, gradient_accumulation_steps=steps)
+        self._accumulation.steps = steps
+
+    def accumulate(self, *models: Module) -> AbstractContextManager[None]:
+        """One batch of an accumulation window; gradients synchronise at the window's last batch.
+
+        The last batch of a prepared loader always ends its window. Without `models` all prepared ones are meant.
+        """
+        if self._ready_in != os.getpid():
+            self._make_ready("accumulate", models)
+        context = self._accumulating
+        context.models = models or self._models
+        return context
+
+    def no_sync(self, *models: Module) -> AbstractContextManager[None]:
+        """While entered, backward leaves gradients unsynchronised, for windows that the program counts itself."""
+        if self._ready_in != os.getpid():
+            self._make_ready("no_sync", models)
+        return NoSync(self._accumulation, self._strategy, models or self._models)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
+
+        Collective at a window's end.
+        """
+        if self._ready_in != os.getpid():
+            self._make_ready("backward")
+        accumulation = self._accumulation
+        divisor = accumulation.enter_backward()
+        if divisor != 1:
+            loss = loss / divisor
+        self._strategy.backward(self._precision.scale(loss), **kwargs)
+        accumulation.leave_backward()
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        """The run's precision for code outside of a prepared model's forward; it nests."""
+        self._bind()
+        return self._precision.autocast(enabled)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the gradients of the whole window to `max_norm`; returns their norm before.
+
+        Inside a window, where gradients are not complete, nothing is clipped; the norm so far is returned.
+        """
+        parameters = self._clippable(parameters, "clip_grad_norm_")
+        if self.sync_gradients:
+            self._precision.unscale(parameters, [prepared.optimizer for prepared in self._optimizers])
+            return self._strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        return norm / self._precision.scale(torch.ones_like(norm))
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
+        parameters = self._clippable(parameters, "clip_grad_value_")
+        if self.sync_gradients:
+            self._precision.unscale(parameters, [prepared.optimizer for prepared in self._optimizers])
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _clippable(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[Tensor]:
+        if self._ready_in != os.getpid():
+            self._make_ready(call)
+        return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer found infinite fp16 gradients."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    # -- values of all ranks
+
+    def gather(self, value: Any) -> Any:
+        """Every tensor in `value`, those of all ranks joined along the first dimension, on every rank. Collective.
+
+        Raises:
+            CollectiveMismatch: the ranks called it with different structures or shapes.
+        """
+        return self.state.collectives.gather(value)
+
+    def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without the samples that only fill up the loader's last round: each sample once. Collective.
+
+        Objects other than tensors are gathered by pickle: lists joined, mappings joined by key.
+        """
+        collectives = self.state.collectives
+        window = self._accumulation.window
+        loader: PreparedLoader | None = window.source
+        if use_gather_object or not holds_only_tensors(value):
+            joined = collectives.gather_objects(value)
+        elif loader is not None and loader.may_be_uneven:
+            joined = collectives.gather_uneven(value)
+        else:
+            joined = collectives.gather(value)
+        if loader is not None and window.is_last and loader.remainder > 0:
+            return slice_rows(joined, 0, loader.remainder)
+        return joined
+
+    def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Every tensor in `value` reduced over the ranks by "sum", "mean", "max" or "min". Collective."""
+        return self.state.collectives.reduce(value, reduction, scale)
+
+    def pad_across_processes(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Every tensor in `value` padded along `dim` to the longest of all ranks. Collective."""
+        return self.state.collectives.pad(value, dim, pad_index, pad_first)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Report numbers of this rank; tensors are detached and read later, away from the step.
+
+        step: the optimizer step they belong to; by default the one under way.
+        """
+        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        emit(Metric(kept, self._accumulation.clock.step if step is None else step))
+
+    # -- models, memory, the end
+
+    def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True) -> Module:
+        """The user's own module, out of DDP and ``torch.compile``.
+
+        keep_fp32_wrapper: False also takes autocast off its forward.
+        """
+        self._bind()
+        inner = self._strategy.unwrap(model)
+        if not keep_fp32_wrapper:
+            restore_forward(inner)
+        return inner
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything prepared and release what nobody else holds; one None per object.
+
+        >>> model = optimizer = None
+        >>> model, optimizer = Accelerator().free_memory(model, optimizer)
+        """
+        count = len(objects)
+        del objects
+        self._forget()
+        self._accumulation.forget()
+        release_unused()
+        return [None] * count
+
+    def end_training(self) -> None:
+        """Forget everything prepared and leave the process group; a later use forms a new one. On every rank."""
+        self._forget()
+        self._accumulation.forget()
+        self.state.destroy_process_group()
+
+    def destroy_process_group(self) -> None:
+        """Leave the process group that we made; a later use forms a new one. On every rank."""
+        self.state.destroy_process_group()
+
+    # -- finding this process's world
+
+    def _bind(self) -> None:
+        """Make the parts for the world of this process, unless they are. Touches no device and no process group.
+
+        In another world of the same size, prepared objects stay prepared; else they are forgotten.
+        """
+        world = self.state.world
+        bound_to, self._bound_to = self._bound_to, world
+        if bound_to == world:
+            return
+        self._ready_in = 0
+        if bound_to is not None and bound_to.world_size == world.world_size and self._has_prepared:
+            self._follow_device()
+            return
+        self._forget()
+        settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
+        self._accumulation = Accumulation(settings.gradient_accumulation_steps or 1)
+        self._precision: Precision = make_precision(settings.mixed_precision or "no", self.device)
+        self._strategy: Strategy = choose_strategy(world, self.device)
+        self._accumulating = Accumulating(self._accumulation, self._strategy)
+
+    def _join_world(self) -> None:
+        """Bind to the world as it is now, process group included. Collective where the group is formed."""
+        self.state.look_again()
+        self._bind()
+        self.state.form_group()
+
+    def _make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
+        """Once per process, before its first step: find its world, and refuse N separate trainings.
+
+        Raises:
+            NotPrepared: several ranks, and a model that would be trained by each for itself.
+        """
+        self.state.look_again()
+        world, bound_to = self.state.world, self._bound_to
+        place = f"rank {world.rank} of {world.world_size}"
+        if self._has_prepared and bound_to is not None and bound_to.world_size != world.world_size:
+            raise NotPrepared(
+                f"accelerator.{call} in {place}: what this accelerator prepared is for {bound_to.world_size} "
+                f"process(es). Prepare it here, before the loop:\n    {_PREPARE_LINE}"
+            )
+        self._join_world()
+        if world.is_distributed and not self._is_one_training(models):
+            raise NotPrepared(
+                f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
+                f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
+            )
+        self._ready_in = os.getpid()
+
+    def _is_one_training(self, models: Sequence[Module]) -> bool:
+        strategy = self._strategy
+        known = {id(strategy.unwrap(model)) for model in self._models}
+        if models:
+            return all(strategy.keeps_together(model) or id(strategy.unwrap(model)) in known for model in models)
+        return any(strategy.unwrap(model) is not model for model in self._models) or strategy.finds_parallel()
+
+    @property
+    def _has_prepared(self) -> bool:
+        return bool(self._models or self._optimizers or self._loaders or self._schedulers)
+
+    def _forget(self) -> None:
+        self._models.clear()
+        self._optimizers.clear()
+        self._schedulers.clear()
+        self._loaders.clear()
+        self._ready_in = 0
+
+    def _follow_device(self) -> None:
+        """After a move into a rank of an equal world: what was prepared follows to its device."""
+        device = self.device
+        self._precision.move_to(device)
+        if not self.device_placement:
+            return
+        for model in self._models:
+            model.to(device)
+        for optimizer in self._optimizers:
+            optimizer.load_state_dict(optimizer.state_dict())  # casts the state to its parameters' device
+        for loader in self._loaders:
+            loader.move_to(device)
+
+
+def _registered(thing: _T, among: list[_T]) -> _T:
+    if not any(thing is known for known in among):
+        among.append(thing)
+    return thing

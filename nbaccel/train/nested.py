@@ -1,0 +1,96 @@
+"""Nested containers: one batch or one output, in whatever tuples, dicts and dataclasses it comes. Runs in ranks.
+
+`map_children` rebuilds one level of a container; recursion is the caller's, who knows what a leaf is.
+It opens no file, knows no device and no process group.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["children", "concatenate", "count_rows", "map_children", "slice_rows"]
+
+
+def map_children(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` rebuilt with `function` applied to each direct child; `value` itself when it is no container.
+
+    Tuples stay tuples, named tuples named; a mapping or dataclass of any class is copied and refilled, so
+    classes whose constructor takes other arguments (transformers' ``ModelOutput``) keep their type.
+
+    >>> map_children(abs, {"a": -1, "b": -2})
+    {'a': 1, 'b': 2}
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: function(child) for key, child in value.items()}
+    if kind is list or kind is tuple:
+        return kind([function(child) for child in value])
+    if isinstance(value, Mapping):
+        refilled: Any = copy.copy(value)
+        for key, child in value.items():
+            refilled[key] = function(child)
+        return refilled
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*[function(child) for child in value])
+    if isinstance(value, list):
+        refilled = copy.copy(value)
+        refilled[:] = [function(child) for child in value]
+        return refilled
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        refilled = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(refilled, field.name, function(getattr(value, field.name)))  # also when frozen
+        return refilled
+    return value
+
+
+def children(value: Any) -> Iterator[tuple[str, Any]]:
+    """Each direct child of a container with its name, in the order of `map_children`."""
+    if isinstance(value, Mapping):
+        yield from ((str(key), child) for key, child in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(index), child) for index, child in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+
+
+def count_rows(value: Any) -> int | None:
+    """How many samples a collated batch holds: the first dimension of its first tensor. None without one."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.ndim else None
+    for _, child in children(value):
+        rows = count_rows(child)
+        if rows is not None:
+            return rows
+    return None
+
+
+def slice_rows(value: Any, start: int, stop: int) -> Any:
+    """Samples `start` to `stop` of a collated batch; strings and numbers that stand for the batch stay whole."""
+    if isinstance(value, torch.Tensor):
+        return value[start:stop] if value.ndim else value
+    if _lists_samples(value):
+        return value[start:stop]
+    return map_children(lambda child: slice_rows(child, start, stop), value)
+
+
+def concatenate(values: Sequence[Any]) -> Any:
+    """Collated batches of one structure joined along the samples."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(values)) if first.ndim else first
+    if _lists_samples(first):
+        return type(first)(sample for value in values for sample in value)
+    parts = iter([[child for _, child in children(value)] for value in values])
+    columns = iter(list(zip(*parts, strict=True)))
+    return map_children(lambda _: concatenate(next(columns)), first)
+
+
+def _lists_samples(value: Any) -> bool:
+    """default_collate keeps strings and objects as a list with one entry per sample."""
+    return type(value) in (list, tuple) and bool(value) and count_rows(value) is None

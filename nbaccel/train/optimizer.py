@@ -1,0 +1,134 @@
+"""Optimizers and schedulers that step only when gradients are synchronised. Run in ranks.
+
+Both are thin: whatever they do not override, the wrapped object answers. They decide nothing; the window of
+accumulation says whether this batch ends a step, the strategy and the precision how the step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.precision import Precision
+from nbaccel.train.strategies.base import Strategy
+
+__all__ = ["PreparedOptimizer", "PreparedScheduler"]
+
+
+class PreparedOptimizer(Optimizer):
+    """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation window.
+
+    optimizer: the user's own.  step_was_skipped: the last step found infinite fp16 gradients.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, accumulation: Accumulation, precision: Precision, strategy: Strategy
+    ) -> None:
+        # No super().__init__(): parameters, state and hooks are the wrapped optimizer's.
+        self.optimizer = optimizer
+        self.step_was_skipped = False
+        self.accumulation = accumulation
+        self._precision = precision
+        self._strategy = strategy
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self.accumulation.window.sync:
+            return None
+        value, taken = self._strategy.step(self.optimizer, self._precision, closure)
+        self.step_was_skipped = not taken
+        return value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.accumulation.window.sync:
+            self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_post_hook(hook)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+
+class PreparedScheduler:
+    """A learning-rate scheduler that moves when its optimizer really stepped.
+
+    One optimizer step on n ranks consumes n batches, so a schedule that was counted in batches of one process
+    is moved n times; not when the loader split its batches among the ranks (Accelerate's rule).
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], accumulation: Accumulation, moves_per_step: int
+    ) -> None:
+        """moves_per_step: ranks, or 1 with split batches; 0 to follow the user's calls whatever happens."""
+        own = [prepared for prepared in optimizers if prepared.optimizer is getattr(scheduler, "optimizer", None)]
+        self.scheduler = scheduler
+        self.optimizers = own or list(optimizers)
+        self.accumulation = accumulation
+        self._moves_per_step = moves_per_step
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._moves_per_step == 0:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.accumulation.window.sync:
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        for _ in range(self._moves_per_step):
+            # OneCycleLR raises beyond total_steps, which a padded last round would reach.
+            total_steps = getattr(self.scheduler, "total_steps", None)
+            if total_steps is None or self.scheduler.last_epoch < total_steps:
+                self.scheduler.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"PreparedScheduler({self.scheduler!r})"

@@ -1,0 +1,179 @@
+"""Precision: in which number format a step computes. Runs in ranks; knows tensors and optimizers, no processes.
+
+`Precision` itself is "no": full precision, nothing to do. `Bf16` adds autocast, `Fp16` a gradient scaler too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nbaccel.settings import PRECISIONS
+from nbaccel.train.nested import map_children
+
+__all__ = ["Bf16", "Fp16", "Precision", "make_precision", "restore_forward", "to_fp32"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Precision:
+    """Full precision: every method is the honest nothing."""
+
+    name = "no"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def move_to(self, device: torch.device) -> None:
+        self.device = device
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wrap_forward(self, model: torch.nn.Module) -> None:
+        """Let `model` compute under autocast and answer in fp32."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+        """Bring the gradients of the optimizers that own `parameters` to true size; once per step."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+        """Step `optimizer`: what it returned, and whether it took the step."""
+        return (optimizer.step() if closure is None else optimizer.step(closure)), True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class Bf16(Precision):
+    """bfloat16 autocast: fp32's range, so no scaling of gradients."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled)
+
+    def wrap_forward(self, model: torch.nn.Module) -> None:
+        if not isinstance(model.forward, _AutocastForward):
+            model.forward = _AutocastForward(model.forward, self)
+
+
+class Fp16(Bf16):
+    """float16 autocast with a gradient scaler; a step with infinite gradients is skipped on every rank alike.
+
+    One scaler serves all optimizers and is updated before the first loss after a step, not after each
+    optimizer's step: the scale may not change between two optimizers whose gradients share it.
+    """
+
+    name = "fp16"
+    dtype = torch.float16
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.scaler = torch.amp.GradScaler(device.type)
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def move_to(self, device: torch.device) -> None:
+        if device.type != self.device.type:
+            state = self.scaler.state_dict()
+            self.scaler = torch.amp.GradScaler(device.type)
+            self.scaler.load_state_dict(state)
+        super().move_to(device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        if self._stepped:
+            self._update()
+        return self.scaler.scale(loss)
+
+    def unscale(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+        wanted = {id(parameter) for parameter in parameters}
+        for optimizer in optimizers:
+            owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if id(optimizer) not in self._unscaled and any(id(parameter) in wanted for parameter in owned):
+                self.scaler.unscale_(optimizer)
+                self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+        if closure is not None:
+            raise ValueError("fp16 cannot step with a closure (LBFGS): use mixed_precision='bf16' or 'no'")
+        if id(optimizer) in self._stepped:
+            self._update()
+        taken: list[bool] = []
+        hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
+        try:
+            value = self.scaler.step(optimizer)
+        finally:
+            hook.remove()
+        if taken and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # Fused optimizers are always called and skip inside their kernel; only the scaler knows.
+            found = self.scaler._found_inf_per_device(optimizer).values()
+            taken = [] if any(flag.item() for flag in found) else taken
+        self._stepped.add(id(optimizer))
+        return value, bool(taken)
+
+    def _update(self) -> None:
+        self.scaler.update()
+        self._stepped.clear()
+        self._unscaled.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._stepped:
+            self._update()
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state)
+
+
+class _AutocastForward:
+    """A module's forward under autocast, outputs in fp32. A class, so that prepared models can be pickled."""
+
+    def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
+        functools.update_wrapper(self, forward, updated=())  # signature() of the model stays what it was
+        self.forward = forward
+        self.precision = precision
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision.autocast():
+            output = self.forward(*args, **kwargs)
+        return to_fp32(output)
+
+
+def to_fp32(value: Any) -> Any:
+    """Half-precision tensors anywhere in `value` as fp32; everything else unchanged."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _HALF else value
+    return map_children(to_fp32, value)
+
+
+def restore_forward(model: torch.nn.Module) -> None:
+    """Undo `Precision.wrap_forward`."""
+    if isinstance(model.__dict__.get("forward"), _AutocastForward):
+        del model.forward
+
+
+_KINDS: dict[str, type[Precision]] = {"no": Precision, "fp16": Fp16, "bf16": Bf16}
+
+
+def make_precision(name: str, device: torch.device) -> Precision:
+    """The precision called `name`.
+
+    Raises:
+        ValueError: no such precision; the message names the choices.
+    """
+    if name not in _KINDS:
+        raise ValueError(f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}")
+    return _KINDS[name](device)

@@ -1,0 +1,36 @@
+"""Setup: what a launcher runs in every rank before the user's code. It names `setup_rank` by a string."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from nbaccel.settings import RunSettings
+from nbaccel.train.accelerator import Accelerator
+from nbaccel.world import World
+
+__all__ = ["setup_rank"]
+
+
+def setup_rank(namespace: dict[str, Any] | None, binds_accelerator: bool = True) -> None:
+    """Seed this rank's generators, and give a cell its `accelerator`, process group included. Collective then.
+
+    namespace: the cell's names; None for a function. A name `accelerator` that the user defined is left alone:
+    an Accelerator made in the kernel finds this rank's world at its first use.
+    binds_accelerator: False when the cell defines that name itself.
+    """
+    seed = RunSettings.from_env().seed
+    if seed is not None:
+        _seed_generators(seed + World.from_env().rank)
+    if namespace is not None and binds_accelerator and "accelerator" not in namespace:
+        namespace["accelerator"] = Accelerator()
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # CUDA's too, at the latest when it is initialised

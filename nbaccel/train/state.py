@@ -1,0 +1,242 @@
+"""PartialState: who this process is among the ranks, on which device, and in which process group. Runs in ranks.
+
+It works under our launcher, under torchrun, alone in a script and in a notebook kernel. In a process without
+peers nothing is touched until it is used, so a state that was made in a kernel may be forked or pickled into a
+rank, where it finds the rank's own world.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbaccel.errors import NoSuchDevice
+from nbaccel.settings import RunSettings
+from nbaccel.train.collectives import Collectives, GroupCollectives
+from nbaccel.world import World
+
+__all__ = ["PartialState", "current_world"]
+
+
+class PartialState:
+    """This process's place in a run.
+
+    cpu: stay on the CPU although there are devices; by default what the launcher was told.
+
+    In a rank the process group is formed here, by all ranks together; a group that the program made itself is
+    used, and left alone at the end.
+
+    >>> state = PartialState()
+    >>> state.num_processes, state.is_main_process
+    (1, True)
+    """
+
+    def __init__(self, cpu: bool | None = None) -> None:
+        self._cpu = cpu
+        self._pid = 0
+        self._world = World()
+        self._device: torch.device | None = None
+        if current_world().is_distributed:
+            self.form_group()
+
+    @property
+    def world(self) -> World:
+        pid = os.getpid()
+        if self._pid != pid:  # first use, or the first one after a fork or a pickle
+            self._world = current_world()
+            self._device = None
+            self._pid = pid
+        return self._world
+
+    @property
+    def device(self) -> torch.device:
+        world = self.world
+        if self._device is None:
+            cpu = self._cpu if self._cpu is not None else bool(RunSettings.from_env().cpu)
+            self._device = torch.device("cpu") if cpu else _choose_device(world)
+        return self._device
+
+    @property
+    def collectives(self) -> Collectives:
+        """How this process talks to its peers; forms the process group where there is none. Collective then."""
+        world = self.world
+        return _process.join(world, self.device) if world.is_distributed else _ALONE
+
+    def look_again(self) -> None:
+        """Find out anew who this process is: the program may have made a process group since."""
+        if self._world != current_world():
+            self._pid = 0
+
+    def form_group(self) -> None:
+        """Form the process group, if there are peers and it does not exist. Collective then."""
+        _ = self.collectives
+
+    def destroy_process_group(self) -> None:
+        """Leave the process group that we made; a later collective forms a new one. Every rank should call it."""
+        _process.leave()
+
+    @property
+    def num_processes(self) -> int:
+        return self.world.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.world.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.world.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.world.is_last_process
+
+    def wait_for_everyone(self) -> None:
+        """Return once every rank is here. Collective."""
+        self.collectives.barrier()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print`, on the main process of each node."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's share of `inputs`; the first ranks get one more when they do not divide evenly.
+
+        inputs: a list, tuple, range, tensor, array, or a mapping of those with equal lengths.
+        apply_padding: repeat the last element so that every rank has equally many.
+
+        >>> with PartialState().split_between_processes(["a", "b"]) as mine:
+        ...     mine
+        ['a', 'b']
+        """
+        world = self.world
+        yield _share(inputs, world.rank, world.world_size, apply_padding) if world.is_distributed else inputs
+
+    def __repr__(self) -> str:
+        world = self.world
+        return f"PartialState(rank {world.rank} of {world.world_size}, device {self.device})"
+
+
+def current_world() -> World:
+    """The world of this process: of the process group if there is one, else as the environment says."""
+    world = World.from_env()
+    if not (dist.is_available() and dist.is_initialized()):
+        return world
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) == (world.rank, world.world_size):
+        return world
+    return World(rank, world_size, rank, world_size)  # made by hand, mp.spawn for one: a single node
+
+
+class _Process:
+    """The process group's owner.
+
+    torch has one default group per process, whoever asks for it. So this one fact is the process's and not an
+    instance's: whether we made that group (then we end it), by which store, and how often; a group that is
+    formed again must not read the addresses that the one before left in the store.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._talk: GroupCollectives | None = None
+        self._store: Any = None
+        self._world: World | None = None
+        self._formed = 0
+
+    def join(self, world: World, device: torch.device) -> GroupCollectives:
+        if self._talk is not None and self._group is dist.group.WORLD:
+            return self._talk
+        if not dist.is_initialized():
+            self._form(world, device)
+        self._group = dist.group.WORLD
+        self._talk = GroupCollectives(world, device, debug=bool(RunSettings.from_env().debug))
+        return self._talk
+
+    def leave(self) -> None:
+        if self._world is not None and dist.is_initialized() and self._group is dist.group.WORLD:
+            dist.destroy_process_group()
+        self._group = self._talk = None
+
+    def _form(self, world: World, device: torch.device) -> None:
+        if self._store is None or self._world != world:
+            self._store = next(iter(dist.rendezvous("env://", timeout=dist.default_pg_timeout)))[0]
+            self._world = world
+        self._formed += 1
+        on_cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo",
+            store=dist.PrefixStore(f"nbaccel/{self._formed}", self._store),
+            rank=world.rank,
+            world_size=world.world_size,
+            device_id=device if on_cuda else None,
+        )
+
+
+_process = _Process()
+_ALONE = Collectives()
+
+
+def _choose_device(world: World) -> torch.device:
+    """CUDA by local rank, else MPS, else the plain CPU (never ``cpu:0``, which differs from a tensor's device)."""
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if not world.is_distributed:
+            # current_device() would make a CUDA context, which a notebook kernel must not have by accident.
+            return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+        if count > 1 and world.local_rank >= count:
+            raise NoSuchDevice(
+                f"local rank {world.local_rank} of {world.local_world_size} has no GPU: this machine shows {count}. "
+                f"Start at most {count} processes here, or ask for the CPU."
+            )
+        # A single visible device is this rank's own: a launcher may hide the others from it.
+        device = torch.device("cuda", world.local_rank if count > 1 else 0)
+        torch.cuda.set_device(device)
+        return device
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def _share(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(values) for key, values in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"split_between_processes needs values of equal length, got {lengths}")
+        return {key: _share(values, rank, world_size, apply_padding) for key, values in inputs.items()}
+    if isinstance(inputs, (str, bytes)) or not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
+        raise TypeError(
+            f"split_between_processes cannot cut a {type(inputs).__name__} into parts: give it a list, "
+            "a tuple, a tensor or an array"
+        )
+    length, extra = divmod(len(inputs), world_size)
+    start = rank * length + min(rank, extra)
+    part = inputs[start : start + length + (rank < extra)]
+    missing = (length + bool(extra)) - len(part)
+    return _repeat_last(part, inputs, missing) if apply_padding and missing and len(inputs) else part
+
+
+def _repeat_last(part: Any, inputs: Any, times: int) -> Any:
+    last = inputs[-1:]
+    if isinstance(part, torch.Tensor):
+        return torch.cat([part, *[last] * times])
+    if isinstance(part, (list, tuple)):
+        return part + last * times
+    if "numpy" in sys.modules and isinstance(part, sys.modules["numpy"].ndarray):
+        return sys.modules["numpy"].concatenate([part, *[last] * times])
+    return [*part, *list(last) * times]

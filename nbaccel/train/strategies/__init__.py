@@ -1,0 +1,31 @@
+"""Strategies: how one model is spread over the ranks of a run. A registry of strings, imported when chosen."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from nbaccel.train.strategies.base import Strategy
+from nbaccel.world import World
+
+__all__ = ["Strategy", "choose_strategy"]
+
+_REGISTRY = {
+    "single": "nbaccel.train.strategies.base:Strategy",
+    "replicated": "nbaccel.train.strategies.replicated:Replicated",
+}
+
+
+def choose_strategy(world: World, device: torch.device, name: str | None = None) -> Strategy:
+    """The strategy called `name`; without a name, the plainest that keeps the ranks of `world` one training.
+
+    Raises:
+        ValueError: no such strategy; the message names the choices.
+    """
+    chosen = name or ("replicated" if world.is_distributed else "single")
+    if chosen not in _REGISTRY:
+        raise ValueError(f"strategy must be one of {', '.join(map(repr, _REGISTRY))}, got {chosen!r}")
+    module, _, kind = _REGISTRY[chosen].partition(":")
+    strategy: type[Strategy] = getattr(import_module(module), kind)
+    return strategy(world, device)

@@ -1,0 +1,73 @@
+"""Strategy: the interface to one way of spreading a model, and its honest default, a single device. Runs in ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from nbaccel.train.precision import Precision
+from nbaccel.world import World
+
+__all__ = ["Strategy", "without_compile"]
+
+
+class Strategy:
+    """One process, one device. Subclasses are final and override what their way of spreading needs."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world = world
+        self.device = device
+
+    def setup(self, model: Module) -> Module:
+        """`model`, on its device already, made part of this strategy. Collective."""
+        return model
+
+    def keeps_together(self, model: Module) -> bool:
+        """Whether training `model` on every rank is one training. Always so on a single device."""
+        return True
+
+    def finds_parallel(self) -> bool:
+        """Whether this process holds a module, prepared by us or made by the user, that trains as one."""
+        return True
+
+    def no_sync(self, model: Module) -> AbstractContextManager[Any]:
+        """While entered, backward leaves gradients of `model` unsynchronised."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Collective where gradients synchronise during the backward."""
+        loss.backward(**kwargs)
+
+    def reduce_gradients(self, model: Module) -> None:
+        """Synchronise gradients that were left unsynchronised. Collective; nothing to do on a single device."""
+
+    def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+        """Step `optimizer`: what it returned, and whether it took the step."""
+        return precision.step(optimizer, closure)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def state_dict(self, model: Module) -> dict[str, Any]:
+        """The whole model's state, as a single process would save it."""
+        return self.unwrap(model).state_dict()
+
+    def load_state_dict(self, model: Module, state: dict[str, Any]) -> None:
+        self.unwrap(model).load_state_dict(state)
+
+    def unwrap(self, model: Module) -> Module:
+        """The user's own module."""
+        return without_compile(model)
+
+
+def without_compile(model: Module) -> Module:
+    """The module inside ``torch.compile``'s wrapper, by the attribute that torch keeps it under."""
+    while "_orig_mod" in model._modules:
+        model = model._modules["_orig_mod"]  # type: ignore[assignment]
+    return model

@@ -1,0 +1,86 @@
+"""The contexts of a step: `accumulate` and `no_sync`. Run in ranks, entered for every batch.
+
+They bring three parts together for the length of a block: the accumulation that decides, the strategy that can
+hold gradients back, and the models it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.strategies import Strategy
+
+__all__ = ["Accumulating", "NoSync"]
+
+
+class NoSync:
+    """Gradients of some models unsynchronised, while entered."""
+
+    __slots__ = ("_accumulation", "_models", "_stack", "_strategy", "_was_held")
+
+    def __init__(self, accumulation: Accumulation, strategy: Strategy, models: Sequence[Module]) -> None:
+        self._accumulation = accumulation
+        self._strategy = strategy
+        self._models = models
+
+    def __enter__(self) -> None:
+        self._was_held = self._accumulation.is_held
+        self._accumulation.is_held = True
+        self._stack = ExitStack()
+        for model in self._models:
+            self._stack.enter_context(self._strategy.no_sync(model))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._accumulation.is_held = self._was_held
+        self._stack.close()
+
+
+class Accumulating:
+    """What `accumulate` returns: one object for the whole training, because it is entered for every batch.
+
+    models: those of the block about to be entered.
+    """
+
+    __slots__ = ("_accumulation", "_entered", "_strategy", "models")
+
+    def __init__(self, accumulation: Accumulation, strategy: Strategy) -> None:
+        self._accumulation = accumulation
+        self._strategy = strategy
+        self._entered: list[list[AbstractContextManager[Any]]] = []
+        self.models: Sequence[Module] = ()
+
+    def __enter__(self) -> None:
+        accumulation = self._accumulation
+        factor = accumulation.advance()  # may raise RunStopped; nothing is held by then
+        if factor != 1.0:
+            _multiply_gradients(self.models, factor)
+        held: list[AbstractContextManager[Any]] = []
+        if not accumulation.window.sync:
+            held = [self._strategy.no_sync(model) for model in self.models]
+            for context in held:
+                context.__enter__()
+        self._entered.append(held)
+        accumulation.is_accumulating = True
+
+    def __exit__(self, *exception: Any) -> None:
+        for context in self._entered.pop():
+            context.__exit__(*exception)
+        self._accumulation.is_accumulating = bool(self._entered)
+
+
+def _multiply_gradients(models: Iterable[Module], factor: float) -> None:
+    gradients = [tensor for tensor in _gradients(models) if tensor is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def _gradients(models: Iterable[Module]) -> Iterator[Tensor | None]:
+    for model in models:
+        yield from (parameter.grad for parameter in model.parameters())
