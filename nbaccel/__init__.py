@@ -9,8 +9,34 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal to the table below
     from IPython.core.interactiveshell import InteractiveShell
+
+    from nbaccel.errors import (
+        CannotFork as CannotFork,
+        CannotSend as CannotSend,
+        CollectiveMismatch as CollectiveMismatch,
+        LaunchRefused as LaunchRefused,
+        NbaccelError as NbaccelError,
+        NestedLaunch as NestedLaunch,
+        NoInput as NoInput,
+        NoSuchDevice as NoSuchDevice,
+        NotPrepared as NotPrepared,
+        RankDied as RankDied,
+        RanksFailed as RanksFailed,
+        ResultsMissing as ResultsMissing,
+        RunStopped as RunStopped,
+    )
+    from nbaccel.launch.launcher import (
+        Run as Run,
+        debug_launcher as debug_launcher,
+        launch as launch,
+        notebook_launcher as notebook_launcher,
+    )
+    from nbaccel.settings import RunSettings as RunSettings
+    from nbaccel.train.accelerator import Accelerator as Accelerator
+    from nbaccel.train.state import PartialState as PartialState
+    from nbaccel.world import World as World
 
 __version__ = "0.1.0"
 

@@ -33,10 +33,13 @@ READS_ENVIRONMENT = {
     "world.py": "what launchers set",
     "settings.py": "what was chosen for a run",
     "hardware.py": "which devices are visible, and on which platform",
+    "launch/inline.py": "puts back the variables that it changed",
+    "launch/start.py": "sets a variable around the start, unless the user has",
 }
 
 PRINTS = {
     "cli.py": "a command answers by printing",
+    "launch/cell.py": "`%%time` inside a cell answers in the rank's output",
     "train/state.py": "`accelerator.print` is print",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import subprocess
@@ -41,6 +42,14 @@ def test_importing_costs_next_to_nothing() -> None:
 def test_all_is_what_is_visible() -> None:
     assert nbaccel.__all__ == sorted(nbaccel.__all__)
     assert set(dir(nbaccel)) == {*nbaccel.__all__, "__version__", "load_ipython_extension"}
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(inspect.getsource(nbaccel))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module.startswith("nbaccel.")]
+    seen = {alias.asname: node.module for node in imports for alias in node.names}
+    assert seen == nbaccel._HOME | {"launch": "nbaccel.launch.launcher"}
 
 
 @pytest.mark.parametrize("name", nbaccel.__all__)

@@ -153,16 +153,18 @@ def start(requested: str = "auto", **facts: object) -> Start:
     ],
 )
 def test_auto_chooses_by_what_the_kernel_holds(facts: dict[str, object], text: str) -> None:
-    assert str(start(**facts)) == text
+    chosen = start(**facts)
+    assert str(chosen) == text
+    assert not chosen.is_explicit
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
 def test_a_method_that_was_asked_for_is_taken(method: str) -> None:
-    assert start(method) == Start(method, "asked for")
+    assert start(method) == Start(method, "asked for", is_explicit=True)
 
 
 def test_inline_runs_one_rank() -> None:
-    assert start("inline", world_size=1, cuda_initialized=True) == Start("inline", "asked for")
+    assert start("inline", world_size=1, cuda_initialized=True) == Start("inline", "asked for", is_explicit=True)
     with pytest.raises(LaunchRefused, match=r"--start inline .* cannot be 2 ranks: use -n 1, or leave --start out"):
         start("inline")
 
