@@ -144,9 +144,7 @@ class CellTask(Task):
             facts["result"] = _formatted(self._last)
             if _is_small_data(self._last):
                 values[RESULT] = self._last
-        missing = {
-            name: "the cell ended without assigning it" for name in self.out if name not in self.namespace
-        }
+        missing = {name: "the cell ended without assigning it" for name in self.out if name not in self.namespace}
         return Results(values, missing, optional=frozenset({RESULT}), facts=facts)
 
     def _data_not_asked_for(self) -> list[str]:
@@ -198,7 +196,7 @@ class CellTask(Task):
         namespace |= {name.removeprefix("in:"): value for name, value in values.items()}
         ipython = sys.modules.get("IPython")
         shell = None if ipython is None else ipython.get_ipython()
-        if shell is not None:
+        if ipython is not None and shell is not None:
             namespace["get_ipython"] = ipython.get_ipython
             shell.user_ns = namespace
             shell.user_module = main
@@ -297,4 +295,3 @@ def _belongs_to_ipython(name: str) -> bool:
     return name in {"In", "Out", "get_ipython", "exit", "quit", "open", "display"} or (
         name.startswith("_") and name.strip("_i0123456789dhost") == ""
     )
-

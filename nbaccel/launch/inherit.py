@@ -67,7 +67,7 @@ class KernelState:
     def apply(self) -> None:
         self.apply_python_rng()
         warnings.filters[:] = self.warning_filters  # type: ignore[index]  # typeshed: a Sequence; CPython: a list
-        warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None  # type: ignore[attr-defined]
+        warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
         linecache.cache.update(self.sources)
         if self.numpy_rng is not None:
             import numpy

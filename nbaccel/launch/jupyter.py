@@ -19,7 +19,15 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import NoInput
 
-__all__ = ["Publish", "adopt_notebook", "cell_name", "close_kernel_sockets", "flush_figures", "kernel_ports", "new_shell"]
+__all__ = [
+    "Publish",
+    "adopt_notebook",
+    "cell_name",
+    "close_kernel_sockets",
+    "flush_figures",
+    "kernel_ports",
+    "new_shell",
+]
 
 Publish = Callable[[dict[str, Any]], None]
 """Sends one rich message: {"kind": "display"|"update"|"clear", "data", "metadata", "display_id", "wait"}."""
@@ -203,7 +211,7 @@ def _forward_display(shell: Any, publish: Publish) -> None:
     shell.display_pub.clear_output = clear_output
     shell.ask_exit = ask_exit
     # `exit` and `quit` of IPython ask the kernel to end; in a rank they end the rank.
-    builtins.exit = builtins.quit = sys.exit
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     shell.user_ns["exit"] = shell.user_ns["quit"] = sys.exit
     with contextlib.suppress(Exception):
         shell.colors = "NoColor"
@@ -217,7 +225,7 @@ def _jsonable(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def cell_name(filename: str) -> str | None:
-    """"Cell In[5]" for the file name under which the kernel compiled cell 5, None for any other file."""
+    """ "Cell In[5]" for the file name under which the kernel compiled cell 5, None for any other file."""
     shell = _shell()
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", None)
     if not numbers or filename not in numbers:

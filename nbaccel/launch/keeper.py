@@ -86,6 +86,8 @@ class Keeper:
             self.guard(f"-{zygote.pid}")
 
     def _start_guardian(self) -> None:
+        if self._line is not None:
+            self._line.close()
         mine, theirs = socket.socketpair()
         with theirs:
             self._guardian = subprocess.Popen(

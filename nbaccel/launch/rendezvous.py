@@ -30,9 +30,7 @@ def meet_in_file(path: str, world: World) -> None:
         os.environ.setdefault(variable, "lo")
     generations = itertools.count()
 
-    def handler(
-        url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any
-    ) -> Iterator[tuple[Any, int, int]]:
+    def handler(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         from torch.distributed import FileStore, PrefixStore
 
         store = FileStore(path, world.world_size)

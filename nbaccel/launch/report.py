@@ -13,11 +13,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from nbaccel.errors import RanksFailed
 
-__all__ = ["Failure", "Link", "describe", "signal_name"]
+__all__ = ["Failure", "Link", "describe", "show_as", "signal_name"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CONTEXT_LINES = 2
@@ -87,22 +87,27 @@ class Failure:
     error: BaseException | None = None
     peers: str = ""
 
-    def exception(self, cell_name: Naming | None = None) -> BaseException:
-        """The exception to raise in the kernel: the user's class, rendered with the rank's own traceback."""
-        error = self.error
-        last = self.links[-1]
-        if error is None:
-            stand_in = type(last.type_name.rpartition(".")[2], (RanksFailed,), {"__module__": "nbaccel.errors"})
-            text = last.headline[-1].partition(": ")[2] if last.headline else ""
-            error = stand_in(text, self.rank, self.world_size)
-        lines = self.render(cell_name)
+    def exception(self, cell_name: Naming | None = None, hint: str = "") -> BaseException:
+        """The exception to raise in the kernel: the user's class, rendered with the rank's own traceback.
+
+        hint: a last line for the reader.
+        """
+        error = self._stand_in() if self.error is None else self.error
+        lines = self.render(cell_name) + ([hint] if hint else [])
         error.__traceback__ = None
         error.__context__ = None
         error.__cause__ = _RankTraceback("\n".join(lines))
         error.add_note(self.where())
-        # IPython asks for this before it formats a traceback: the reader sees one traceback, the rank's.
-        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+        if hint:
+            error.add_note(hint)
+        show_as(error, lines)
         return error
+
+    def _stand_in(self) -> BaseException:
+        last = self.links[-1]
+        kind = type(last.type_name.rpartition(".")[2], (RanksFailed,), {"__module__": "__main__"})
+        text = last.headline[-1].partition(": ")[2] if last.headline else ""
+        return cast(BaseException, kind(text, self.rank, self.world_size))
 
     def where(self) -> str:
         place = f"raised on rank {self.rank} of {self.world_size}"
@@ -131,6 +136,12 @@ class _RankTraceback(Exception):
         super().__init__("\n" + text)
 
 
+def show_as(error: BaseException, lines: list[str]) -> None:
+    """Let IPython show `lines` for `error` instead of a traceback of the kernel's own frames."""
+    # IPython asks for this method before it formats a traceback itself.
+    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+
+
 def _render_place(place: Place, cell_name: Naming | None) -> list[str]:
     filename, number, function, line = place
     cell = filename if filename.startswith("Cell In[") else (cell_name(filename) if cell_name else None)
@@ -148,7 +159,7 @@ def _render_place(place: Place, cell_name: Naming | None) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    """"SIGKILL" for 9; the number itself where it has no name."""
+    """ "SIGKILL" for 9; the number itself where it has no name."""
     import signal
 
     try:

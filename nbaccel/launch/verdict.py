@@ -76,14 +76,8 @@ def verdict(
             world_size,
         )
     error = _travelled(report, task)
-    failure = Failure(rank, world_size, report.links, error, peers)
-    raised = failure.exception(cell_name)
     hint = _missing_name(error, task) if started_clean else ""
-    if hint:
-        raised.add_note(hint)
-        lines = [*failure.render(cell_name), hint]
-        raised._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
-    return raised
+    return Failure(rank, world_size, report.links, error, peers).exception(cell_name, hint)
 
 
 def _travelled(report: Report, task: Task) -> BaseException | None:
@@ -127,9 +121,7 @@ def _peers(ended: Ended, cause: int) -> str:
     """One clause on the other ranks: who failed alike, who had to be stopped."""
     same = [rank for rank in _others(ended, cause) if _headline(ended.reports[rank]) == _headline(ended.reports[cause])]
     same = [rank for rank in same if ended.reports[rank] is not None]
-    stopped = [
-        rank for rank in _others(ended, cause) if rank not in same and not _is_done(ended.reports[rank])
-    ]
+    stopped = [rank for rank in _others(ended, cause) if rank not in same and not _is_done(ended.reports[rank])]
     parts = []
     if same:
         parts.append(f"the same on {_ranks(same)}")

@@ -169,7 +169,9 @@ class _Rank:
         return self._farewell(status)
 
     def _work(self, make_task: Callable[[], Task]) -> str:
-        status, error, task = "ok", None, None
+        status = "ok"
+        error: BaseException | None = None
+        task: Task | None = None
         try:
             task = make_task()
             anchors = task.anchors()

@@ -170,8 +170,9 @@ def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
             new_shell()
     gc.collect()
     gc.freeze()
-    channel.send({"op": "ready"})
-    _serve(channel, kernel_pidfd)
+    with contextlib.suppress(BrokenPipeError):  # the kernel let go of us
+        channel.send({"op": "ready"})
+        _serve(channel, kernel_pidfd)
     # Ranks watch the kernel themselves; this ends them also when the kernel lives and only let go of the zygote.
     me = os.getpid()
     kill_session(me, spare=me)

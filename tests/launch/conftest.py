@@ -1,0 +1,29 @@
+"""One launcher for all tests of this folder: its guardian and its zygote live as long as the test process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nbaccel.launch.launcher import Launcher, default_launcher
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launcher() -> Iterator[Launcher]:
+    import torch._dynamo  # noqa: F401  # sets a variable of the environment, which the guard of every test would report
+
+    launcher = default_launcher()
+    launcher.keeper.guard("+0")  # starts the guardian; nobody has the number 0
+    launcher.keeper.guard("-0")
+    launcher.keeper.zygote()
+    launcher.keeper.new_log()
+    yield launcher
+    launcher.close()
+    default_launcher.__globals__["_launcher_of"].cache_clear()
+
+
+@pytest.fixture(params=["fork", "zygote"])
+def start_method(request: pytest.FixtureRequest) -> str:
+    """Both ways to start ranks: what holds for one holds for the other."""
+    return str(request.param)

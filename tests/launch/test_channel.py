@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from nbaccel.launch.channel import Channel
+
+
+def test_a_frame_arrives_as_it_was_sent() -> None:
+    here, there = Channel.pair()
+    here.send({"op": "x", "text": "ä\n", "n": [1, 2.5, None]})
+    assert there.receive() == ({"op": "x", "text": "ä\n", "n": [1, 2.5, None]}, [])
+    here.close()
+    there.close()
+
+
+def test_descriptors_travel_with_their_frame_and_not_with_its_neighbours() -> None:
+    here, there = Channel.pair()
+    read, write = os.pipe()
+    here.send({"n": 0})
+    here.send({"n": 1}, [read, write])
+    here.send({"n": 2})
+    frames = [there.receive() for _ in range(3)]
+    assert [len(frame[1]) for frame in frames if frame] == [0, 2, 0]
+    assert frames[1] is not None
+    os.write(frames[1][1][1], b"through")
+    assert os.read(read, 100) == b"through"
+    for fd in (read, write, *frames[1][1]):
+        os.close(fd)
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("size", [10, 300_000, 3_000_000])
+def test_a_frame_larger_than_the_socket_buffer_arrives_whole(size: int) -> None:
+    here, there = Channel.pair()
+    sender = threading.Thread(target=here.send, args=({"data": "x" * size},))
+    sender.start()
+    frame = there.receive()
+    sender.join()
+    assert frame is not None
+    assert len(frame[0]["data"]) == size
+    here.close()
+    there.close()
+
+
+def test_drain_takes_what_is_there_and_does_not_wait() -> None:
+    here, there = Channel.pair()
+    assert list(there.drain()) == []
+    here.send({"n": 1})
+    here.send({"n": 2})
+    assert [message["n"] for message, _ in there.drain()] == [1, 2]
+    assert there.is_open
+    here.close()
+    assert list(there.drain()) == []
+    assert not there.is_open
+    there.close()
+
+
+def test_receive_ends_when_the_other_side_is_gone() -> None:
+    here, there = Channel.pair()
+    here.close()
+    assert there.receive() is None
+    there.close()
+
+
+def test_descriptors_that_nobody_took_are_closed_with_the_channel() -> None:
+    here, there = Channel.pair()
+    read, write = os.pipe()
+    here.send({"n": 1}, [write])
+    os.close(write)
+    there._read(0)
+    there.close()
+    assert os.read(read, 1) == b"", "the last writing end is closed"
+    os.close(read)
+    here.close()

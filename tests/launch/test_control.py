@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from nbaccel.errors import RunStopped
+from nbaccel.events import StepEntered, StepsEnded
+from nbaccel.launch.control import ControlPage, StepGate, position_number
+
+
+def test_positions_order_by_training_step_then_by_batches_since() -> None:
+    numbers = [position_number(0), position_number(0, 5), position_number(1), position_number(2, 1)]
+    assert numbers == sorted(numbers)
+
+
+def test_no_rank_waits_while_nobody_asked_to_stop() -> None:
+    page = ControlPage.create(2)
+    gate = StepGate(page, 1)
+    for step in range(3):
+        gate(StepEntered(step))
+    assert page.read(1).entered == position_number(2)
+    assert page.read(1).in_step
+    page.close()
+
+
+def test_the_answer_is_the_highest_step_that_any_rank_entered() -> None:
+    page = ControlPage.create(2)
+    first, second = StepGate(page, 0), StepGate(page, 1)
+    for step in range(5):
+        first(StepEntered(step))
+    for step in range(3):
+        second(StepEntered(step))
+    assert page.stop() == position_number(4)
+    second(StepEntered(3))
+    second(StepEntered(4))
+    with pytest.raises(RunStopped, match="before step 5"):
+        second(StepEntered(5))
+    with pytest.raises(RunStopped):
+        first(StepEntered(5))
+    page.close()
+
+
+def test_a_parked_rank_does_not_count_the_step_it_has_not_entered() -> None:
+    page = ControlPage.create(1)
+    gate = StepGate(page, 0)
+    gate(StepEntered(0))
+    page._map[0] = 1  # the flag alone: the kernel has not answered yet
+    outcome: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            gate(StepEntered(1))
+        except RunStopped as stopped:
+            outcome.append(stopped)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    while not page.read(0).parked:
+        time.sleep(0.001)
+    assert page.stop() == position_number(0)
+    thread.join(5)
+    assert outcome
+    page.close()
+
+
+def test_all_ranks_end_after_the_same_step_whenever_the_stop_comes() -> None:
+    for delay_s in (0.0, 0.003, 0.007, 0.011):
+        page = ControlPage.create(3)
+        meeting = threading.Barrier(3)
+        last = [-1, -1, -1]
+
+        def train(rank: int, page: ControlPage = page, meeting: threading.Barrier = meeting, last=last) -> None:
+            gate, step = StepGate(page, rank), 0
+            try:
+                while True:
+                    gate(StepEntered(step))
+                    meeting.wait(5)
+                    time.sleep(0.001 * rank)
+                    last[rank] = step
+                    step += 1
+            except RunStopped:
+                pass
+
+        threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(delay_s)
+        page.stop()
+        for thread in threads:
+            thread.join(5)
+        assert len(set(last)) == 1, last
+        page.close()
+
+
+def test_a_rank_that_left_its_loop_is_in_no_step() -> None:
+    page = ControlPage.create(1)
+    gate = StepGate(page, 0)
+    gate(StepEntered(0))
+    gate(StepsEnded())
+    assert not page.read(0).in_step
+    page.close()
+
+
+def test_asking_twice_gives_the_first_answer() -> None:
+    page = ControlPage.create(1)
+    gate = StepGate(page, 0)
+    gate(StepEntered(0))
+    assert page.stop() == page.stop() == 0
+    page.close()

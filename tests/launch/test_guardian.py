@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from nbaccel.launch import guardian
+from nbaccel.launch.guardian import kill_session, session_members
+from nbaccel.launch.keeper import Keeper
+
+_TREE = """
+import os, subprocess, sys, time
+subprocess.Popen(["sleep", "60"])
+subprocess.Popen(["sleep", "60"], start_new_session=True)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def _tree() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", _TREE], start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_a_session_and_descendants_that_left_it_are_found_and_killed() -> None:
+    process = _tree()
+    assert len(session_members([process.pid])) == 3
+    kill_session(process.pid)
+    assert process.wait(5) == -signal.SIGKILL
+    assert session_members([process.pid]) == set()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_processes_of_others_are_left_alone() -> None:
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    process = _tree()
+    kill_session(process.pid)
+    process.wait(5)
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_the_guardian_buries_sessions_and_folders_when_its_kernel_is_killed() -> None:
+    folder = tempfile.mkdtemp()
+    program = f"""
+import os, subprocess, time
+from nbaccel.launch.keeper import Keeper
+keeper = Keeper()
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+keeper.guard(f"+{{child.pid}}")
+keeper.guard({folder!r})
+print(child.pid, keeper._guardian.pid, flush=True)
+time.sleep(60)
+"""
+    kernel = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert kernel.stdout is not None
+    pids = [int(pid) for pid in kernel.stdout.readline().split()]
+    kernel.kill()
+    kernel.wait()
+    kernel.stdout.close()
+    deadline = time.monotonic() + 2
+    while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(_is_alive(pid) for pid in pids)
+    assert not os.path.exists(folder)
+
+
+def test_the_guardian_leaves_with_a_keeper_that_closes() -> None:
+    keeper = Keeper()
+    keeper.guard("+0")
+    keeper.guard("-0")
+    process = keeper._guardian
+    assert process is not None
+    keeper.close()
+    assert process.returncode == 0
+
+
+def test_a_guardian_that_died_is_replaced() -> None:
+    keeper = Keeper()
+    keeper.guard("+0")
+    first = keeper._guardian
+    assert first is not None
+    first.kill()
+    first.wait()
+    keeper.guard("-0")
+    assert keeper._guardian is not first
+    keeper.close()
+
+
+def test_the_guardian_needs_only_the_standard_library() -> None:
+    source = Path(guardian.__file__).read_text()
+    assert "nbaccel." not in source.replace("nbaccel.launch", "", 0).partition('"""')[2].partition('"""')[2]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

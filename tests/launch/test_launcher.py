@@ -1,0 +1,309 @@
+"""`launch` and its relatives, in scripts: values, errors, deaths, stops; under fork and zygote."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
+from nbaccel.launch.guardian import session_members
+from nbaccel.launch.launcher import debug_launcher, launch, notebook_launcher
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_values_come_back_by_rank(start_method: str) -> None:
+    run = launch(lambda x: (rank(), x), 2, args=("x",), start_method=start_method)
+    assert run.values == [(0, "x"), (1, "x")]
+    assert run.start_method == start_method
+
+
+def test_a_large_value_comes_back_whole(start_method: str) -> None:
+    import torch
+
+    run = launch(lambda: torch.arange(3_000_000), 2, start_method=start_method)
+    assert torch.equal(run.value, torch.arange(3_000_000))
+
+
+def test_a_closure_over_a_lock_works_in_a_fork_and_is_refused_by_the_zygote() -> None:
+    lock = threading.Lock()
+
+    def locked() -> int:
+        with lock:
+            return rank()
+
+    assert launch(locked, 2, start_method="fork").values == [0, 1]
+    with pytest.raises(LaunchRefused, match="function"):
+        launch(locked, 2, start_method="zygote")
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_the_failing_rank_is_named_and_its_error_raised(failing: int, start_method: str) -> None:
+    def train() -> None:
+        if rank() == failing:
+            raise ValueError("expected 10 classes, got 11")
+        time.sleep(30)
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="expected 10 classes, got 11") as caught:
+        launch(train, 3, start_method=start_method)
+    assert time.monotonic() - began < 5
+    assert f"rank {failing} of 3" in caught.value.__notes__[0]
+    assert "expected 10 classes" in str(caught.value.__cause__)
+    assert "train" in str(caught.value.__cause__)
+    assert "worker.py" not in str(caught.value.__cause__)
+
+
+def test_the_cause_is_named_and_not_the_peer_that_lost_its_connection(start_method: str) -> None:
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankDied, match="rank 1 of 2 was killed by SIGKILL") as caught:
+        launch(train, 2, start_method=start_method)
+    assert caught.value.rank == 1
+    assert caught.value.exit_code == -signal.SIGKILL
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_name_and_text(start_method: str) -> None:
+    def train() -> None:
+        class Odd(Exception):
+            def __init__(self) -> None:
+                super().__init__("odd")
+                self.lock = threading.Lock()
+
+        raise Odd
+
+    with pytest.raises(RanksFailed, match="odd") as caught:
+        launch(train, 1, start_method=start_method)
+    assert type(caught.value).__name__ == "Odd"
+
+
+def test_an_exit_code_is_named() -> None:
+    with pytest.raises(RankDied, match="ended with exit code 3 before its work was done"):
+        launch(lambda: os._exit(3), 2)
+
+
+def test_sys_exit_ends_the_ranks_and_says_so(start_method: str) -> None:
+    with pytest.raises(RanksFailed, match=r"called sys\.exit\(1\)"):
+        launch(lambda: sys.exit(1), 2, start_method=start_method)
+
+
+def test_a_value_that_cannot_travel_is_named_with_the_reason() -> None:
+    with pytest.raises(ResultsMissing, match="rank 0 could not send its value back"):
+        launch(lambda: threading.Lock(), 2)
+
+
+def test_check_false_returns_the_failed_run() -> None:
+    def train() -> int:
+        if rank() == 1:
+            raise KeyError("missing")
+        return 7
+
+    run = launch(train, 2, check=False)
+    assert isinstance(run.error, KeyError)
+    assert run.values[1] is None
+
+
+def test_input_raises_a_sentence_at_once(start_method: str) -> None:
+    with pytest.raises(NoInput, match="nobody can type into a rank"):
+        launch(lambda: input("name? "), 2, start_method=start_method)
+
+
+def test_a_rank_cannot_launch_ranks(start_method: str) -> None:
+    def nested() -> None:
+        from nbaccel.launch.launcher import launch
+
+        launch(print, 2)
+
+    with pytest.raises(NestedLaunch, match="ranks do not launch ranks"):
+        launch(nested, 2, start_method=start_method)
+
+
+def test_a_function_that_takes_other_arguments_is_refused_before_the_start() -> None:
+    def train(a: int, b: int) -> None: ...
+
+    with pytest.raises(TypeError, match=r"train\(a: .int., b: .int.\).*missing.*Nothing was started"):
+        notebook_launcher(train, args=(1,), num_processes=2)
+    with pytest.raises(TypeError, match=r"write args=\(5,\)"):
+        notebook_launcher(train, args=5, num_processes=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be the function"):
+        notebook_launcher(train(1, 2), num_processes=2)  # type: ignore[arg-type, func-returns-value]
+
+
+def test_zero_processes_are_refused() -> None:
+    with pytest.raises(LaunchRefused, match="1 or more"):
+        launch(print, 0)
+
+
+def test_the_precision_asked_for_reaches_the_ranks() -> None:
+    value = notebook_launcher(lambda: os.environ["ACCELERATE_MIXED_PRECISION"], num_processes=2, mixed_precision="bf16")
+    assert value == "bf16"
+    with pytest.raises(ValueError, match="'fp17'"):
+        notebook_launcher(print, num_processes=2, mixed_precision="fp17")
+
+
+def test_arguments_that_mean_nothing_here_are_accepted_and_explained() -> None:
+    with pytest.warns(UserWarning, match="use_port: accepted and not used"):
+        notebook_launcher(rank, num_processes=2, use_port="29501")
+    with pytest.raises(ValueError, match="num_nodes=2"):
+        notebook_launcher(rank, num_processes=2, num_nodes=2)
+
+
+def test_debug_launcher_runs_on_the_cpu() -> None:
+    assert debug_launcher(lambda: os.environ["ACCELERATE_USE_CPU"]) == "true"
+
+
+def test_a_time_limit_ends_the_run_with_timeout_error(start_method: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="time limit"):
+        launch(time.sleep, 2, args=(60,), timeout_s=0.3, start_method=start_method)
+    assert time.monotonic() - began < 6
+
+
+def test_an_interrupt_raises_keyboard_interrupt_and_leaves_nothing(start_method: str) -> None:
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(time.sleep, 2, args=(60,), start_method=start_method)
+    timer.join()
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_listen() -> None:
+    def deaf() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        time.sleep(60)
+
+    timers = [threading.Timer(at, os.kill, (os.getpid(), signal.SIGINT)) for at in (0.3, 0.6)]
+    for timer in timers:
+        timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(deaf, 2)
+    assert time.monotonic() - began < 4
+    for timer in timers:
+        timer.join()
+
+
+def test_the_ranks_own_atexit_handlers_and_threads_finish_and_the_kernels_do_not_run(tmp_path: Path) -> None:
+    import atexit
+
+    def kernels() -> None:
+        (tmp_path / "kernel").touch()
+
+    atexit.register(kernels)
+
+    def train() -> None:
+        atexit.register((tmp_path / f"atexit-{rank()}").touch)
+        threading.Thread(target=lambda: (time.sleep(0.3), (tmp_path / f"thread-{rank()}").touch())).start()
+
+    launch(train, 2)
+    atexit.unregister(kernels)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit-0", "atexit-1", "thread-0", "thread-1"]
+
+
+def test_processes_that_a_rank_left_running_are_ended() -> None:
+    def train() -> list[int]:
+        import subprocess
+
+        return [subprocess.Popen(["sleep", "60"]).pid]
+
+    pids = [pid for value in launch(train, 2).values for pid in value]
+    assert not session_members(pids)
+
+
+def test_a_group_can_be_made_destroyed_and_made_again(start_method: str) -> None:
+    def train() -> list[float]:
+        import torch
+        import torch.distributed as dist
+
+        sums = []
+        for _ in range(2):
+            dist.init_process_group("gloo")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            sums.append(total.item())
+            dist.destroy_process_group()
+        return sums
+
+    assert launch(train, 2, start_method=start_method).values == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_ranks_that_return_at_once_do_not_break_their_peers() -> None:
+    def train() -> int:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        return rank()
+
+    for _ in range(5):
+        assert launch(train, 2).values == [0, 1]
+
+
+def test_ranks_compute_after_the_kernel_computed_with_many_threads() -> None:
+    import torch
+
+    image = torch.randn(4, 3, 64, 64, requires_grad=True)
+    torch.nn.Conv2d(3, 8, 3)(image).sum().backward()
+    (torch.randn(800, 800) @ torch.randn(800, 800)).sum().item()
+
+    def train() -> float:
+        matrix = torch.randn(600, 600)
+        torch.nn.Conv2d(3, 8, 3)(torch.randn(4, 3, 64, 64)).sum().backward()
+        return float((matrix @ matrix).sum())
+
+    for _ in range(5):
+        assert len(launch(train, 2).values) == 2
+
+
+def test_a_fork_that_cuda_would_break_goes_on_by_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    parent = os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
+    run = launch(rank, 2)
+    assert run.values == [0, 1]
+    assert run.start_method == "zygote"
+    assert "CUDA was already used" in run.start_reason
+    with pytest.raises(LaunchRefused, match="leave it out"):
+        launch(rank, 2, start_method="fork")
+
+
+def test_an_initialised_cuda_starts_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert launch(rank, 2).start_method == "zygote"
+
+
+def test_inline_runs_in_this_process_and_puts_the_environment_back() -> None:
+    before = dict(os.environ)
+    run = launch(os.getpid, 1, start_method="inline", mixed_precision="bf16")
+    assert run.value == os.getpid()
+    assert dict(os.environ) == before
+
+
+def test_metrics_of_rank_0_are_the_history() -> None:
+    def train() -> None:
+        from nbaccel.events import Metric, emit
+
+        for step in range(3):
+            emit(Metric({"loss": 1.0 / (step + 1)}, step))
+
+    history: list[dict[str, Any]] = launch(train, 2).history
+    assert history == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 1 / 3}]
