@@ -1,0 +1,23 @@
+"""Every example in a docstring runs and answers what it says."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+from environments import REPOSITORY
+
+MODULES = [
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((REPOSITORY / "nbaccel").rglob("*.py"))
+    if ">>> " in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    result = doctest.testmod(import_module(name))
+    assert result.attempted, f"{name} has examples, and none of them was found"
+    assert not result.failed, f"{result.failed} of {result.attempted} lines differ; see the output"
