@@ -15,6 +15,16 @@ from leftovers import MARK, Processes
 # Programs that we start carry this variable, and so does everything that they start.
 os.environ[MARK] = str(os.getpid())
 
+_NOT_BY_TESTS = frozenset(
+    {
+        "PYTEST_CURRENT_TEST",  # pytest, around each phase
+        "TORCHINDUCTOR_CACHE_DIR",  # importing torch._inductor
+        "KMP_DUPLICATE_LIB_OK",  # importing sklearn
+        "KMP_INIT_AT_FORK",
+    }
+)
+"""Variables that appear on first use of a library, whichever test comes first."""
+
 _CACHES = frozenset({".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__"})
 
 
@@ -46,7 +56,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in _NOT_BY_TESTS}
 
 
 def _restore_environ(before: dict[str, str]) -> list[str]:
