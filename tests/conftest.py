@@ -19,6 +19,7 @@ _NOT_BY_TESTS = frozenset(
     {
         "PYTEST_CURRENT_TEST",  # pytest, around each phase
         "TORCHINDUCTOR_CACHE_DIR",  # importing torch._inductor
+        "PYTORCH_NVML_BASED_CUDA_CHECK",  # importing lightning, or loading our extension
         "KMP_DUPLICATE_LIB_OK",  # importing sklearn
         "KMP_INIT_AT_FORK",
     }
