@@ -3,12 +3,12 @@
 All names travel in one pickle, so what was shared stays shared. Memory of tensors and arrays lies beside the pickle,
 page aligned, one block per storage: the receiver maps it copy-on-write instead of reading it, so n ranks hold one
 copy and none sees another's writes. A view brings the whole storage that it looks at along, as ``torch.save`` does.
-Tensors of any device arrive on the CPU. It opens no connection: whoever wants to send hands over the file descriptor.
+Tensors of any device arrive on the CPU, and without their gradients, which ``torch.save`` leaves behind as well. It
+opens no connection: whoever wants to send hands over the file descriptor.
 """
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import pickle
@@ -107,7 +107,8 @@ def unpack(
         it; a name that it has already keeps its value.
     anchored: finds an object of this process by the name it was anchored under.
     """
-    values: dict[str, Any] = _Unpacker.open(fd, namespace, anchored).load()
+    contents = _Contents(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY), namespace, anchored)
+    values: dict[str, Any] = _Unpickler(contents).load()
     return values
 
 
@@ -159,7 +160,7 @@ def _write_all(fd: int, source: memoryview, offset: int) -> None:
         done += os.pwrite(fd, source[done:], offset + done)
 
 
-class _Nowhere(io.RawIOBase):
+class _Nowhere:
     """A file for a trial: takes everything, keeps nothing."""
 
     def write(self, data: Any) -> int:
@@ -275,7 +276,7 @@ class _NamespaceThere:
 
 
 def _there(what: str, *args: Any) -> Any:
-    """Stands in a parcel for a call of the receiving `_Unpacker`, which puts its own method in this place."""
+    """Stands in a parcel for a call of `_Contents` on the other side; ``_there("array", …)`` for its method `array`."""
     raise pickle.UnpicklingError("this pickle is the inside of a parcel; open it with nbaccel.launch.parcel.unpack")
 
 
@@ -291,60 +292,42 @@ def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[A
 # Unpacking ----------------------------------------------------------------------------------------------------------
 
 
-class _Unpacker(pickle.Unpickler):
-    """Reads the objects of one parcel. `_there(what, …)` in the pickle is a call of its method of that name."""
+class _Contents:
+    """What lies in one parcel, and the methods that the pickle in it calls by `_there`.
 
-    @classmethod
-    def open(cls, fd: int, namespace: dict[str, Any] | None, anchored: Callable[[str], Any] | None) -> _Unpacker:
-        mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-        magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
-        if magic != _MAGIC:
-            raise ValueError(f"file descriptor {fd} does not hold a parcel")
-        places, buffers = pickle.loads(memoryview(mapping)[table:])
-        return cls(mapping, places, buffers, namespace, anchored)
+    Nothing here refers to the unpickler: with a cycle the memory would stay until the collector comes.
+    """
 
     def __init__(
-        self,
-        mapping: mmap.mmap,
-        places: list[tuple[int, int]],
-        buffers: list[int],
-        namespace: dict[str, Any] | None,
-        anchored: Callable[[str], Any] | None,
+        self, mapping: mmap.mmap, namespace: dict[str, Any] | None, anchored: Callable[[str], Any] | None
     ) -> None:
-        super().__init__(mapping, buffers=self._buffers(buffers))
-        self._memory = memoryview(mapping)
-        self._places = places
+        magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
+        if magic != _MAGIC:
+            raise ValueError("this file descriptor does not hold a parcel")
+        self.mapping = mapping
+        self._places, self._buffers = pickle.loads(memoryview(mapping)[table:])
         self._blocks: dict[int, memoryview | bytearray] = {}
         self._storages: dict[int, Any] = {}
         self._namespace = {"__name__": "__main__"} if namespace is None else namespace
         self._anchored = anchored
 
-    def find_class(self, module: str, name: str) -> Any:
-        return self._call if (module, name) == (__name__, _there.__name__) else super().find_class(module, name)
+    def call(self, what: str, *args: Any) -> Any:
+        return getattr(self, what)(*args)
 
-    def _call(self, what: str, *args: Any) -> Any:
-        return getattr(self, f"_{what}")(*args)
-
-    def _buffers(self, indices: list[int]) -> Iterator[memoryview | bytearray]:
-        for index in indices:
+    def buffers(self) -> Iterator[memoryview | bytearray]:
+        """The out-of-band buffers of the pickle protocol, in its order."""
+        for index in self._buffers:
             yield self._block(index)
 
-    def _block(self, index: int) -> memoryview | bytearray:
-        if index not in self._blocks:
-            offset, nbytes = self._places[index]
-            memory = self._memory[offset : offset + nbytes]
-            self._blocks[index] = bytearray(memory) if nbytes < _COPIED_BELOW else memory
-        return self._blocks[index]
-
-    def _anchor(self, name: str) -> Any:
+    def anchor(self, name: str) -> Any:
         if self._anchored is None:
             raise ValueError(f"the parcel refers to {name!r} of this process; give unpack a way to find it: anchored=…")
         return self._anchored(name)
 
-    def _globals(self) -> dict[str, Any]:
+    def globals(self) -> dict[str, Any]:
         return self._namespace
 
-    def _array(
+    def array(
         self, index: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, is_writeable: bool
     ) -> Any:
         import numpy as np
@@ -353,7 +336,7 @@ class _Unpacker(pickle.Unpickler):
         array.flags.writeable = is_writeable
         return array
 
-    def _tensor(
+    def tensor(
         self,
         kind: Any,
         index: int,
@@ -376,3 +359,23 @@ class _Unpacker(pickle.Unpickler):
             tensor.requires_grad_(requires_grad)
         vars(tensor).update(attributes)
         return tensor
+
+    def _block(self, index: int) -> memoryview | bytearray:
+        if index not in self._blocks:
+            offset, nbytes = self._places[index]
+            memory = memoryview(self.mapping)[offset : offset + nbytes]
+            self._blocks[index] = bytearray(memory) if nbytes < _COPIED_BELOW else memory
+        return self._blocks[index]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the objects of `contents` straight from the mapping."""
+
+    def __init__(self, contents: _Contents) -> None:
+        super().__init__(contents.mapping, buffers=contents.buffers())
+        self._contents = contents
+
+    def find_class(self, module: str, name: str) -> Any:
+        return (
+            self._contents.call if (module, name) == (__name__, _there.__name__) else super().find_class(module, name)
+        )
