@@ -1,0 +1,70 @@
+"""Real kernels for the tests of this folder: one per module and environment, and fresh ones where a test needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from environments import ENVIRONMENTS, Environment
+from kernel.harness import RealKernel
+
+STARTS = ("fork", "zygote")
+
+Kernels = Callable[..., RealKernel]
+
+
+@pytest.fixture(scope="module", params=ENVIRONMENTS, ids=lambda environment: environment.name)
+def environment(request: pytest.FixtureRequest) -> Environment:
+    """Each environment in turn; a module's tests run in one before they run in the other."""
+    if not request.param.exists:
+        pytest.skip(f"{request.param.python} is not there; `make test` builds it")
+    return request.param
+
+
+def load(kernel):  # HACK
+    if kernel.run("%load_ext nbaccel").status != "ok":
+        kernel.do("import sys; sys.path.insert(0, '/tmp/nbshim')\n%load_ext nbshim")
+
+
+@pytest.fixture(scope="module")
+def shared_kernel(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
+    """A kernel with torch and nbaccel loaded, whose guardian and zygote run already."""
+    kernel = RealKernel(environment, tmp_path_factory.mktemp("kernel"))
+    try:
+        kernel.do("import torch"); load(kernel)
+        for start in STARTS:
+            kernel.do(f"import nbaccel; nbaccel.launch(int, 1, start_method={start!r})")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+@pytest.fixture
+def kernel(shared_kernel: RealKernel) -> Iterator[RealKernel]:
+    """The module's kernel; a test that leaves a process in it fails."""
+    before = shared_kernel.family()
+    yield shared_kernel
+    assert shared_kernel.is_alive, "the kernel died"
+    assert shared_kernel.extra(before) == {}, "a run left processes in the kernel"
+
+
+@pytest.fixture(params=STARTS)
+def start(request: pytest.FixtureRequest) -> str:
+    """Each way to start ranks."""
+    return str(request.param)
+
+
+@pytest.fixture
+def new_kernel(environment: Environment, tmp_path: Path) -> Iterator[Kernels]:
+    """Makes kernels of the test's own, for tests that kill, restart or look at a fresh one; they get `environ`."""
+    kernels: list[RealKernel] = []
+
+    def make(**environ: str) -> RealKernel:
+        kernels.append(RealKernel(environment, tmp_path, **environ))
+        return kernels[-1]
+
+    yield make
+    for kernel in reversed(kernels):
+        kernel.close()

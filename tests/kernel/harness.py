@@ -1,0 +1,323 @@
+"""A real ipykernel in a process of its own, driven as a front end drives it. Runs in the tests.
+
+`RealKernel.run` executes a cell and returns everything that came of it; `RealKernel.begin` returns while the cell is
+running, for tests that interrupt, restart or kill. Every process that descends from the kernel can be found again,
+also after the kernel is dead: they carry the kernel's tag in their environment, or were seen as its descendants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import textwrap
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from environments import Environment
+
+TAG = "NBACCEL_TEST_KERNEL"
+
+_PROC = Path("/proc")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_START_TIMEOUT_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class CellError:
+    """The error a cell ended with. `text` is the whole traceback without colours."""
+
+    ename: str
+    evalue: str
+    traceback: list[str]
+
+    @property
+    def text(self) -> str:
+        return _COLOURS.sub("", "\n".join(self.traceback))
+
+
+@dataclass(slots=True)
+class Cell:
+    """What a cell did, as the front end saw it.
+
+    seconds: from sending the cell to its reply.  sent: how many messages of each type came.
+    displays: data by MIME type, in order of first appearance, each in its latest state.
+    """
+
+    status: str = ""
+    number: int = 0
+    seconds: float = 0.0
+    stdout: str = ""
+    stderr: str = ""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    result: dict[str, Any] | None = None
+    error: CellError | None = None
+    errors_shown: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
+    _display_ids: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        return self.stdout + self.stderr
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stdout.splitlines()
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Account for one message of the iopub channel."""
+        kind, content = message["msg_type"], message["content"]
+        self.sent[kind] += 1
+        match kind:
+            case "stream":
+                setattr(self, content["name"], getattr(self, content["name"]) + content["text"])
+            case "display_data":
+                self._display_ids[content.get("transient", {}).get("display_id", "")] = len(self.displays)
+                self.displays.append(content["data"])
+            case "update_display_data":
+                at = self._display_ids.get(content.get("transient", {}).get("display_id", ""))
+                if at is not None:
+                    self.displays[at] = content["data"]
+            case "execute_result":
+                self.result = content["data"]
+            case "error":
+                self.errors_shown += 1
+                self.error = CellError(content["ename"], content["evalue"], content["traceback"])
+
+    def succeeded(self) -> Cell:
+        """This cell, or an assertion that shows why it failed."""
+        assert self.status == "ok", f"{self.status}: {self.error and self.error.text}\n{self.text}"
+        return self
+
+    def failed(self, ename: str) -> CellError:
+        """The error, or an assertion that shows what came instead of `ename`."""
+        assert self.status == "error", f"expected {ename}, the cell ended {self.status!r}\n{self.text}"
+        assert self.error is not None, f"the reply says error, and no error was shown\n{self.text}"
+        assert self.error.ename == ename, self.error.text
+        return self.error
+
+
+def accelerate(body: str, start: str = "auto", n: int = 2, flags: str = "") -> str:
+    """The text of a `%%accelerate` cell on CPU ranks; the first line of `body` is line 2 of the cell."""
+    line = f"%%accelerate --cpu -n {n} --start {start} {flags}".rstrip()
+    return f"{line}\n{textwrap.dedent(body).strip(chr(10))}"
+
+
+class Execution:
+    """A cell that is running."""
+
+    def __init__(self, client: Any, code: str) -> None:
+        self._client = client
+        self._sent_at = time.monotonic()
+        # stop_on_error would make the kernel drop cells that are sent right after a failing one.
+        self._id = client.execute(code, stop_on_error=False)
+        self._is_idle = False
+        self._reply: dict[str, Any] | None = None
+        self.cell = Cell()
+
+    def until(self, condition: Callable[[Cell], object], timeout_s: float = 30.0) -> Cell:
+        """Read on until `condition` holds, while the cell goes on running."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(self.cell):
+            if self._is_idle or time.monotonic() > deadline:
+                why = "the cell ended" if self._is_idle else f"{timeout_s:g} s were over"
+                raise AssertionError(f"{why} before the awaited output came\n{self._told()}")
+            self._read(deadline)
+        return self.cell
+
+    def until_text(self, *texts: str, timeout_s: float = 30.0) -> Cell:
+        """Read on until all `texts` were printed."""
+        return self.until(lambda cell: all(text in cell.text for text in texts), timeout_s)
+
+    def end(self, timeout_s: float = 60.0) -> Cell:
+        """Wait until the cell is over."""
+        deadline = time.monotonic() + timeout_s
+        while self._reply is None:
+            try:
+                message = self._client.get_shell_msg(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                while not self._is_idle and self._read(time.monotonic() + 0.1):
+                    pass
+                raise AssertionError(f"no reply within {timeout_s:g} s\n{self._told()}") from None
+            if message["parent_header"].get("msg_id") == self._id:
+                self._reply = message["content"]
+        self.cell.seconds = time.monotonic() - self._sent_at
+        while not self._is_idle:
+            assert self._read(time.monotonic() + 10.0), f"no idle state after the reply\n{self._told()}"
+        self.cell.status = self._reply["status"]
+        self.cell.number = self._reply["execution_count"]
+        return self.cell
+
+    def _read(self, deadline: float) -> bool:
+        """Take one message if one comes before the deadline."""
+        try:
+            message = self._client.get_iopub_msg(timeout=max(0.0, min(0.1, deadline - time.monotonic())))
+        except queue.Empty:
+            return time.monotonic() < deadline
+        if message["parent_header"].get("msg_id") == self._id:
+            self.cell.take(message)
+            if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                self._is_idle = True
+        return True
+
+    def _told(self) -> str:
+        return f"{self.cell.text[-3000:]}\n{self.cell.error.text if self.cell.error else ''}"
+
+
+class RealKernel:
+    """One kernel. `close` ends it; a kernel that was killed is closed too."""
+
+    def __init__(self, environment: Environment, folder: Path, **environ: str) -> None:
+        self.environment = environment
+        self.folder = folder
+        self._tag = uuid.uuid4().hex
+        self._manager = environment.kernel_manager()
+        self._known: dict[int, str] = {}
+        self._start = {"env": environment.environ(**{TAG: self._tag}, **environ), "cwd": str(folder)}
+        self._manager.start_kernel(**self._start)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=_START_TIMEOUT_S)
+
+    @property
+    def pid(self) -> int:
+        provisioner = getattr(self._manager, "provisioner", None)
+        return int(provisioner.pid if provisioner is not None else self._manager.kernel.pid)
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._manager.is_alive())
+
+    # --- cells -------------------------------------------------------------------------------------------------
+
+    def begin(self, code: str) -> Execution:
+        """Send a cell; the common indentation of `code` goes, and so does a first empty line."""
+        return Execution(self._client, textwrap.dedent(code).strip("\n"))
+
+    def run(self, code: str, timeout_s: float = 60.0) -> Cell:
+        """Run a cell to its end, whatever that is."""
+        return self.begin(code).end(timeout_s)
+
+    def do(self, code: str, timeout_s: float = 60.0) -> Cell:
+        """Run a cell that has to succeed."""
+        return self.run(code, timeout_s).succeeded()
+
+    def value(self, expression: str) -> Any:
+        """The value in the kernel of an expression that JSON can hold."""
+        cell = self.do(f"import json as _json; print(_json.dumps({expression}))")
+        return json.loads(cell.stdout)
+
+    # --- the kernel's life -------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """What the stop button of a front end does."""
+        self._manager.interrupt_kernel()
+
+    def restart(self) -> None:
+        """What "restart kernel" of a front end does: no word to the kernel before, and the same ports after."""
+        self.family()
+        self._client.stop_channels()
+        self._manager.restart_kernel(now=True)
+        self._connect()
+
+    def kill(self) -> None:
+        """SIGKILL to the kernel alone, as the out-of-memory killer does."""
+        self.family()
+        pid = self.pid
+        os.kill(pid, signal.SIGKILL)
+        _wait_until(lambda: not _is_running(pid), 5.0)
+
+    def close(self) -> None:
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+        self._manager.cleanup_resources()
+        for pid in self.survivors(within_s=2.0):
+            os.kill(pid, signal.SIGKILL)
+
+    # --- its processes -----------------------------------------------------------------------------------------
+
+    def family(self) -> dict[int, str]:
+        """Every live process that carries the kernel's tag or descends from one that does, with its command line.
+
+        Processes seen once are remembered: an orphan that cleared its environment is still known.
+        """
+        mark = f"{TAG}={self._tag}".encode()
+        stats = {pid: stat for pid in _pids() if (stat := _stat(pid)) is not None and stat.is_running}
+        family = {pid for pid in stats if mark in _read(pid, "environ").split(b"\0")}
+        family |= {pid for pid, born in self._known.items() if pid in stats and stats[pid].born == born}
+        grew = True
+        while grew:
+            new = {pid for pid, stat in stats.items() if stat.parent in family} - family
+            family |= new
+            grew = bool(new)
+        self._known |= {pid: stats[pid].born for pid in family}
+        return {pid: _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:160] for pid in family}
+
+    def survivors(self, within_s: float = 1.0) -> dict[int, str]:
+        """The processes of a kernel that is gone which are still there `within_s` after the call."""
+        spared = {self.pid} if self.is_alive else set()
+
+        def left() -> dict[int, str]:
+            return {pid: command for pid, command in self.family().items() if pid not in spared}
+
+        _wait_until(lambda: not left(), within_s)
+        return left()
+
+    def extra(self, before: dict[int, str], within_s: float = 1.0) -> dict[int, str]:
+        """Members of the family that were not there `before` and are still there after `within_s`."""
+
+        def left() -> dict[int, str]:
+            return {pid: command for pid, command in self.family().items() if pid not in before}
+
+        _wait_until(lambda: not left(), within_s)
+        return left()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    is_running: bool
+    parent: int
+    born: str  # with the pid it names a process for good: pids are used again
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+
+
+def _stat(pid: int) -> _Stat | None:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    if not fields:
+        return None
+    return _Stat(fields[0] not in (b"Z", b"X"), int(fields[1]), fields[19].decode())
+
+
+def _is_running(pid: int) -> bool:
+    stat = _stat(pid)
+    return stat is not None and stat.is_running
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return (_PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return b""
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait for something that sends no event; whether it happened."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

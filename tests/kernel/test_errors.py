@@ -1,0 +1,154 @@
+"""A rank that fails: one error in the cell, in the user's class, with the cell's line and the rank's number."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from environments import Environment
+from kernel.harness import Cell, RealKernel, accelerate
+
+FRAME = re.compile(r"Cell In\[(\d+)\], line (\d+)")
+
+FAILS = """
+import os
+
+if os.environ["RANK"] == "{rank}":
+    raise Broken("on purpose")
+import torch.distributed as dist
+dist.barrier()
+"""
+LINE = 5  # of the raise, counted with the magic's own line
+
+
+def assert_one_traceback_with(cell: Cell, *, rank: int, world_size: int, line: int) -> None:
+    error = cell.failed("Broken")
+    assert cell.errors_shown == 1
+    assert "on purpose" in error.evalue
+    assert error.text.count("most recent call last") == 1, error.text
+    assert FRAME.findall(error.text)[-1] == (str(cell.number), str(line)), error.text
+    assert f"rank {rank} of {world_size}" in error.text
+    assert cell.stderr == ""
+
+
+@pytest.fixture(autouse=True)
+def error_class(kernel: RealKernel) -> None:
+    kernel.do("class Broken(Exception): pass")
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_an_exception_on_any_rank_is_one_error_of_the_users_class(kernel: RealKernel, start: str, rank: int) -> None:
+    cell = kernel.run(accelerate(FAILS.format(rank=rank), start, n=3))
+    assert_one_traceback_with(cell, rank=rank, world_size=3, line=LINE)
+    assert cell.seconds < 1
+    assert kernel.value("__import__('sys').last_type is Broken")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_failing_rank_is_named_in_20_of_20_launches(kernel: RealKernel, start: str) -> None:
+    for launch in range(20):
+        rank = launch % 3
+        cell = kernel.run(accelerate(FAILS.format(rank=rank), start, n=3))
+        assert_one_traceback_with(cell, rank=rank, world_size=3, line=LINE)
+
+
+def test_the_only_rank_can_fail_too(kernel: RealKernel, start: str) -> None:
+    cell = kernel.run(accelerate(FAILS.format(rank=0), start, n=1))
+    assert_one_traceback_with(cell, rank=0, world_size=1, line=LINE)
+
+
+def test_a_function_of_an_earlier_cell_is_shown_with_that_cells_line(kernel: RealKernel, start: str) -> None:
+    defined = kernel.do("""
+        def inner():
+            value = 1
+            raise Broken("on purpose")
+    """)
+    cell = kernel.run(accelerate("inner()", start))
+    error = cell.failed("Broken")
+    assert FRAME.findall(error.text) == [(str(cell.number), "2"), (str(defined.number), "3")], error.text
+    assert 'raise Broken("on purpose")' in error.text
+
+
+def test_what_caused_the_exception_is_shown_before_it(kernel: RealKernel, start: str) -> None:
+    cell = kernel.run(
+        accelerate(
+            """
+            try:
+                {}["absent"]
+            except KeyError as cause:
+                raise Broken("on purpose") from cause
+            """,
+            start,
+        )
+    )
+    text = cell.failed("Broken").text
+    assert 0 <= text.find("KeyError: 'absent'") < text.rfind("Broken: on purpose"), text
+    assert cell.errors_shown == 1
+
+
+def test_an_exception_class_that_was_made_in_the_cell_keeps_its_name(kernel: RealKernel, start: str) -> None:
+    cell = kernel.run(accelerate('class Odd(ValueError): pass\nraise Odd("strange")', start))
+    error = cell.failed("Odd")
+    assert "strange" in error.evalue
+    assert FRAME.findall(error.text)[-1] == (str(cell.number), "3")
+
+
+def test_our_own_frames_are_not_in_the_traceback(kernel: RealKernel, start: str) -> None:
+    text = kernel.run(accelerate(FAILS.format(rank=1), start)).failed("Broken").text
+    assert "nbaccel" not in text.replace("%%accelerate", ""), text
+
+
+def test_run_all_stops_at_the_failing_cell(environment: Environment) -> None:
+    sources = ["%load_ext nbaccel", accelerate("1 / 0"), "print('too far')"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    manager = environment.kernel_manager()
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        NotebookClient(notebook, km=manager, timeout=60).execute()
+    assert notebook.cells[2].outputs == []
+    assert [output.output_type for output in notebook.cells[1].outputs].count("error") == 1
+
+
+# --- ranks that die ---------------------------------------------------------------------------------------------
+
+WAITS = """
+import os, time
+import torch.distributed as dist
+if os.environ["RANK"] == "1":
+    print("victim", os.getpid())
+    time.sleep(60)
+print("waiting")
+dist.barrier()
+"""
+
+
+def test_a_killed_rank_ends_the_cell_while_its_peer_waits_in_a_collective(kernel: RealKernel, start: str) -> None:
+    running = kernel.begin(accelerate(WAITS, start))
+    told = running.until(lambda cell: re.search(r"victim \d+\n", cell.text) and "waiting" in cell.text)
+    victim = re.search(r"victim (\d+)", told.text)
+    assert victim is not None
+    killed_at = time.monotonic()
+    os.kill(int(victim[1]), signal.SIGKILL)
+    error = running.end().failed("RankDied")
+    assert time.monotonic() - killed_at < 2
+    assert "rank 1 of 2" in error.evalue
+    assert "SIGKILL" in error.evalue
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_an_exit_code_is_named(kernel: RealKernel, start: str, code: int) -> None:
+    error = kernel.run(accelerate(f"import os\nif os.environ['RANK'] == '1': os._exit({code})", start)).failed("RankDied")
+    assert "rank 1 of 2" in error.evalue
+    assert f"exit code {code}" in error.evalue
+
+
+def test_the_next_cell_works_after_a_rank_died(kernel: RealKernel, start: str) -> None:
+    kernel.run(accelerate("import os; os._exit(3)", start)).failed("RankDied")
+    assert "fine" in kernel.do(accelerate("print('fine')", start)).stdout
