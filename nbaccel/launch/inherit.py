@@ -65,7 +65,7 @@ class KernelState:
         )
 
     def apply(self) -> None:
-        self.apply_python_rng()
+        random.setstate(self.python_rng)
         warnings.filters[:] = self.warning_filters  # type: ignore[index]  # typeshed: a Sequence; CPython: a list
         warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
         linecache.cache.update(self.sources)
@@ -78,10 +78,6 @@ class KernelState:
 
             torch.random.set_rng_state(torch.frombuffer(bytearray(self.torch_rng), dtype=torch.uint8))
             _set_torch_flags(torch, self.torch_flags)
-
-    def apply_python_rng(self) -> None:
-        """The one thing that a fork does not carry over: CPython reseeds `random` in every forked child."""
-        random.setstate(self.python_rng)
 
 
 def _torch_flags(torch: Any) -> dict[str, Any]:

@@ -227,7 +227,14 @@ def _jsonable(data: dict[str, Any]) -> dict[str, Any]:
 def cell_name(filename: str) -> str | None:
     """ "Cell In[5]" for the file name under which the kernel compiled cell 5, None for any other file."""
     shell = _shell()
-    numbers = getattr(getattr(shell, "compile", None), "_filename_map", None)
-    if not numbers or filename not in numbers:
+    if shell is None or "ipykernel_" not in filename and "<ipython-input-" not in filename:
         return None
-    return f"Cell In[{numbers[filename]}]"
+    numbers = getattr(shell.compile, "_filename_map", None)
+    if numbers is not None:
+        return f"Cell In[{numbers[filename]}]" if filename in numbers else None
+    # IPython 7 keeps no such map: the name is made from the cell's text, so it can be made again.
+    raw, transformed = shell.history_manager.input_hist_raw, shell.history_manager.input_hist_parsed
+    for number in range(len(raw) - 1, 0, -1):
+        if shell.compile.get_code_name(raw[number], transformed[number], number) == filename:
+            return f"Cell In[{number}]"
+    return None

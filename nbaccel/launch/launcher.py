@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from nbaccel.launch.keeper import Keeper
 from nbaccel.launch.output import OutputRouter, Screen
 from nbaccel.launch.parcel import unpack
 from nbaccel.launch.preflight import Start, choose_devices, choose_start, threads_per_rank
-from nbaccel.launch.spec import FunctionTask, LaunchSpec, Task
+from nbaccel.launch.spec import FunctionTask, LaunchSpec, Task, load_named
 from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launch.verdict import OomKills, verdict
 from nbaccel.settings import RunSettings
@@ -76,6 +77,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self.keeper = Keeper()
+        self._one_at_a_time = threading.Lock()
 
     def run(
         self,
@@ -94,7 +96,17 @@ class Launcher:
             CannotSend, CannotFork: nothing was started.
         """
         refuse_nested_launch()
-        _load_torch_once()
+        with self._one_at_a_time:
+            return self._run(spec, screen, shown_ranks, notice)
+
+    def _run(
+        self,
+        spec: LaunchSpec,
+        screen: Screen,
+        shown_ranks: Collection[int] | None,
+        notice: Callable[[str], None] | None,
+    ) -> Outcome:
+        _load_once(spec)
         oom_kills = OomKills()
         log_path = self.keeper.new_log()
         with open(log_path, "wb") as log:
@@ -160,11 +172,13 @@ def refuse_nested_launch() -> None:
         )
 
 
-def _load_torch_once() -> None:
+def _load_once(spec: LaunchSpec) -> None:
     """Here rather than in every rank: the first DDP model would otherwise load 0.8 s worth of modules in each."""
     for module in _WARM_MODULES:
         if module not in sys.modules:
             importlib.import_module(module)
+    if spec.setup is not None:
+        load_named(spec.setup)
 
 
 # --- functions --------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from nbaccel.launch.inherit import KernelState
 from nbaccel.launch.jupyter import close_kernel_sockets, kernel_ports
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.spec import RankBoot, Task
@@ -47,11 +47,11 @@ class ForkStart:
         def fork_all() -> None:
             try:
                 for boot in boots:
-                    processes.append(self._fork(boot, boots, task, ports, rng))
+                    processes.append(self._fork(boot, boots, task, ports, python_rng))
             except BaseException as error:
                 failures.append(error)
 
-        ports, rng = kernel_ports(), KernelState.capture()
+        ports, python_rng = kernel_ports(), random.getstate()
         with _ready_for_fork():
             thread = threading.Thread(target=fork_all, name="nbaccel-fork")
             thread.start()
@@ -64,14 +64,15 @@ class ForkStart:
         return processes
 
     def _fork(
-        self, boot: RankBoot, boots: Sequence[RankBoot], task: Task, ports: frozenset[int], state: KernelState
+        self, boot: RankBoot, boots: Sequence[RankBoot], task: Task, ports: frozenset[int], python_rng: Any
     ) -> RankProcess:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
             try:
                 close_kernel_sockets(ports)
-                state.apply_python_rng()
+                # The one thing that a fork does not carry over: CPython reseeds `random` in every forked child.
+                random.setstate(python_rng)
                 own = {getattr(boot, name) for name in RankBoot.FDS}
                 others = {getattr(other, name) for other in boots for name in RankBoot.FDS} - own
                 run_rank(boot, lambda: task, [*self._kernel_fds, *others], is_fork=True)

@@ -208,6 +208,7 @@ def _serve(channel: Channel, kernel_pidfd: int) -> None:
 
 def _fork(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> tuple[int, int]:
     """Fork one rank; its pid and a pidfd for it. The descriptors that came with the request are closed here."""
+    _load_once(message)
     pid = os.fork()
     if pid == 0:
         try:
@@ -217,6 +218,15 @@ def _fork(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> tup
     for fd in fds:
         os.close(fd)
     return pid, os.pidfd_open(pid)
+
+
+def _load_once(message: dict[str, Any]) -> None:
+    """Import what every rank of such a request will need. A failure is the rank's to report."""
+    sys.path[:] = message["surroundings"]["sys_path"]
+    for reference in (message["task"], message["boot"]["setup"]):
+        if reference is not None:
+            with contextlib.suppress(Exception):
+                load_named(reference)
 
 
 def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> NoReturn:
