@@ -48,7 +48,7 @@ class KernelState:
     torch_rng: bytes | None = None
     torch_flags: dict[str, Any] = field(default_factory=dict)
     warning_filters: list[Any] = field(default_factory=list)
-    sources: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def capture(cls) -> KernelState:
@@ -59,16 +59,14 @@ class KernelState:
             torch_rng=bytes(torch.random.get_rng_state().numpy()) if torch else None,
             torch_flags=_torch_flags(torch) if torch else {},
             warning_filters=list(warnings.filters),
-            sources={
-                name: entry for name, entry in linecache.cache.items() if any(part in name for part in _CELL_FILES)
-            },
+            sources=_cell_sources(),
         )
 
     def apply(self) -> None:
         random.setstate(self.python_rng)
         warnings.filters[:] = self.warning_filters  # type: ignore[index]  # typeshed: a Sequence; CPython: a list
         warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
-        linecache.cache.update(self.sources)
+        linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
         if self.numpy_rng is not None:
             import numpy
 
@@ -78,6 +76,17 @@ class KernelState:
 
             torch.random.set_rng_state(torch.frombuffer(bytearray(self.torch_rng), dtype=torch.uint8))
             _set_torch_flags(torch, self.torch_flags)
+
+
+def _cell_sources() -> dict[str, list[str]]:
+    """The lines of every cell that has run, by the file name it was compiled under."""
+    kept = getattr(linecache, "_ipython_cache", {})  # IPython 7 puts them back from here whenever linecache drops them
+    entries = {**kept, **linecache.cache}
+    return {
+        name: entry[2]
+        for name, entry in entries.items()
+        if len(entry) > 2 and any(part in name for part in _CELL_FILES)
+    }
 
 
 def _torch_flags(torch: Any) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def _jsonable(data: dict[str, Any]) -> dict[str, Any]:
 def cell_name(filename: str) -> str | None:
     """ "Cell In[5]" for the file name under which the kernel compiled cell 5, None for any other file."""
     shell = _shell()
-    if shell is None or "ipykernel_" not in filename and "<ipython-input-" not in filename:
+    if shell is None or ("ipykernel_" not in filename and "<ipython-input-" not in filename):
         return None
     numbers = getattr(shell.compile, "_filename_map", None)
     if numbers is not None:

@@ -8,8 +8,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.failures import Failure as Kind
-from nbaccel.failures import classify
+from nbaccel.failures import Failure as Kind, classify
 from nbaccel.launch.channel import Channel
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.report import Link
