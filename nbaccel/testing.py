@@ -40,6 +40,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     >>> run_ranks(2, total)
     [2, 2]
     """
+    import torch._dynamo  # imported by every rank's first DDP otherwise, 0.8 s each
+
     folder = tempfile.mkdtemp(prefix="nbaccel-ranks-")  # mkdtemp makes it 0700
     ranks: list[_Rank] = []
 

@@ -158,6 +158,7 @@ class _Process:
         self._store: Any = None
         self._world: World | None = None
         self._formed = 0
+        self._retired: Any = None
 
     def join(self, world: World, device: torch.device) -> GroupCollectives:
         if self._talk is not None and self._group is dist.group.WORLD:
@@ -170,6 +171,10 @@ class _Process:
 
     def leave(self) -> None:
         if self._world is not None and dist.is_initialized() and self._group is dist.group.WORLD:
+            # The last reference must not be dropped yet, by us or by a DDP module that dies a moment later: gloo's
+            # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
+            # drop the last collective's tensors (seen as a hang in 1 of 20 ends). At the next end they are idle.
+            self._retired = self._group
             dist.destroy_process_group()
         self._group = self._talk = None
 
