@@ -20,9 +20,9 @@ _LEFT_FOR_GOOD_S = 0.1
 _MOST_ROWS = 50
 
 _COLOUR_FREE = rb"[@-ln-~]"  # the last character of every escape sequence but `m`, which only colours
-_REWRITES = re.compile(rb"\x1b(?:\[[0-9;?]*(?:" + _COLOUR_FREE + rb"|$)|$)")
+_REWRITES = re.compile(rb"\x1b(?:\[[0-9;?]*(?:" + _COLOUR_FREE + rb"|\Z)|\Z)")
 _CONTROL = re.compile(r"(\n|\x1b\[[0-9;?]*" + _COLOUR_FREE.decode() + ")")
-_UNFINISHED = re.compile(r"\x1b(?:\[[0-9;?]*)?$")
+_UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*)?)\Z")  # a carriage return may yet become the end of a line
 
 
 class LineReader:
@@ -59,7 +59,7 @@ class LineReader:
 
     def take_partial(self, now: float, older_than_s: float) -> bytes:
         """Text without its newline that has waited long enough, up to the last whole character."""
-        if not self._partial or now - self._partial_since < older_than_s:
+        if not self._partial or now < self._partial_since + older_than_s:
             return b""
         end = _end_of_last_character(self._partial)
         text, self._partial = bytes(self._partial[:end]), self._partial[end:]
@@ -117,7 +117,7 @@ def _end_of_last_character(text: bytes | bytearray) -> int:
         byte = text[-back]
         if byte >= 0xC0:  # the first byte of a character of several bytes
             width = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(text) - back if back < width and back < len(text) else len(text)
+            return len(text) - back if back < width else len(text)
         if byte < 0x80:
             break
     return len(text)
@@ -176,9 +176,9 @@ class _Terminal:
 
     @property
     def bar(self) -> str:
-        if not any(row.is_bar for row in self._rows):
+        if self._held != "\r" and not any(row.is_bar for row in self._rows):
             return ""
-        return "  ".join(row.text.strip() for row in self._rows if not row.is_blank)
+        return "  ".join(row.text.rstrip() for row in self._rows if not row.is_blank)
 
     @property
     def settle_due(self) -> float | None:
@@ -188,7 +188,7 @@ class _Terminal:
         return self._leave(self._cursor) if self.settle_due is not None and now >= self.settle_due else []
 
     def finish(self) -> list[bytes]:
-        self._rows[self._cursor].write(self._decoder.decode(b"", final=True))
+        self._rows[self._cursor].write(self._held + self._decoder.decode(b"", final=True))
         while len(self._rows) > 1 and self._rows[-1].is_blank:
             self._rows.pop()
         last = self._rows[-1]

@@ -144,9 +144,9 @@ class LineMerger:
         """
         merged: list[Merged] = []
         while budget > 0:
-            if (line := self._next(now)) is not None:
-                merged.append(line)
-                budget -= len(line.text) + 1
+            if lines := self._next(now):
+                merged += lines
+                budget -= sum(len(line.text) + 1 for line in lines)
             elif not self._close_a_gap(now, has_room):
                 break
         return merged
@@ -174,41 +174,42 @@ class LineMerger:
             self._order += 1
             queue.append(_Held(key, now, self._order))
 
-    def _next(self, now: float) -> Merged | None:
-        """The line to show next, or None when every head should wait."""
+    def _next(self, now: float) -> list[Merged]:
+        """The lines to show next; none when every head should wait."""
         queues = self._queues.values()
         waiting = [queue for queue in queues if queue.held]
-        if not waiting:
-            return None
-        if not self._match:
-            return self._take(waiting)
+        if not waiting or not self._match:
+            return self._take_oldest(waiting)
         if len(waiting) == len(queues):
             key = waiting[0].held[0].key
             if all(queue.held[0].key == key for queue in waiting):
                 return self._take_all()
-            return self._take([queue for queue in waiting if not self._occurs_elsewhere(queue)] or waiting)
+            alone = [queue for queue in waiting if not self._occurs_elsewhere(queue)]
+            alone.sort(key=_age)
+            return [Merged(queue.rank, *queue.pop()) for queue in alone] or self._take_oldest(waiting)
         if any(queue.is_done and not queue.held for queue in queues):
-            return self._take(waiting)
+            return self._take_oldest(waiting)
         ready = [queue for queue in waiting if queue.misses >= _PATIENCE or now >= queue.held[0].since + _HOLD_S]
-        if not ready:
-            return None
         for queue in ready:
             queue.misses += 1
-        return self._take(ready)
+        return self._take_oldest(ready)
 
     def _occurs_elsewhere(self, queue: _Queue) -> bool:
         key = queue.held[0].key
         return any(key in other.keys for other in self._queues.values() if other is not queue)
 
-    def _take(self, queues: Iterable[_Queue]) -> Merged:
-        oldest = min(queues, key=lambda queue: queue.held[0].order)
-        return Merged(oldest.rank, *oldest.pop())
+    def _take_oldest(self, queues: Sequence[_Queue]) -> list[Merged]:
+        if not queues:
+            return []
+        oldest = min(queues, key=_age)
+        return [Merged(oldest.rank, *oldest.pop())]
 
-    def _take_all(self) -> Merged:
+    def _take_all(self) -> list[Merged]:
+        """The heads of all ranks, which are equal, as one line."""
         for queue in self._queues.values():
             key = queue.pop()
             queue.misses = 0
-        return Merged(None, *key)
+        return [Merged(None, *key)]
 
     def _may_go(self, queue: _Queue) -> bool:
         """Whether the head of `queue` waits for room only."""
@@ -230,3 +231,7 @@ class LineMerger:
                 queue.gap = None
                 return True
         return False
+
+
+def _age(queue: _Queue) -> int:
+    return queue.held[0].order

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nbaccel.errors import CannotSend
 from nbaccel.launch.parcel import Parcel, pack, pack_what_can_travel, size_of, unpack
