@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nbaccel.world import _is_notebook_kernel
+from nbaccel.world import is_notebook_kernel
 
 __all__ = ["CUDA_VARIABLES", "Gpu", "Memory", "Platform", "Survey", "best_precision"]
 
@@ -120,7 +120,7 @@ class Survey:
             cpu_count=usable_cores(root),
             ram=usable_memory(root),
             shm_bytes=_size(root / "dev/shm"),
-            platform=Platform.detect(env, sys.modules, _is_notebook_kernel()),
+            platform=Platform.detect(env, sys.modules, is_notebook_kernel()),
             system=platform.system(),
             kernel_release=platform.release(),
             cuda_environ=tuple((name, env[name]) for name in CUDA_VARIABLES if name in env),

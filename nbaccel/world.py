@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LAUNCH_ID", "World"]
+__all__ = ["LAUNCH_ID", "World", "is_notebook_kernel"]
 
 LAUNCH_ID = "NBACCEL_LAUNCH_ID"
 """Set by our launcher in every rank; tells fresh rank numbers from those a dead program left behind."""
@@ -96,7 +96,7 @@ class World:
         env = os.environ if environ is None else environ
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return cls()
-        if not (env.get(LAUNCH_ID) or env.get(_TORCHRUN_ID)) and _is_notebook_kernel():
+        if not (env.get(LAUNCH_ID) or env.get(_TORCHRUN_ID)) and is_notebook_kernel():
             stale = ", ".join(f"{name}={env[name]}" for name in _NUMBERS if name in env)
             warnings.warn(
                 f"ignoring {stale}: this is a notebook kernel and no launcher started it, so these are left over "
@@ -119,7 +119,7 @@ class World:
         )
 
 
-def _is_notebook_kernel() -> bool:
+def is_notebook_kernel() -> bool:
     """Whether this process is an ipykernel; asked without importing anything."""
     kernelapp = sys.modules.get("ipykernel.kernelapp")
     return kernelapp is not None and bool(kernelapp.IPKernelApp.initialized())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -74,9 +75,15 @@ class Channel:
             sent = self._socket.sendmsg([data], rights)
             self._socket.sendall(data[sent:])
 
-    def receive(self) -> Frame | None:
-        """Wait for the next frame; None when the other side is gone."""
+    def receive(self, timeout_s: float | None = None) -> Frame | None:
+        """Wait for the next frame; None when the other side is gone.
+
+        Raises:
+            TimeoutError: nothing more came for `timeout_s` seconds.
+        """
         while (frame := self._next()) is None:
+            if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+                raise TimeoutError(f"nothing came for {timeout_s:.0f} s")
             if not self._read(0):
                 return None
         return frame

@@ -64,10 +64,7 @@ class Ended:
 
 
 class WorkerGroup:
-    """Starts the ranks of one run, listens to them and sees them all out.
-
-    fds: every descriptor the group holds in the kernel; ranks of other groups must not keep copies.
-    """
+    """Starts the ranks of one run, listens to them and sees them all out."""
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class WorkerGroup:
         self._presses = 0
         self._is_timed_out = False
         self._is_over = False
-        self.fds: set[int] = set()
+        self._fds = {self._selector.fileno()}
 
     def run(self) -> Ended:
         """Run to the end; afterwards no process of the run exists.
@@ -154,8 +151,8 @@ class WorkerGroup:
                         page_fd=page.fd,
                     )
                 )
-            self.fds |= {fd for channel, out, err in mine for fd in (channel.fileno(), out, err)}
-            processes = self._start.start(boots, spec.task)
+            self._fds |= {fd for channel, out, err in mine for fd in (channel.fileno(), out, err)}
+            processes = self._start.start(boots, spec.task, self._fds)
         except BaseException:
             for channel, out, err in mine:
                 channel.close()
@@ -353,7 +350,7 @@ class WorkerGroup:
             return
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
-        self.fds |= {read_fd, write_fd}
+        self._fds |= {read_fd, write_fd}
 
         def press(number: int, frame: Any) -> None:
             self._presses += 1

@@ -33,7 +33,7 @@ from nbaccel.launch.spec import FunctionTask, LaunchSpec, Task, load_named
 from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launch.verdict import OomKills, verdict
 from nbaccel.settings import RunSettings
-from nbaccel.world import LAUNCH_ID
+from nbaccel.world import World
 
 __all__ = ["Launcher", "Outcome", "Run", "debug_launcher", "default_launcher", "launch", "notebook_launcher"]
 
@@ -165,9 +165,10 @@ def default_launcher() -> Launcher:
 
 
 def refuse_nested_launch() -> None:
-    if os.environ.get(LAUNCH_ID):
+    world = World.from_env()
+    if world.launch_id:
         raise NestedLaunch(
-            f"this is rank {os.environ.get('RANK')} of a run already, and ranks do not launch ranks. "
+            f"this is rank {world.rank} of a run already, and ranks do not launch ranks. "
             "Call the launcher in the notebook or the main program, not inside the function that it runs."
         )
 

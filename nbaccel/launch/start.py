@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from nbaccel.launch.jupyter import close_kernel_sockets, kernel_ports
@@ -26,20 +26,23 @@ __all__ = ["ForkStart", "StartMethod", "ZygoteStart"]
 class StartMethod(Protocol):
     """One way to bring ranks into being."""
 
-    def start(self, boots: Sequence[RankBoot], task: Task) -> list[RankProcess]:
-        """Start one process per boot, in the order of ranks. The descriptors in `boots` stay the caller's."""
+    def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
+        """Start one process per boot, in the order of ranks. The descriptors in `boots` stay the caller's.
+
+        kernel_fds: descriptors of the run that only the kernel may hold.
+        """
 
 
 class ForkStart:
     """Ranks are copies of the kernel: they see the whole notebook, and nothing is copied until it is written.
 
-    kernel_fds: descriptors of ours that a rank must not hold, beside those of its own boot.
+    keeper_fds: descriptors that the kernel holds from run to run, and no rank may hold.
     """
 
-    def __init__(self, kernel_fds: Sequence[int]) -> None:
-        self._kernel_fds = tuple(kernel_fds)
+    def __init__(self, keeper_fds: Collection[int]) -> None:
+        self._keeper_fds = keeper_fds
 
-    def start(self, boots: Sequence[RankBoot], task: Task) -> list[RankProcess]:
+    def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing."""
         processes: list[RankProcess] = []
         failures: list[BaseException] = []
@@ -47,11 +50,12 @@ class ForkStart:
         def fork_all() -> None:
             try:
                 for boot in boots:
-                    processes.append(self._fork(boot, boots, task, ports, python_rng))
+                    processes.append(self._fork(boot, boots, task, close_fds, ports, python_rng))
             except BaseException as error:
                 failures.append(error)
 
         ports, python_rng = kernel_ports(), random.getstate()
+        close_fds = [*self._keeper_fds, *kernel_fds]
         with _ready_for_fork():
             thread = threading.Thread(target=fork_all, name="nbaccel-fork")
             thread.start()
@@ -64,7 +68,13 @@ class ForkStart:
         return processes
 
     def _fork(
-        self, boot: RankBoot, boots: Sequence[RankBoot], task: Task, ports: frozenset[int], python_rng: Any
+        self,
+        boot: RankBoot,
+        boots: Sequence[RankBoot],
+        task: Task,
+        close_fds: Sequence[int],
+        ports: frozenset[int],
+        python_rng: Any,
     ) -> RankProcess:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
@@ -75,7 +85,7 @@ class ForkStart:
                 random.setstate(python_rng)
                 own = {getattr(boot, name) for name in RankBoot.FDS}
                 others = {getattr(other, name) for other in boots for name in RankBoot.FDS} - own
-                run_rank(boot, lambda: task, [*self._kernel_fds, *others], is_fork=True)
+                run_rank(boot, lambda: task, [*close_fds, *others], is_fork=True)
             finally:
                 os._exit(70)
         return RankProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -87,7 +97,7 @@ class ZygoteStart:
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
 
-    def start(self, boots: Sequence[RankBoot], task: Task) -> list[RankProcess]:
+    def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         parcel = task.pack()
         try:
             return self._zygote.fork(boots, task.reference, parcel)

@@ -17,12 +17,17 @@ from nbaccel.launch.guardian import kill_session
 __all__ = ["start_death_watch"]
 
 
-def start_death_watch(kernel_pidfd: int) -> None:
-    """Kill this process, its session and its descendants as soon as the kernel has died."""
+def start_death_watch(kernel_pidfd: int, channel_fd: int) -> None:
+    """Kill this process, its session and its descendants when the kernel has died or let go of this rank.
+
+    channel_fd: the rank's end of its channel; the kernel keeps the other end open as long as it knows of the rank.
+    """
+    own_channel = os.dup(channel_fd)  # the number may be closed and used again
 
     def wait() -> None:
         poll = select.poll()
         poll.register(kernel_pidfd, select.POLLIN)
+        poll.register(own_channel, 0)  # hang-up is always reported
         poll.poll()
         me = os.getpid()
         kill_session(me, spare=me)

@@ -52,7 +52,7 @@ def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[
     code = BROKEN
     try:
         os.setsid()
-        start_death_watch(boot.kernel_pidfd)
+        start_death_watch(boot.kernel_pidfd, boot.channel_fd)
         code = _Rank(boot, close_fds, is_fork).live(make_task)
     except BaseException:
         import traceback

@@ -97,14 +97,24 @@ class Zygote:
                     {"op": "fork", "boot": _boot_as_json(boot), "task": reference, "surroundings": surroundings},
                     [*(getattr(boot, name) for name in RankBoot.FDS), parcel.fd, state.fd],
                 )
-            processes = []
-            for _ in boots:
+            return self._forked(len(boots))
+        finally:
+            os.close(state.fd)
+
+    def _forked(self, count: int) -> list[RankProcess]:
+        """The ranks as the zygote reports them; all or none."""
+        processes: list[RankProcess] = []
+        try:
+            for _ in range(count):
                 message, fds = self._receive("forked")
                 pid = int(message["pid"])
                 processes.append(RankProcess(pid, fds[0], lambda pid=pid: self._exit_code(pid)))  # type: ignore[misc]
-            return processes
-        finally:
-            os.close(state.fd)
+        except BaseException:
+            for process in processes:
+                process.signal(signal.SIGKILL)
+                os.close(process.pidfd)
+            raise
+        return processes
 
     def close(self) -> None:
         """End the zygote and every rank it still has."""
@@ -123,9 +133,10 @@ class Zygote:
     def _receive(self, op: str) -> tuple[dict[str, Any], list[int]]:
         """The next frame of kind `op`; exits that arrive meanwhile are kept for those who ask for them."""
         while True:
-            if not select.select([self._channel], [], [], _START_TIMEOUT_S)[0]:
-                raise LaunchRefused(f"the process that starts ranks did not answer within {_START_TIMEOUT_S:.0f} s")
-            frame = self._channel.receive()
+            try:
+                frame = self._channel.receive(_START_TIMEOUT_S)
+            except TimeoutError as error:
+                raise LaunchRefused(f"the process that starts ranks does not answer: {error}") from None
             if frame is None:
                 code = self._process.wait()
                 raise LaunchRefused(

@@ -1,0 +1,144 @@
+"""The zygote: what it hands over, what refuses, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbaccel.errors import CannotSend
+from nbaccel.launch import launcher as launcher_module, zygote as zygote_module
+from nbaccel.launch.guardian import session_members
+from nbaccel.launch.keeper import Keeper
+from nbaccel.launch.launcher import Launcher, launch
+from nbaccel.launch.watch import start_death_watch
+
+
+def surroundings() -> dict[str, Any]:
+    """What a program may depend on without noticing."""
+    import random
+
+    import numpy as np
+    import torch
+
+    return {
+        "random": random.random(),
+        "numpy": float(np.random.rand()),
+        "torch": torch.rand(1).item(),
+        "dtype": str(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "filters": [(action, category.__name__) for action, _, category, _, _ in warnings.filters],
+        "cwd": os.getcwd(),
+        "path": sys.path[:],
+        "variable": os.environ.get("SOME_VARIABLE"),
+        "threads": torch.get_num_threads(),
+        "stdin": sys.stdin.isatty(),
+        "signals": [signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGCHLD)],
+    }
+
+
+def test_both_starts_give_ranks_the_same_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    monkeypatch.setenv("SOME_VARIABLE", "value")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(warnings, "filters", [("ignore", None, UserWarning, None, 0), *warnings.filters])
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        forked = launch(surroundings, 2, start_method="fork").values
+        clean = launch(surroundings, 2, start_method="zygote").values
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert forked == clean
+    assert forked[0]["variable"] == "value"
+    assert forked[0]["dtype"] == "torch.float64"
+
+
+def test_modules_of_the_kernels_path_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("VALUE = 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load() -> int:
+        import only_here  # type: ignore[import-not-found]
+
+        return int(only_here.VALUE)
+
+    assert launch(load, 2, start_method="zygote").values == [42, 42]
+
+
+def test_an_open_file_is_refused_before_the_start(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as file, pytest.raises(CannotSend, match="open file"):
+        launch(print, 2, args=("x", file), start_method="zygote")
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    """One that may lose its zygote."""
+    keeper = Keeper()
+    yield keeper
+    keeper.close()
+
+
+def test_a_zygote_that_died_is_replaced(keeper: Keeper) -> None:
+    first = keeper.zygote()
+    os.kill(first.pid, signal.SIGKILL)
+    while session_members([first.pid]):
+        time.sleep(0.01)
+    assert keeper.zygote() is not first
+
+
+def test_another_torch_installation_restarts_the_zygote(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = keeper.zygote()
+    assert keeper.zygote() is first
+    monkeypatch.setattr(zygote_module, "torch_fingerprint", lambda: ("elsewhere", 1.0))
+    assert keeper.zygote() is not first
+
+
+def test_a_run_survives_the_death_of_its_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher()
+    monkeypatch.setattr(launcher_module, "default_launcher", lambda: launcher)
+
+    def kill_parent() -> int:
+        meet()
+        if os.environ["RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGKILL)
+        return os.getpid()
+
+    def meet() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.barrier()
+
+    pids = launch(kill_parent, 2, start_method="zygote").values
+    launcher.close()
+    assert not session_members(pids)
+
+
+def test_a_rank_that_its_kernel_let_go_of_ends() -> None:
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        ours.close()
+        start_death_watch(os.pidfd_open(os.getppid()), theirs.fileno())
+        time.sleep(30)
+        os._exit(0)
+    theirs.close()
+    ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
