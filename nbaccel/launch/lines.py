@@ -66,8 +66,8 @@ class LineReader:
         self._partial_since = now
         return text
 
-    def settle(self, now: float) -> list[bytes]:
-        """Bars that the cursor has left for good."""
+    def settle(self, now: float = float("inf")) -> list[bytes]:
+        """Bars that the cursor has left for good by `now`."""
         return self._close_terminal(self._terminal.settle(now), now) if self._terminal else []
 
     def finish(self) -> list[bytes]:

@@ -93,7 +93,9 @@ class OutputRouter:
             self._log.remark(rank, f"rich output of this rank is not shown: {kinds}")
             return
         now = self._clock()
-        self._settle(now)
+        for stream, reader in self._readers[rank].items():
+            self._push(rank, stream, reader.settle(), now)
+            self._want_bar(rank, stream)
         self._take_partial(now, older_than_s=0.0)
         self._show(self._merger.force(rank, now, self._budget.left(now)))
         for own in self._displays.translate(message):
@@ -114,13 +116,14 @@ class OutputRouter:
     def tick(self) -> None:
         """Emit what is due."""
         now = self._clock()
-        self._settle(now)
+        for rank, stream, reader in self._all_readers():
+            if lines := reader.settle(now):
+                self._push(rank, stream, lines, now)
+                self._want_bar(rank, stream)
         self._take_partial(now, older_than_s=_PARTIAL_S)
         self._release(now)
+        self._flush_log()
         self._painter.paint(now)
-        self._log.flush()
-        if trouble := self._log.take_trouble():
-            self._painter.add("stderr", f"the log of this run ends here, it could not be written: {trouble}\n")
 
     def due_in(self) -> float | None:
         """Seconds until `tick` has something to do; None when nothing is pending."""
@@ -128,7 +131,7 @@ class OutputRouter:
         times = [self._painter.due, *(reader.settle_due for _, _, reader in self._all_readers())]
         if (lines_due := self._merger.due()) is not None:
             times.append(max(lines_due, self._budget.ready_at(now)))
-        if self._passes_partial_text:
+        elif self._passes_partial_text:
             times += [reader.partial_due(_PARTIAL_S) for _, _, reader in self._all_readers()]
         return min((max(0.0, at - now) for at in times if at is not None), default=None)
 
@@ -139,10 +142,10 @@ class OutputRouter:
         now = self._clock()
         for rank in self._readers:
             self._show(self._merger.force(rank, now, self._budget.left(now)))
+        self._flush_log()
         self._painter.paint(now, at_once=True)
         for own in self._displays.close():
             self._painter.publish(own, now)
-        self._log.flush()
 
     @property
     def _passes_partial_text(self) -> bool:
@@ -158,12 +161,6 @@ class OutputRouter:
         if lines:
             self._merger.push(rank, stream, lines, now)
             self._release(now)
-
-    def _settle(self, now: float) -> None:
-        for rank, stream, reader in self._all_readers():
-            if lines := reader.settle(now):
-                self._push(rank, stream, lines, now)
-                self._want_bar(rank, stream)
 
     def _take_partial(self, now: float, older_than_s: float) -> None:
         self._release(now)
@@ -189,6 +186,11 @@ class OutputRouter:
             tag = "[all] " if line.rank is None else f"[rank {line.rank}] " if is_tagged else ""
             self._budget.take(len(tag) + len(line.text) + 1)
             self._painter.add(line.stream, f"{tag}{line.text.decode(errors='replace')}\n")
+
+    def _flush_log(self) -> None:
+        self._log.flush()
+        if trouble := self._log.take_trouble():
+            self._painter.add("stderr", f"the log of this run ends here, it could not be written: {trouble}\n")
 
     def _note(self, hidden: int) -> bytes:
         lines = "1 line" if hidden == 1 else f"{hidden:,} lines"

@@ -9,6 +9,7 @@ opens no connection: whoever wants to send hands over the file descriptor.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import pickle
@@ -17,7 +18,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -191,7 +191,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publish
             return _there, ("anchor", self._anchors[id(obj)])
         if obj is self._namespace_there:
             return _there, ("globals",)
-        if reduced := _reduce_stream(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
+        if reduced := _reduce_standard(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
             return reduced
         refuse_what_lives_here(obj)
         reduced = super().reducer_override(obj)
@@ -217,7 +217,11 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publish
 
     def _reduce_array(self, obj: Any) -> Any:
         np = sys.modules.get("numpy")
-        if np is None or type(obj) is not np.ndarray or obj.dtype.hasobject or obj.size == 0:
+        if np is None:
+            return None
+        if type(obj) is np.memmap and isinstance(obj.base, mmap.mmap) and obj.filename is not None:
+            return _map_file, (obj.filename, obj.dtype, obj.mode, obj.offset, obj.shape, obj.flags.f_contiguous)
+        if type(obj) is not np.ndarray or obj.dtype.hasobject or obj.size == 0:
             return None
         root = obj
         while isinstance(root.base, np.ndarray):
@@ -226,7 +230,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publish
             return None
         address = root.__array_interface__["data"][0]
         offset = obj.__array_interface__["data"][0] - address
-        index = self._block("cpu", address, root.nbytes, partial(_array_bytes, root))
+        index = self._block("cpu", address, root.nbytes, functools.partial(_array_bytes, root))
         return _there, ("array", index, offset, obj.shape, obj.strides, obj.dtype, obj.flags.writeable)
 
     def _reduce_tensor(self, obj: Any) -> Any:
@@ -245,7 +249,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publish
             return None
         storage = obj.untyped_storage()
         address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
-        index = self._block(str(obj.device), address, storage.nbytes(), partial(_storage_bytes, storage))
+        index = self._block(str(obj.device), address, storage.nbytes(), functools.partial(_storage_bytes, storage))
         layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
         return _there, ("tensor", type(obj), index, obj.dtype, layout, obj.requires_grad, vars(obj))
 
@@ -253,6 +257,14 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publish
 def _array_bytes(array: Any) -> memoryview:
     flat = array.reshape(-1) if array.flags.c_contiguous else array.T.reshape(-1)
     return memoryview(flat.view("uint8")).cast("B")
+
+
+def _map_file(filename: Any, dtype: Any, mode: str, offset: int, shape: tuple[int, ...], is_fortran: bool) -> Any:
+    """A memory map is the file, so only its name travels; "w+" would empty the file once more."""
+    import numpy as np
+
+    order: Any = "F" if is_fortran else "C"
+    return np.memmap(filename, dtype, "r+" if mode == "w+" else mode, offset, shape, order)  # type: ignore[call-overload]
 
 
 def _storage_bytes(storage: Any) -> memoryview:
@@ -263,12 +275,20 @@ def _storage_bytes(storage: Any) -> memoryview:
     return memoryview(flat)
 
 
-def _reduce_stream(obj: Any) -> Any:
-    """Standard streams of this process become those of the other."""
+def _reduce_standard(obj: Any) -> Any:
+    """Things of the standard library that cloudpickle would refuse, or copy where they should be found."""
+    if type(obj) is functools.cached_property:  # holds a lock before Python 3.12
+        return _cached_property, (obj.func, obj.attrname)
     for name in ("stdin", "stdout", "stderr"):
         if obj is getattr(sys, name):
             return getattr, (sys, name)
     return None
+
+
+def _cached_property(function: Any, name: str) -> Any:
+    made = functools.cached_property(function)
+    made.__set_name__(type(made), name)
+    return made
 
 
 class _NamespaceThere:

@@ -11,6 +11,7 @@ import io
 import re
 import socket
 import subprocess
+import sys
 import threading
 import types
 from typing import Any
@@ -46,6 +47,9 @@ def refuse_what_lives_here(obj: Any) -> None:
     if isinstance(obj, _TYPES) and not isinstance(obj, io.BytesIO):
         words = next(words for kinds, words in _LIVES_HERE.items() if isinstance(obj, kinds))
         raise Refused(f"{words} cannot be sent to another process", obj)
+    tqdm = sys.modules.get("tqdm.std")
+    if tqdm is not None and isinstance(obj, tqdm.tqdm):  # pickles, but cannot be unpickled
+        raise Refused("a progress bar cannot be sent to another process", obj)
 
 
 def reason(error: Exception, name: str, names: dict[str, Any]) -> str:

@@ -72,7 +72,8 @@ def _memory_of(obj: Any) -> tuple[str, int, int] | None:
     if np is not None and isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
         while isinstance(obj.base, np.ndarray):
             obj = obj.base
-        return "cpu", obj.__array_interface__["data"][0], int(obj.nbytes)
+        is_file = isinstance(obj, np.memmap)  # only its name travels
+        return "cpu", obj.__array_interface__["data"][0], 0 if is_file else int(obj.nbytes)
     return None
 
 

@@ -303,6 +303,36 @@ def test_a_rank_whose_peers_stay_silent_stops_waiting_until_one_prints() -> None
     assert run.screen.lines[-1] == "[rank 1] me too"
 
 
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["stdout", "stderr"]), st.sampled_from("abc"), st.integers(0, 12)),
+        max_size=60,
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_no_line_is_lost_repeated_or_overtaken_within_its_rank(prints: list[tuple[int, str, str, int]]) -> None:
+    run = Run(3)
+    for rank, stream, text, tenths in prints:
+        run.feed(rank, f"{text}\n", stream)
+        run.wait(tenths / 10)
+    run.router.close()
+    speakers = {rank for rank, *_ in prints}
+    shown: dict[int, list[tuple[str, str]]] = {rank: [] for rank in range(3)}
+    untagged = []
+    for stream, batch in run.screen.writes:
+        for line in batch.splitlines():
+            tag, _, text = line.rpartition("] ")
+            if not tag:
+                untagged.append((stream, text))
+            for rank in range(3) if tag == "[all" else [int(tag[-1])] if tag else []:
+                shown[rank].append((stream, text))
+    for rank in speakers:
+        printed = [(stream, text) for of_rank, stream, text, _ in prints if of_rank == rank]
+        first = len(printed) - len(shown[rank])
+        assert shown[rank] == printed[first:]
+        assert first == 0 or printed[:first] == untagged
+
+
 # Shown ranks and the log --------------------------------------------------------------------------------------------
 
 
@@ -542,6 +572,14 @@ def test_a_display_comes_after_the_text_before_it() -> None:
     run.feed(0, "after\n")
     run.router.close()
     assert [kind for kind, _ in run.screen.calls] == ["stdout", "rich", "stdout"]
+
+
+def test_a_bar_that_just_ended_comes_before_the_display_after_it() -> None:
+    run = Run(1)
+    run.feed(0, "\r100%\n")
+    run.router.publish(0, rich("figure"))
+    assert run.screen.calls[0] == ("stdout", "100%\n")
+    assert run.screen.rich
 
 
 def test_only_the_first_shown_ranks_displays_are_shown_and_the_others_noted_in_the_log() -> None:

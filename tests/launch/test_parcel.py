@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from tqdm import tqdm
 
 from nbaccel.errors import CannotSend
 from nbaccel.launch.parcel import Parcel, pack, pack_what_can_travel, size_of, unpack
@@ -185,6 +186,18 @@ def test_an_array_arrives_as_it_was(array: np.ndarray) -> None:
     assert there.flags.f_contiguous == array.flags.f_contiguous
 
 
+def test_a_memory_map_travels_as_the_name_of_its_file(tmp_path: Path) -> None:
+    here = np.memmap(tmp_path / "tokens.bin", dtype="u2", mode="w+", shape=(100_000,))
+    here[5] = 7
+    parcel = pack({"tokens": here})
+    there = unpack(parcel.fd)["tokens"]
+    os.close(parcel.fd)
+    assert parcel.nbytes < 10_000
+    assert size_of(here) == 0
+    here[6] = 8
+    assert list(there[5:7]) == [7, 8]
+
+
 @given(
     st.recursive(
         st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -342,6 +355,30 @@ def test_closures_recursion_dataclasses_and_modules_of_the_notebook_travel_by_va
     assert there["net"](torch.zeros(1, 2)).sum() == 2
 
 
+def test_a_class_with_a_cached_property_travels() -> None:
+    here = notebook("import functools\nclass A:\n    @functools.cached_property\n    def x(self): return [1]\na = A()")
+    there = travel({"a": here["a"]}, packed_namespace=here)
+    assert there["a"].x == [1]
+    assert there["a"].x is there["a"].x
+
+
+def test_schedulers_loaders_and_generators_of_a_training_travel() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    values = {
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+        "optimizer": optimizer,
+        "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(5, 2)), batch_size=2),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "torch_generator": torch.Generator().manual_seed(3),
+        "numpy_generator": np.random.default_rng(3),
+    }
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(3)), np.random.default_rng(3).random()
+    there = travel(values)
+    assert there["scheduler"].optimizer is there["optimizer"]
+    assert [len(batch[0]) for batch in there["loader"]] == [2, 2, 1]
+    assert (torch.rand(1, generator=there["torch_generator"]), there["numpy_generator"].random()) == expected
+
+
 def test_an_anchored_class_comes_back_as_the_same_class() -> None:
     here = notebook("class Net: pass\nnet = Net()\ndef f(): pass")
     anchors = {id(here["Net"]): "Net", id(here["f"]): "f"}
@@ -371,9 +408,10 @@ def test_standard_streams_become_those_of_the_other_process() -> None:
         (threading.Thread(), "a thread cannot be sent to another process"),
         ({"deep": [threading.RLock()]}, "a lock cannot be sent to another process"),
         (torch.ones(2, requires_grad=True) * 2, "part of an autograd graph; send x.detach()"),
+        (tqdm(disable=True), "a progress bar cannot be sent to another process"),
         (sys._getframe(), "a frame of a running function cannot be sent to another process"),
     ],
-    ids=["lock", "generator", "thread", "inside", "graph", "frame"],
+    ids=["lock", "generator", "thread", "inside", "graph", "bar", "frame"],
 )
 def test_the_reason_of_a_refusal_is_a_sentence(value: Any, reason: str) -> None:
     with pytest.raises(CannotSend) as caught:
