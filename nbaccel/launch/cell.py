@@ -243,6 +243,9 @@ def _plain(value: Any) -> Any:
     if callable(unwrap) and not isinstance(value, type):
         return unwrap()
     home = type(value).__module__
+    forward = getattr(value, "__dict__", {}).get("forward")
+    if hasattr(forward, "__nbaccel_unwrap__"):
+        del value.forward  # the rank is over: what was put before the class's own forward has served
     if home.startswith("torch.nn.parallel."):
         return _plain(value.module)
     if home.startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):

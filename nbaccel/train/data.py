@@ -227,6 +227,10 @@ class PreparedLoader(DataLoader[Any]):
         self._shard = shard
         self.move_to(device)
 
+    def __nbaccel_unwrap__(self) -> DataLoader[Any]:
+        """What travels from a rank to the notebook in this object's place."""
+        return self.loader
+
     def move_to(self, device: torch.device | None) -> None:
         """Where batches go from now on; on the CPU they are there already."""
         self._device = None if device is None or device.type == "cpu" else device

@@ -72,6 +72,10 @@ class PreparedOptimizer(Optimizer):
     def register_step_post_hook(self, hook: Any) -> Any:
         return self.optimizer.register_step_post_hook(hook)
 
+    def __nbaccel_unwrap__(self) -> Optimizer:
+        """What travels from a rank to the notebook in this object's place."""
+        return self.optimizer
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not there yet while unpickling
             raise AttributeError(name)
@@ -124,6 +128,10 @@ class PreparedScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state_dict)
+
+    def __nbaccel_unwrap__(self) -> Any:
+        """What travels from a rank to the notebook in this object's place."""
+        return self.scheduler
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet while unpickling

@@ -146,6 +146,10 @@ class _AutocastForward:
         self.forward = forward
         self.precision = precision
 
+    def __nbaccel_unwrap__(self) -> Callable[..., Any]:
+        """What travels from a rank to the notebook in this object's place."""
+        return self.forward
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision.autocast():
             output = self.forward(*args, **kwargs)
