@@ -66,9 +66,11 @@ class LineReader:
         self._partial_since = now
         return text
 
-    def settle(self, now: float = float("inf")) -> list[bytes]:
-        """Bars that the cursor has left for good by `now`."""
-        return self._close_terminal(self._terminal.settle(now), now) if self._terminal else []
+    def settle(self, now: float, *, at_once: bool = False) -> list[bytes]:
+        """Bars that the cursor has left for good, or `at_once` all that it has left."""
+        if self._terminal is None:
+            return []
+        return self._close_terminal(self._terminal.settle(float("inf") if at_once else now), now)
 
     def finish(self) -> list[bytes]:
         """The last lines: nothing more will come."""

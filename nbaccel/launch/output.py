@@ -94,7 +94,7 @@ class OutputRouter:
             return
         now = self._clock()
         for stream, reader in self._readers[rank].items():
-            self._push(rank, stream, reader.settle(), now)
+            self._push(rank, stream, reader.settle(now, at_once=True), now)
             self._want_bar(rank, stream)
         self._take_partial(now, older_than_s=0.0)
         self._show(self._merger.force(rank, now, self._budget.left(now)))

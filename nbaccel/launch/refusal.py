@@ -1,7 +1,7 @@
 """What cannot travel to another process, and the sentence that says why. Runs in the kernel and in ranks.
 
-Used by `parcel` alone; it packs nothing. Things with a life in one process (a file position, a lock's owner, a thread)
-are recognised before pickling, because cloudpickle would copy some of them: an open file became its text.
+Used by `parcel` and `pickling`; it packs nothing. Things with a life in one process (a file position, a lock's owner,
+a thread) are recognised before pickling, because cloudpickle would copy some of them: an open file became its text.
 """
 
 from __future__ import annotations

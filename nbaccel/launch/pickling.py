@@ -1,0 +1,258 @@
+"""Pickling: how the objects of a parcel become one pickle and blocks of memory, and objects again.
+
+Runs in the kernel and in ranks; used by `parcel` alone, which knows how pickle and blocks lie in a file. The packer is
+cloudpickle with our own ways for tensors, arrays, functions of the notebook and what the other side has already.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from nbaccel.launch.refusal import Refused, refuse_what_lives_here
+
+__all__ = ["Contents", "Packer", "Unpacker"]
+
+_COPIED_BELOW = 64 * 1024
+"""Bytes. A mapped view keeps the memory of the whole parcel alive, so smaller blocks are copied out instead."""
+
+
+class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishes no types
+    """Writes objects to `file`, and collects the memory that has to follow them.
+
+    blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
+    buffers: which blocks are the out-of-band buffers of the pickle protocol, in its order.
+    """
+
+    def __init__(self, file: Any, anchors: Mapping[int, str], namespace: dict[str, Any] | None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
+        self.blocks: list[Callable[[], memoryview]] = []
+        self.buffers: list[int] = []
+        self._index: dict[tuple[str, int, int], int] = {}
+        self._anchors = anchors
+        self._namespace = namespace
+        self._namespace_there = _NamespaceThere()
+        if namespace is not None:
+            # cloudpickle looks here for the globals that a function will have on the other side.
+            self.globals_ref[id(namespace)] = self._namespace_there
+
+    def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self._anchors:
+            return _there, ("anchor", self._anchors[id(obj)])
+        if obj is self._namespace_there:
+            return _there, ("globals",)
+        if reduced := _reduce_standard(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
+            return reduced
+        refuse_what_lives_here(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, types.FunctionType) and reduced is not NotImplemented and self._is_of_namespace(obj):
+            make, args, state, items, pairs, set_state = reduced
+            return make, args, (set_state, state), items, pairs, _set_function_state
+        return reduced
+
+    def _is_of_namespace(self, function: types.FunctionType) -> bool:
+        return self._namespace is not None and function.__globals__ is self._namespace
+
+    def _add_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        self.buffers.append(len(self.blocks))
+        self.blocks.append(buffer.raw)
+
+    def _block(self, device: str, address: int, nbytes: int, read: Callable[[], memoryview]) -> int:
+        """The number of the block with this memory; `read` keeps the memory alive, so an address names one block."""
+        key = (device, address, nbytes)
+        if key not in self._index:
+            self._index[key] = len(self.blocks)
+            self.blocks.append(read)
+        return self._index[key]
+
+    def _reduce_array(self, obj: Any) -> Any:
+        np = sys.modules.get("numpy")
+        if np is None:
+            return None
+        if type(obj) is np.memmap and isinstance(obj.base, mmap.mmap) and obj.filename is not None:
+            return _map_file, (obj.filename, obj.dtype, obj.mode, obj.offset, obj.shape, obj.flags.f_contiguous)
+        if type(obj) is not np.ndarray or obj.dtype.hasobject or obj.size == 0:
+            return None
+        root = obj
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if type(root) is not np.ndarray or not root.flags.forc or root.dtype.hasobject:
+            return None
+        address = root.__array_interface__["data"][0]
+        offset = obj.__array_interface__["data"][0] - address
+        index = self._block("cpu", address, root.nbytes, functools.partial(_array_bytes, root))
+        return _there, ("array", index, offset, obj.shape, obj.strides, obj.dtype, obj.flags.writeable)
+
+    def _reduce_tensor(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        if not obj.is_leaf:
+            raise Refused("part of an autograd graph; send x.detach()", obj)
+        if (
+            obj.layout is not torch.strided
+            or obj.device.type == "meta"
+            or obj.is_quantized
+            or obj.is_conj()
+            or obj.is_neg()
+        ):
+            return None
+        storage = obj.untyped_storage()
+        address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
+        index = self._block(str(obj.device), address, storage.nbytes(), functools.partial(_storage_bytes, storage))
+        layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
+        return _there, ("tensor", type(obj), index, obj.dtype, layout, obj.requires_grad, vars(obj))
+
+
+def _array_bytes(array: Any) -> memoryview:
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.T.reshape(-1)
+    return memoryview(flat.view("uint8")).cast("B")
+
+
+def _map_file(filename: Any, dtype: Any, mode: str, offset: int, shape: tuple[int, ...], is_fortran: bool) -> Any:
+    """A memory map is the file, so only its name travels; "w+" would empty the file once more."""
+    import numpy as np
+
+    order: Any = "F" if is_fortran else "C"
+    return np.memmap(filename, dtype, "r+" if mode == "w+" else mode, offset, shape, order)  # type: ignore[call-overload]
+
+
+def _storage_bytes(storage: Any) -> memoryview:
+    import torch
+
+    host = storage if storage.device.type == "cpu" else storage.cpu()
+    flat: Any = torch.empty(0, dtype=torch.uint8).set_(host).numpy()
+    return memoryview(flat)
+
+
+def _reduce_standard(obj: Any) -> Any:
+    """Things of the standard library that cloudpickle would refuse, or copy where they should be found."""
+    if type(obj) is functools.cached_property:  # holds a lock before Python 3.12
+        return _cached_property, (obj.func, obj.attrname)
+    for name in ("stdin", "stdout", "stderr"):
+        if obj is getattr(sys, name):
+            return getattr, (sys, name)
+    return None
+
+
+def _cached_property(function: Any, name: str) -> Any:
+    made = functools.cached_property(function)
+    made.__set_name__(type(made), name)
+    return made
+
+
+class _NamespaceThere:
+    """Stands for the namespace that the receiver gives to `unpack`."""
+
+
+def _there(what: str, *args: Any) -> Any:
+    """Stands in a parcel for a call of `Contents` on the other side; ``_there("array", …)`` for its method `array`."""
+    raise pickle.UnpicklingError("this pickle is the inside of a parcel; open it with nbaccel.launch.parcel.unpack")
+
+
+def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[Any, Any], None], Any]) -> None:
+    """Complete a notebook function as cloudpickle does; names that its new namespace has already are left alone."""
+    set_state, (attributes, slots) = wrapped
+    namespace = function.__globals__
+    before = {name: namespace[name] for name in ("__builtins__", *slots["__globals__"]) if name in namespace}
+    set_state(function, (attributes, slots))
+    namespace.update(before)
+
+
+class Contents:
+    """What lies in one parcel, and the methods that the pickle in it calls by `_there`.
+
+    mapping: the parcel, beginning with the pickle.  places: offset and length of each block.  buffers: as `Packer` has.
+    Nothing here refers to the unpickler: with a cycle the memory would stay until the collector comes.
+    """
+
+    def __init__(
+        self,
+        mapping: mmap.mmap,
+        places: Sequence[tuple[int, int]],
+        buffers: Sequence[int],
+        namespace: dict[str, Any] | None,
+        anchored: Callable[[str], Any] | None,
+    ) -> None:
+        self.mapping = mapping
+        self._places, self._buffers = places, buffers
+        self._blocks: dict[int, memoryview | bytearray] = {}
+        self._storages: dict[int, Any] = {}
+        self._namespace = {"__name__": "__main__"} if namespace is None else namespace
+        self._anchored = anchored
+
+    def call(self, what: str, *args: Any) -> Any:
+        return getattr(self, what)(*args)
+
+    def buffers(self) -> Iterator[memoryview | bytearray]:
+        """The out-of-band buffers of the pickle protocol, in its order."""
+        for index in self._buffers:
+            yield self._block(index)
+
+    def anchor(self, name: str) -> Any:
+        if self._anchored is None:
+            raise ValueError(f"the parcel refers to {name!r} of this process; give unpack a way to find it: anchored=…")
+        return self._anchored(name)
+
+    def globals(self) -> dict[str, Any]:
+        return self._namespace
+
+    def array(
+        self, index: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, is_writeable: bool
+    ) -> Any:
+        import numpy as np
+
+        array: Any = np.ndarray(shape, dtype, self._block(index), offset, strides)
+        array.flags.writeable = is_writeable
+        return array
+
+    def tensor(
+        self,
+        kind: Any,
+        index: int,
+        dtype: Any,
+        layout: tuple[int, tuple[int, ...], tuple[int, ...]],
+        requires_grad: bool,
+        attributes: dict[str, Any],
+    ) -> Any:
+        import torch
+
+        if index not in self._storages:
+            block = self._block(index)
+            self._storages[index] = (
+                torch.frombuffer(block, dtype=torch.uint8).untyped_storage() if len(block) else torch.UntypedStorage(0)
+            )
+        tensor = torch.empty(0, dtype=dtype).set_(self._storages[index], *layout)
+        if kind is torch.nn.Parameter:
+            tensor = torch.nn.Parameter(tensor, requires_grad)
+        else:
+            tensor.requires_grad_(requires_grad)
+        vars(tensor).update(attributes)
+        return tensor
+
+    def _block(self, index: int) -> memoryview | bytearray:
+        if index not in self._blocks:
+            offset, nbytes = self._places[index]
+            memory = memoryview(self.mapping)[offset : offset + nbytes]
+            self._blocks[index] = bytearray(memory) if nbytes < _COPIED_BELOW else memory
+        return self._blocks[index]
+
+
+class Unpacker(pickle.Unpickler):
+    """Reads the objects of `contents` straight from the mapping."""
+
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(contents.mapping, buffers=contents.buffers())
+        self._contents = contents
+
+    def find_class(self, module: str, name: str) -> Any:
+        return (
+            self._contents.call if (module, name) == (__name__, _there.__name__) else super().find_class(module, name)
+        )
