@@ -1,0 +1,73 @@
+"""Completion: flags, their choices and variable names on the `%%accelerate` line. Runs in the kernel, at Tab.
+
+IPython replaces the text since the last delimiter, and `,` and `=` delimit; so does what is offered here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nbaccel.notebook.options import keys
+
+__all__ = ["COMMANDS", "Completer", "candidates"]
+
+COMMANDS = ("config", "doctor")
+"""What follows `%accelerate`."""
+
+_MAGICS = ("%accelerate", "%%accelerate")
+_HOOK = "complete_command"
+
+
+def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: Iterable[str]) -> list[str]:
+    """What may stand for `symbol`, the unfinished end of `line`.
+
+    names: the variables of the notebook.
+    """
+    words = line.removesuffix(symbol).replace("=", " ").split()
+    if words[0] == "%accelerate":
+        offered = keys(parser) if words[1:2] == ["config"] and len(words) == 2 else COMMANDS if len(words) == 1 else ()
+        return sorted(f"{word}=" if words[1:] else word for word in offered if word.startswith(symbol))
+    action = _open_flag(parser, words)
+    if action is not None and action.metavar == "NAMES":
+        return sorted(name for name in names if name.startswith(symbol) and not name.startswith("_"))
+    if action is not None and action.choices is not None and words[-1] in action.option_strings:
+        return [str(choice) for choice in action.choices if str(choice).startswith(symbol)]
+    return sorted(flag for other in parser._actions for flag in other.option_strings if flag.startswith(symbol or "--"))
+
+
+def _open_flag(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Action | None:
+    """The flag whose value is being written, or could go on after a comma."""
+    for back, word in enumerate(reversed(words)):
+        action = next((action for action in parser._actions if word in action.option_strings), None)
+        if action is not None:
+            is_open = back == 0 or words[-1].endswith(",")
+            return action if is_open and action.nargs != 0 else None
+        if back and not word.endswith(","):
+            return None
+    return None
+
+
+class Completer:
+    """Completes in one shell between `install` and `remove`."""
+
+    def __init__(self, shell: Any, parser: argparse.ArgumentParser) -> None:
+        self._shell = shell
+        self._parser = parser
+
+    def _complete(self, shell: Any, event: Any) -> list[str]:
+        line = event.text_until_cursor
+        return candidates(self._parser, line, event.symbol, shell.user_ns)
+
+    def install(self) -> None:
+        # IPython binds what it is given to the shell, which only a plain function lets it do.
+        self._hook: Callable[..., Any] = lambda shell, event: self._complete(shell, event)
+        for magic in _MAGICS:
+            self._shell.set_hook(_HOOK, self._hook, str_key=magic)
+
+    def remove(self) -> None:
+        """IPython has no opposite of `set_hook`: take ours out of its chains."""
+        for magic in _MAGICS:
+            dispatcher = self._shell.strdispatchers[_HOOK].strs[magic]
+            dispatcher.chain[:] = [link for link in dispatcher.chain if link[1].__func__ is not self._hook]

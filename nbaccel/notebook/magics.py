@@ -1,0 +1,132 @@
+"""The magics: `%%accelerate` runs a cell in ranks, `%accelerate` asks and configures. Runs in the kernel.
+
+`register` is `%load_ext nbaccel`, `unregister` takes all of it back. Registering costs some tens of milliseconds,
+imports no torch, opens no socket and prints nothing. Neither keeps state in a module: the shell holds the magics, and
+they hold the session.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+from IPython.core.magic_arguments import magic_arguments
+
+from nbaccel.errors import NbaccelError
+from nbaccel.hardware import Survey
+from nbaccel.notebook.completion import COMMANDS, Completer
+from nbaccel.notebook.options import configured, described, flags, keys, parse
+from nbaccel.notebook.session import Session, briefly
+from nbaccel.notebook.source import comments_below_magic
+from nbaccel.notebook.status import doctor_report, status_line
+
+__all__ = ["AccelerateMagics", "register", "unregister"]
+
+_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it `torch.cuda.is_available()` asks NVML, and the notebook can still be forked afterwards."""
+
+
+@magics_class
+class AccelerateMagics(Magics):
+    """The magics of one shell, and what else the extension changes there."""
+
+    def __init__(self, shell: Any, session: Session) -> None:
+        super().__init__(shell=shell)
+        self._shell = shell
+        self.session = session
+        self._parser = type(self).accelerate.parser
+        self._completer = Completer(shell, self._parser)
+        self._after_cell = session.cuda.after_cell  # one object, so that it can be taken back
+        self._has_set_cuda_check = False
+
+    @magic_arguments()  # type: ignore[no-untyped-call, untyped-decorator]
+    @flags
+    @line_cell_magic
+    def accelerate(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell in ranks, on every device of the machine.
+
+        %accelerate alone is a status line, %accelerate config KEY=VALUE … sets flags for the notebook (the keys are
+        the long flags without dashes), %accelerate doctor says what this machine offers.
+        """
+        try:
+            return self._command(line.split()) if cell is None else self.session.run(parse(self._parser, line), cell)
+        except NbaccelError as error:
+            raise briefly(error) from error.__cause__
+        except Exception as error:
+            error.__traceback__ = _without_our_frames(error.__traceback__)
+            raise
+
+    def _command(self, words: list[str]) -> None:
+        session = self.session
+        match words:
+            case []:
+                session.say(status_line(Survey.take(), session.config, session.last_run))
+            case ["config", *settings]:
+                session.config = configured(self._parser, settings, session.config)
+                session.say(described(self._parser, session.config) or f"nothing is set; keys: {_listed(self._parser)}")
+            case ["doctor"]:
+                session.say(doctor_report(Survey.take(), session.cuda.first_cell))
+            case [word, *_]:
+                raise UsageError(
+                    f"%accelerate {word} is no command: there is %accelerate alone, or with {' or '.join(COMMANDS)}. "
+                    "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks."
+                )
+
+    # --- the extension -----------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        shell = self._shell
+        survey = Survey.take()
+        self._has_set_cuda_check = _CUDA_CHECK not in dict(survey.cuda_environ)
+        os.environ.setdefault(_CUDA_CHECK, "1")
+        shell.register_magics(self)
+        self._completer.install()
+        shell.input_transformers_cleanup.append(comments_below_magic)
+        shell.events.register("post_run_cell", self._after_cell)
+        if survey.gpus:
+            self.session.start_zygote()
+
+    def remove(self) -> None:
+        """The zygote stays: it belongs to the process, and a launch from a function may use it."""
+        shell = self._shell
+        shell.events.unregister("post_run_cell", self._after_cell)
+        shell.input_transformers_cleanup.remove(comments_below_magic)
+        self._completer.remove()
+        manager = shell.magics_manager
+        del manager.registry[type(self).__name__]
+        for kind in ("line", "cell"):
+            del manager.magics[kind]["accelerate"]
+        if self._has_set_cuda_check:
+            os.environ.pop(_CUDA_CHECK, None)
+
+
+def register(shell: Any) -> None:
+    """Give `shell` the magics; a second time changes nothing."""
+    if _registered(shell) is None:
+        AccelerateMagics(shell, Session(shell)).install()
+
+
+def unregister(shell: Any) -> None:
+    """Leave `shell` as it was before `register`."""
+    magics = _registered(shell)
+    if magics is not None:
+        magics.remove()
+
+
+def _registered(shell: Any) -> AccelerateMagics | None:
+    magics: AccelerateMagics | None = shell.magics_manager.registry.get(AccelerateMagics.__name__)
+    return magics
+
+
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first line of the user's on; what the magic did before explains nothing to its reader."""
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("nbaccel."):
+        trace = trace.tb_next
+    return trace
+
+
+def _listed(parser: Any) -> str:
+    return ", ".join(keys(parser))

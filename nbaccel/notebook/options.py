@@ -1,0 +1,262 @@
+"""Options: what the flags of `%%accelerate` say, and which one wins. Built in the kernel from text; starts nothing.
+
+One table of flags serves parsing, help, completion and `%accelerate config`, whose keys are the long names. A value
+is checked where it is read; what it means on this machine is decided later, in `plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import keyword
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from IPython.core.error import UsageError
+from IPython.core.magic_arguments import MagicHelpFormatter, argument, kwds
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.launch.preflight import START_METHODS
+from nbaccel.settings import PRECISIONS
+
+__all__ = ["AUTO", "Options", "configured", "flags", "parse"]
+
+AUTO = "auto"
+
+_LARGEST_SEED = 2**32 - 1
+"""NumPy's limit; rank r is seeded with seed + r."""
+_SEED_ROOM = 100_000
+_TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of one cell, or of `%accelerate config`. None: not chosen.
+
+    num_processes: a number or "auto".  mixed_precision: as flagged, "auto" too.
+    inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".  timeout: seconds.
+    """
+
+    num_processes: int | str | None = None
+    mixed_precision: str | None = None
+    accumulate: int | None = None
+    out: tuple[str, ...] | None = None
+    inputs: tuple[str, ...] | None = None
+    ranks: str | None = None
+    devices: str | None = None
+    cpu: bool | None = None
+    timeout: float | None = None
+    start: str | None = None
+    plain: bool | None = None
+    seed: int | None = None
+    debug: bool | None = None
+
+    def over(self, weaker: Options) -> Options:
+        """These choices, and `weaker`'s where these say nothing. "auto" is a choice."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(weaker, **{name: value for name, value in chosen.items() if value is not None})
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks that was asked for; None for as many as there are devices."""
+        return self.num_processes if isinstance(self.num_processes, int) else None
+
+    def shown_ranks(self, world_size: int) -> frozenset[int] | None:
+        """The ranks whose output is shown; None for all.
+
+        Raises:
+            LaunchRefused: a rank that the run does not have.
+        """
+        if self.ranks in (None, "all"):
+            return None
+        shown = frozenset(_expand(self.ranks or ""))
+        if max(shown) >= world_size:
+            raise LaunchRefused(
+                f"--ranks {self.ranks}: this run has {world_size} rank{'s' * (world_size > 1)}, "
+                f"{'0 alone' if world_size == 1 else f'0-{world_size - 1}'}; name some of these, or all."
+            )
+        return shown
+
+
+# --- reading values ---------------------------------------------------------------------------------------------
+
+
+def _processes(text: str) -> int | str:
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of ranks is 1 or more, or auto; got {text!r}")
+    return int(text)
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"batches per optimizer step are 1 or more; got {text!r}")
+    return int(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    wrong = [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]
+    if wrong or not names:
+        what = f"{wrong[0]!r} is not the name of a variable" if wrong else "no name was given"
+        raise argparse.ArgumentTypeError(f"{what}; write names with commas between them, such as model,history")
+    return names
+
+
+def _expand(ranks: str) -> Iterable[int]:
+    """
+    >>> list(_expand("0,2-4"))
+    [0, 2, 3, 4]
+    """
+    for part in ranks.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _ranks(text: str) -> str:
+    if text == "all":
+        return text
+    is_list = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
+    if not is_list or not list(_expand(text)):
+        raise argparse.ArgumentTypeError(f"ranks are all, a number, or a list such as 0,2-3; got {text!r}")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"a time limit is a number of seconds above 0; got {text!r}")
+    return seconds
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) > _LARGEST_SEED - _SEED_ROOM:
+        raise argparse.ArgumentTypeError(f"a seed lies in 0..{_LARGEST_SEED - _SEED_ROOM}; got {text!r}")
+    return int(text)
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+_flag: Callable[..., Any] = argument  # IPython publishes no type for it
+
+_FLAGS = (
+    _flag("-n", "--num-processes", metavar="N", type=_processes,
+          help="ranks to start; default auto: one per GPU, or one on the CPU"),
+    _flag("-p", "--mixed-precision", metavar="P", choices=(AUTO, *PRECISIONS),
+          help="auto, no, fp16 or bf16; default auto: what suits the device"),
+    _flag("-a", "--accumulate", metavar="K", type=_at_least_one,
+          help="batches per optimizer step; default 1"),
+    _flag("-o", "--out", metavar="NAMES", type=_names,
+          help="variables to bring back from rank 0: model,history; default none"),
+    _flag("-i", "--in", metavar="NAMES", type=_names, dest="inputs",
+          help="variables to send to a zygote though the cell does not mention them; default none"),
+    _flag("-r", "--ranks", metavar="RANKS", type=_ranks,
+          help="whose output is shown: 0, all, or a list 0,2-3; default all"),
+    _flag("-d", "--devices", metavar="GPUS",
+          help="GPUs to use, by number or UUID: 2,3; default all that are visible"),
+    _flag("--cpu", action="store_true", default=None,
+          help="use no GPU; default off"),
+    _flag("-t", "--timeout", metavar="S", type=_seconds,
+          help="stop after S seconds, as one interrupt would, with TimeoutError; default never"),
+    _flag("--start", metavar="HOW", choices=START_METHODS,
+          help="auto, fork, zygote or inline; default auto: fork unless the notebook has used CUDA"),
+    _flag("--plain", action="store_true", default=None,
+          help="show text only, no rich output; default off"),
+    _flag("--seed", metavar="N", type=_seed,
+          help="shared seed, rank r computes with N + r; default drawn for each run, and printed"),
+    _flag("--debug", action="store_true", default=None,
+          help="check every collective, not only the first ones; default off"),
+)  # fmt: skip
+
+_HELP_WIDTH, _HELP_COLUMN = 120, 32
+
+
+def flags(function: Function) -> Function:
+    """Give a magic all flags; goes below `magic_arguments`."""
+    for flag in reversed(_FLAGS):
+        function = flag(function)
+    wide: Callable[..., Any] = kwds  # one line per flag, whatever the width of the terminal
+    decorated: Function = wide(formatter_class=_help_formatter)(function)
+    return decorated
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    return MagicHelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
+
+
+def parse(parser: argparse.ArgumentParser, line: str) -> Options:
+    """The options that the rest of a `%%accelerate` line gives.
+
+    Raises:
+        UsageError: one sentence on the first thing that is wrong.
+    """
+    spaced = re.sub(r"\s*,\s*", ",", line)  # `--out model, history` is one list
+    try:
+        arguments = shlex.split(spaced, comments=True)
+    except ValueError as error:
+        raise UsageError(f"a quote in this line is not closed ({error}): %%accelerate {line}") from None
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise UsageError(f"{_what_is_unknown(parser, unknown[0])} %accelerate? lists every flag.")
+    return Options(**vars(known))
+
+
+def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before: Options) -> Options:
+    """`before` with each KEY=VALUE of `%accelerate config` set; `KEY=` goes back to the default.
+
+    Raises:
+        UsageError: an unknown key or a wrong value.
+    """
+    for setting in settings:
+        key, is_given, text = setting.partition("=")
+        action = _action(parser, key)
+        if action is None or not is_given:
+            what = f"{key!r} needs a value: {key}=…" if action else f"there is no setting {key!r}"
+            raise UsageError(f"{what}; settings are KEY=VALUE with one of {', '.join(keys(parser))}.")
+        before = replace(before, **{action.dest: _value(parser, action, key, text) if text else None})
+    return before
+
+
+def keys(parser: argparse.ArgumentParser) -> list[str]:
+    """The settings of `%accelerate config`: the long flags without their dashes."""
+    return [action.option_strings[-1].removeprefix("--") for action in parser._actions]
+
+
+def described(parser: argparse.ArgumentParser, options: Options) -> str:
+    """`options` as `%accelerate config` would take them; empty when nothing is chosen."""
+    chosen = [(key, getattr(options, action.dest)) for key, action in zip(keys(parser), parser._actions, strict=True)]
+    return " ".join(f"{key}={_text(value)}" for key, value in chosen if value is not None)
+
+
+def _text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value).lower()
+
+
+def _action(parser: argparse.ArgumentParser, key: str) -> argparse.Action | None:
+    return next((action for action in parser._actions if f"--{key}" in action.option_strings), None)
+
+
+def _value(parser: argparse.ArgumentParser, action: argparse.Action, key: str, text: str) -> Any:
+    if action.nargs == 0:
+        if text.lower() not in _TRUTH:
+            raise UsageError(f"{key} is true or false; got {text!r}.")
+        return _TRUTH[text.lower()]
+    return getattr(parser.parse_args([f"--{key}={text}"]), action.dest)
+
+
+def _what_is_unknown(parser: argparse.ArgumentParser, word: str) -> str:
+    flag = word.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"{word!r} belongs to no flag; lists are written with commas, such as --out model,history."
+    every = [name for action in parser._actions for name in action.option_strings]
+    near = difflib.get_close_matches(flag, every, n=1)
+    return f"there is no flag {flag}{f'; did you mean {near[0]}?' if near else '.'}"

@@ -1,0 +1,183 @@
+"""Plan: what a cell's run will be, decided before anything starts, and the one line that says so. Runs in the kernel.
+
+It settles what the flags left open: devices, start, precision, seed. It touches no device and changes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.hardware import Survey, best_precision
+from nbaccel.launch.cell import CellTask
+from nbaccel.launch.here import ProcessState
+from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.spec import LaunchSpec
+from nbaccel.launch.weight import size_of
+from nbaccel.notebook.options import AUTO, Options
+from nbaccel.settings import RunSettings
+
+__all__ = ["Plan", "amount", "choose_precision"]
+
+_WORTH_SAYING_BYTES = 1_000_000_000
+_DRAWN_SEEDS = 1_000_000
+_BF16_SINCE = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run to come.
+
+    precision_reason: empty where the user chose.  bytes_to_copy: what travels to ranks that are no copy of the kernel.
+    """
+
+    options: Options
+    devices: Devices
+    start: Start
+    settings: RunSettings
+    precision_reason: str
+    threads: int
+    bytes_to_copy: int = 0
+
+    @classmethod
+    def of(cls, options: Options, task: CellTask, survey: Survey, here: ProcessState, cuda_cell: str | None) -> Plan:
+        """What `options` come to on this machine, in this notebook.
+
+        Raises:
+            LaunchRefused: the machine or the notebook cannot do what was asked; the message says what can be.
+        """
+        devices = choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
+        names = {name: task.namespace[name] for name in task.names_to_send()}
+        start = choose_start(
+            options.start or AUTO,
+            world_size=devices.num_processes,
+            platform_can_fork=here.can_fork,
+            cuda_initialized=here.cuda_initialized,
+            cuda_cell=cuda_cell,
+            bytes_on_device=_bytes_on_device(names) if here.cuda_initialized else 0,
+        )
+        if start.method == "inline" and options.timeout is not None:
+            raise LaunchRefused(
+                "--timeout can stop ranks only, and this cell would run in the notebook's own process "
+                f"({start.reason}): leave --timeout out."
+            )
+        precision, reason = choose_precision(options, devices)
+        asked = RunSettings(
+            mixed_precision=precision,
+            gradient_accumulation_steps=options.accumulate,
+            seed=options.seed,
+            cpu=options.cpu,
+            debug=options.debug,
+        )
+        return cls(
+            options=options,
+            devices=devices,
+            start=start,
+            settings=asked.over(_automatic(devices, start)),
+            precision_reason=reason,
+            threads=threads_per_rank(survey.cpu_count, devices.num_processes),
+            bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
+        )
+
+    def spec(self, task: CellTask, setup: str | None) -> LaunchSpec:
+        return LaunchSpec(
+            task=task,
+            world_size=self.devices.num_processes,
+            start=self.start,
+            environ=self.settings.environ() | self.devices.environ(),
+            setup=setup,
+            threads=self.threads,
+            timeout_s=self.options.timeout,
+            wants_results=bool(task.out),
+        )
+
+    def __str__(self) -> str:
+        """The line that is printed before the run."""
+        precision = f"default precision {self.settings.mixed_precision}"
+        parts = [
+            str(self.devices),
+            f"{self.start.method} ({self.start.reason})",
+            f"{precision} ({self.precision_reason})" if self.precision_reason else precision,
+            f"accumulate {self.settings.gradient_accumulation_steps}",
+            f"seed {self.settings.seed}",
+        ]
+        if self.bytes_to_copy > _WORTH_SAYING_BYTES:
+            parts.append(f"{amount(self.bytes_to_copy)} to copy to the ranks first")
+        return ", ".join(parts)
+
+
+def choose_precision(options: Options, devices: Devices) -> tuple[str, str]:
+    """The precision of `Accelerator()` in a cell, and why if nobody chose it.
+
+    Raises:
+        LaunchRefused: bf16 on a GPU that only emulates it.
+    """
+    gpu = devices.weakest_gpu
+    if options.mixed_precision in (None, AUTO):
+        return best_precision(gpu)
+    if options.mixed_precision == "bf16" and gpu is not None and (0, 0) < gpu.compute_capability < _BF16_SINCE:
+        best, _ = best_precision(gpu)
+        raise LaunchRefused(
+            f"{gpu.name} has no bf16 units and would emulate bf16 slowly: use -p {best}, or leave -p out."
+        )
+    return str(options.mixed_precision), ""
+
+
+def _automatic(devices: Devices, start: Start) -> RunSettings:
+    """What is chosen where nobody has.
+
+    The seed comes from the system's own generator: drawing it must not move the notebook's.
+    """
+    return RunSettings(
+        gradient_accumulation_steps=1,
+        seed=random.SystemRandom().randrange(_DRAWN_SEEDS),
+        # In the notebook's own process a device that NVML does not know (MPS) may be used.
+        cpu=True if not devices.gpus and start.method != "inline" else None,
+    )
+
+
+def amount(nbytes: int) -> str:
+    """
+    >>> amount(44_700_000), amount(2_100), amount(12)
+    ('44.7 MB', '2 kB', '12 bytes')
+    """
+    for unit, scale, digits in (("GB", 1e9, 1), ("MB", 1e6, 1), ("kB", 1e3, 0)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _bytes_on_device(values: Mapping[str, Any]) -> int:
+    """What the tensors in `values` hold on devices; memory that several share counts once."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for tensor in _tensors(values)
+        if tensor.device.type not in ("cpu", "meta")
+        for storage in [tensor.untyped_storage()]
+    }
+    return sum(storages.values())
+
+
+def _tensors(values: Mapping[str, Any]) -> Iterator[Any]:
+    """Every tensor in containers, modules and optimizers."""
+    torch = sys.modules["torch"]
+    todo, seen = [values], {}
+    while todo:
+        value: Any = todo.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, torch.nn.Module):
+            todo += [*value.parameters(), *value.buffers()]
+        elif isinstance(value, torch.optim.Optimizer):
+            todo += [value.state]
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list | tuple | set):
+            todo += value

@@ -1,0 +1,125 @@
+"""Source: from the text that IPython hands to a cell magic to the `CellSource` that ranks run. Runs in the kernel.
+
+Line numbers are those of the cell as the user sees it: whatever stood above the body is counted, and a line that
+IPython's transforms swallow leaves an empty one. It compiles nothing and starts nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import linecache
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.launch.cell import CellSource
+
+__all__ = ["comments_below_magic", "read_cell"]
+
+_MAGIC = "%%accelerate"
+_INSTALLERS = frozenset({"pip", "conda", "mamba", "micromamba", "uv"})
+_INSTALL_COMMAND = re.compile(r"\b(pip3?|conda|mamba|micromamba|uv)\s+(pip\s+)?install\b")
+
+
+def read_cell(shell: Any, body: str) -> CellSource:
+    """The running cell, ready to be compiled; the kernel's `linecache` knows it afterwards.
+
+    body: what stands below the `%%accelerate` line.
+
+    Raises:
+        UsageError: nothing but blanks and comments.
+        LaunchRefused: the cell installs packages.
+    """
+    lines = body.splitlines(keepends=True)
+    first = next((number for number, line in enumerate(lines) if _is_code(line)), None)
+    is_timed = first is not None and lines[first].split()[0] == "%%time"
+    if is_timed:
+        assert first is not None
+        lines[first] = "\n"
+    if not any(map(_is_code, lines)):
+        raise UsageError("the cell is empty: put the code that every rank shall run below the %%accelerate line.")
+    raw = _raw_cell(shell, body)
+    plain = _padded(lines, shell.transform_cell("".join(lines)).splitlines(keepends=True))
+    code = "\n" * _lines_above(raw, lines) + plain
+    _refuse_installing(code)
+    name = f"Cell In[{shell.displayhook.prompt_count}]"  # IPython 9 counts a cell before it runs, IPython 7 after
+    # No modification time: linecache keeps such an entry, and tracebacks that show this name find their lines.
+    linecache.cache[name] = (len(raw), None, raw.splitlines(keepends=True), name)
+    return CellSource(code, name, raw, flags=shell.compile.flags, is_timed=is_timed)
+
+
+def comments_below_magic(lines: list[str]) -> list[str]:
+    """An input transformer: lets comments such as `#@title` stand above `%%accelerate`.
+
+    IPython knows a cell magic only in the first line, so the comments move below it. No line is lost.
+
+    >>> comments_below_magic(["#@title Training\\n", "%%accelerate -n 2\\n", "x = 1\\n"])
+    ['%%accelerate -n 2\\n', '#@title Training\\n', 'x = 1\\n']
+    """
+    first = next((number for number, line in enumerate(lines) if _is_code(line)), 0)
+    if first == 0 or lines[first].split()[0] != _MAGIC:
+        return lines
+    return [lines[first], *lines[:first], *lines[first + 1 :]]
+
+
+def _is_code(line: str) -> bool:
+    text = line.strip()
+    return bool(text) and not text.startswith("#")
+
+
+def _raw_cell(shell: Any, body: str) -> str:
+    """The whole cell as typed; made up where IPython keeps no history of it (a cell that runs silently)."""
+    typed = shell.history_manager.input_hist_raw
+    raw = str(typed[-1]) if typed else ""
+    return raw if _is_tail(raw, body.splitlines()) else f"{_MAGIC}\n{body}"
+
+
+def _is_tail(raw: str, body: list[str]) -> bool:
+    """Whether `raw` ends in `body`. Comments may have moved, and an indentation common to all may be gone."""
+    tail = raw.splitlines()[-len(body) :]
+    pairs = zip(tail, body, strict=False)
+    return len(tail) == len(body) and all(typed.strip() == line.strip() for typed, line in pairs if _is_code(line))
+
+
+def _lines_above(raw: str, body: list[str]) -> int:
+    return len(raw.splitlines()) - len(body)
+
+
+def _padded(typed: list[str], transformed: list[str]) -> str:
+    """The transformed text with an empty line for every typed line that is gone."""
+    padded: list[str] = []
+    matcher = difflib.SequenceMatcher(None, typed, transformed, autojunk=False)
+    for _, typed_from, typed_to, new_from, new_to in matcher.get_opcodes():
+        padded += transformed[new_from:new_to]
+        padded += ["\n"] * ((typed_to - typed_from) - (new_to - new_from))
+    return "".join(padded)
+
+
+def _refuse_installing(code: str) -> None:
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:  # compiling tells it better
+        return
+    for line, command in _commands(tree):
+        word = command.split()[0] if command.split() else ""
+        if word.lstrip("%") in _INSTALLERS or _INSTALL_COMMAND.search(command):
+            raise LaunchRefused(
+                f"line {line} of the cell installs packages ({command.strip()}), which every rank would do at once: "
+                "put it into a cell of its own, above this one."
+            )
+
+
+def _commands(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every line magic and shell command, which IPython's transforms have made into calls."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        words = [str(word.value) for word in node.args if isinstance(word, ast.Constant)]
+        if node.func.attr == "run_line_magic" and words:
+            yield node.lineno, "%" + " ".join(words)
+        elif node.func.attr in ("system", "getoutput") and words:
+            yield node.lineno, "!" + words[0]

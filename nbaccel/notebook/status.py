@@ -1,0 +1,36 @@
+"""Status: the answers of `%accelerate` and `%accelerate doctor`. Runs in the kernel; looks, and changes nothing."""
+
+from __future__ import annotations
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.hardware import Survey
+from nbaccel.launch.doctor import Facts, report
+from nbaccel.launch.preflight import choose_devices
+from nbaccel.notebook.options import Options
+from nbaccel.notebook.plan import choose_precision
+from nbaccel.notebook.session import LastRun
+
+__all__ = ["doctor_report", "status_line"]
+
+
+def status_line(survey: Survey, config: Options, last_run: LastRun | None) -> str:
+    """What a cell without flags would run on, and how the last run went.
+
+    >>> status_line(Survey(), Options(mixed_precision="bf16", accumulate=4), None)
+    'next cell: 1 rank on the CPU, default precision bf16, accumulate 4; no run yet'
+    """
+    return f"next cell: {_next(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
+
+
+def _next(survey: Survey, config: Options) -> str:
+    try:
+        devices = choose_devices(config.world_size, config.devices, bool(config.cpu), survey)
+        precision, reason = choose_precision(config, devices)
+    except LaunchRefused as error:
+        return f"refused as configured ({error})"
+    why = f" ({reason})" if reason else ""
+    return f"{devices}, default precision {precision}{why}, accumulate {config.accumulate or 1}"
+
+
+def doctor_report(survey: Survey, cuda_cell: str | None) -> str:
+    return report(survey, Facts.of_this_process(survey, cuda_cell))
