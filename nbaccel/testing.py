@@ -40,7 +40,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     >>> run_ranks(2, total)
     [2, 2]
     """
-    import torch._dynamo  # imported by every rank's first DDP otherwise, 0.8 s each
+    import torch._dynamo  # noqa: F401  # imported by every rank's first DDP otherwise, 0.8 s each
 
     folder = tempfile.mkdtemp(prefix="nbaccel-ranks-")  # mkdtemp makes it 0700
     ranks: list[_Rank] = []

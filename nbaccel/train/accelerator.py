@@ -133,7 +133,7 @@ class Accelerator:
     @property
     def mixed_precision(self) -> str:
         self._bind()
-        return self._precision.name
+        return self._settings.mixed_precision or "no"
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, once per node."""
@@ -275,7 +275,7 @@ class Accelerator:
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The run's precision for code outside of a prepared model's forward; it nests."""
-        self._bind()
+        self._equip()
         return self._precision.autocast(enabled)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -359,7 +359,7 @@ class Accelerator:
 
         keep_fp32_wrapper: False also takes autocast off its forward.
         """
-        self._bind()
+        self._equip()
         inner = self._strategy.unwrap(model)
         if not keep_fp32_wrapper:
             restore_forward(inner)
@@ -391,7 +391,7 @@ class Accelerator:
     # -- finding this process's world
 
     def _bind(self) -> None:
-        """Make the parts for the world of this process, unless they are. Touches no device and no process group.
+        """Belong to the world of this process, if not yet. Touches no device and no process group.
 
         In another world of the same size, prepared objects stay prepared; else they are forgotten.
         """
@@ -404,16 +404,24 @@ class Accelerator:
             self._follow_device()
             return
         self._forget()
-        settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
-        self._accumulation = Accumulation(settings.gradient_accumulation_steps or 1)
-        self._precision: Precision = make_precision(settings.mixed_precision or "no", self.device)
-        self._strategy: Strategy = choose_strategy(world, self.device)
+        self._settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
+        self._accumulation = Accumulation(self._settings.gradient_accumulation_steps or 1)
+        self._is_equipped = False
+
+    def _equip(self) -> None:
+        """Make the parts that depend on the device, unless they are made."""
+        self._bind()
+        if self._is_equipped:
+            return
+        self._precision: Precision = make_precision(self.mixed_precision, self.device)
+        self._strategy: Strategy = choose_strategy(self.state.world, self.device)
         self._accumulating = Accumulating(self._accumulation, self._strategy)
+        self._is_equipped = True
 
     def _join_world(self) -> None:
-        """Bind to the world as it is now, process group included. Collective where the group is formed."""
+        """Take part in the world as it is now, process group included. Collective where the group is formed."""
         self.state.look_again()
-        self._bind()
+        self._equip()
         self.state.form_group()
 
     def _make_ready(self, call: str, models: Sequence[Module] = ()) -> None:

@@ -31,6 +31,12 @@ _DIGEST_BYTES = 8
 # torch 2.13 gave it a new name; the old one warns there.
 _all_gather: Callable[[Tensor, Tensor], Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_SENDABLE = frozenset({
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+})  # fmt: skip
+"""What every backend can send as it is; other dtypes are gathered as bytes."""
+
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
 
@@ -134,9 +140,10 @@ class GroupCollectives(Collectives):
     def _gather_one(self, tensor: Tensor) -> Tensor:
         rows = tensor.detach()
         rows = rows.contiguous() if rows.ndim else rows[None]
-        joined = rows.new_empty((self._world.world_size * rows.shape[0], *rows.shape[1:]))
-        _all_gather(joined, rows)
-        return joined
+        sent = rows if rows.dtype in _SENDABLE else rows.view(torch.uint8)
+        joined = sent.new_empty((self._world.world_size * sent.shape[0], *sent.shape[1:]))
+        _all_gather(joined, sent)
+        return joined.view(rows.dtype)
 
     def _gather_rows(self, tensor: Tensor) -> Tensor:
         rows = tensor.detach() if tensor.ndim else tensor.detach()[None]

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -285,8 +284,14 @@ def _metrics(samples: int, batch_size: int, even: bool, split: bool, streamed: b
 
 @pytest.mark.parametrize(
     ("samples", "even", "split", "streamed"),
-    [(3, True, False, False), (9, True, False, False), (16, True, False, False), (9, True, True, False)]
-    + [(9, True, False, True), (12, False, False, False)],
+    [
+        (3, True, False, False),
+        (9, True, False, False),
+        (16, True, False, False),
+        (9, True, True, False),
+        (9, True, False, True),
+        (14, False, False, False),
+    ],
 )
 def test_metrics_count_every_sample_once(samples: int, even: bool, split: bool, streamed: bool) -> None:
     for tensors, objects in run_ranks(2, _metrics, samples, 4, even, split, streamed):

@@ -157,6 +157,7 @@ def test_a_division_by_one_makes_no_autograd_node() -> None:
     accelerator = Accelerator()
     weight = torch.ones((), requires_grad=True)
     seen: list[Any] = []
+    accelerator.prepare()
     accelerator._strategy.backward = lambda loss: seen.append(loss)  # type: ignore[method-assign]
     loss = weight * 2
     accelerator.backward(loss)

@@ -118,7 +118,7 @@ def _train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) ->
             accelerator.backward(model(x * (1 + accelerator.process_index)).sum())
             optimizer.step()
             optimizer.zero_grad()
-    return float(accelerator.unwrap_model(model).weight)
+    return accelerator.unwrap_model(model).weight.item()
 
 
 def test_objects_prepared_for_one_process_are_refused_in_two_ranks() -> None:
@@ -202,7 +202,10 @@ def _unwrapped() -> bool:
     accelerator = Accelerator()
     model = torch.nn.Linear(1, 1)
     prepared = accelerator.prepare(model)
-    return accelerator.unwrap_model(torch.compile(prepared, backend="eager")) is model and accelerator.unwrap_model(model) is model
+    return (
+        accelerator.unwrap_model(torch.compile(prepared, backend="eager")) is model
+        and accelerator.unwrap_model(model) is model
+    )
 
 
 def test_unwrap_finds_the_users_model_inside_compile_and_ddp() -> None:

@@ -1,0 +1,180 @@
+"""Mixed precision: where autocast reaches, what comes out in fp32, and steps that fp16 skips."""
+
+from __future__ import annotations
+
+import pickle
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel import Accelerator
+from nbaccel.testing import run_ranks
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: Any = None
+
+
+class Model(torch.nn.Module):
+    def __init__(self, shape: str = "tensor") -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.shape = shape
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        self.seen.append(y.dtype)
+        shapes = {"tensor": y, "dict": {"y": [y]}, "pair": Pair(y, 1), "dataclass": Output(y, (y, None))}
+        return shapes[self.shape]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("no", torch.float32)])
+def test_a_prepared_model_computes_in_the_chosen_precision_and_answers_in_fp32(name: str, dtype: torch.dtype) -> None:
+    accelerator = Accelerator(mixed_precision=name)
+    model = accelerator.prepare(Model())
+    assert accelerator.mixed_precision == name
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+    assert model.seen == [dtype]
+
+
+def test_outputs_are_fp32_in_any_container() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    nested = accelerator.prepare(Model("dict"))(torch.ones(1, 2))
+    pair = accelerator.prepare(Model("pair"))(torch.ones(1, 2))
+    output = accelerator.prepare(Model("dataclass"))(torch.ones(1, 2))
+    assert isinstance(pair, Pair)
+    assert isinstance(output, Output)
+    tensors = [nested["y"][0], pair.left, output.logits, output.hidden[0]]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+    assert (pair.right, output.hidden[1]) == (1, None)
+
+
+def test_autocast_nests() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    linear = torch.nn.Linear(2, 2)
+    with accelerator.autocast():
+        assert linear(torch.ones(1, 2)).dtype == torch.bfloat16
+        with accelerator.autocast(enabled=False):
+            assert linear(torch.ones(1, 2)).dtype == torch.float32
+        assert linear(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def test_an_unknown_precision_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="mixed_precision must be one of 'no', 'fp16', 'bf16', got 'fp17'"):
+        Accelerator(mixed_precision="fp17")
+
+
+def test_explicit_precision_beats_the_launchs_and_that_beats_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Accelerator().mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    assert (Accelerator().mixed_precision, Accelerator().gradient_accumulation_steps) == ("bf16", 3)
+    assert Accelerator(mixed_precision="no", gradient_accumulation_steps=1).mixed_precision == "no"
+
+
+def test_unwrapping_can_take_autocast_off_again() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    model = accelerator.prepare(Model())
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
+    model(torch.ones(1, 2))
+    assert model.seen == [torch.float32]
+
+
+def test_a_prepared_model_can_be_pickled() -> None:
+    model = Accelerator(mixed_precision="bf16").prepare(Model())
+    again = pickle.loads(pickle.dumps(model))
+    again(torch.ones(1, 2))
+    assert again.seen == [torch.bfloat16]
+    assert model.seen == []
+
+
+def _fp16_steps(infinite_at: int) -> tuple[list[bool], list[float], list[float]]:
+    """Three steps, one of them with an infinite gradient on rank 0."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    skipped, rates, weights = [], [], []
+    for step in range(3):
+        loss = model(torch.ones(1, 1)).sum() / 4  # times the first scale, 65536, it fits fp16
+        if step == infinite_at and accelerator.is_main_process:
+            loss = loss * float("inf")
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        rates.append(scheduler.get_last_lr()[0])
+        weights.append(next(model.parameters()).item())
+    return skipped, rates, weights
+
+
+def test_a_skipped_fp16_step_moves_neither_weights_nor_scheduler() -> None:
+    skipped, rates, weights = _fp16_steps(1)
+    assert skipped == [False, True, False]
+    assert rates == [0.0625, 0.0625, 0.03125]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_a_step_that_one_rank_must_skip_is_skipped_by_all() -> None:
+    first, second = run_ranks(2, _fp16_steps, 1)
+    assert first == second
+    assert first[0] == [False, True, False]
+
+
+def _clipped(precision: str) -> tuple[list[float], float]:
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    norms = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), 0.5)).sum())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.125).item())
+            before = model.weight.item()
+            optimizer.step()
+    return norms, before - model.weight.item()
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_clipping_is_for_the_whole_window_and_by_true_size(precision: str) -> None:
+    norms, change = _clipped(precision)
+    assert norms == pytest.approx([0.25, 0.5])
+    assert change == pytest.approx(0.125, rel=1e-4)
+
+
+def test_clipping_values_unscales_too() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(1, 1)).sum() / 2)
+    accelerator.clip_grad_value_(model.parameters(), 0.125)
+    assert model.weight.grad.item() == 0.125
+    optimizer.step()
+
+
+def test_two_optimizers_share_one_scale_until_both_have_stepped() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    prepared = accelerator.prepare(*models, *optimizers)
+    accelerator._precision.scaler.set_growth_interval(1)  # the scale doubles at every update
+    x = torch.ones(1, 1)
+    for model in models:
+        with torch.no_grad():
+            model.weight.fill_(0.0)
+    for model in prepared[:2]:
+        accelerator.backward(model(x).sum() / 4)
+    for optimizer in prepared[2:]:
+        optimizer.step()
+    assert [model.weight.item() for model in models] == [-0.25, -0.25]

@@ -1,0 +1,41 @@
+"""`run_ranks`, the tool that the tests of training stand on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from nbaccel import RankDied, RanksFailed, World
+from nbaccel.testing import run_ranks
+
+
+def test_values_come_back_in_the_order_of_ranks() -> None:
+    assert run_ranks(3, lambda: World.from_env().rank) == [0, 1, 2]
+
+
+def test_an_exception_names_the_rank_and_its_text() -> None:
+    def fail() -> None:
+        if os.environ["RANK"] == "1":
+            raise KeyError("of rank one")
+        time.sleep(30)
+
+    with pytest.raises(RanksFailed, match=r"rank 1 of 2 failed:[^!]*KeyError: 'of rank one'") as caught:
+        run_ranks(2, fail)
+    assert (caught.value.rank, caught.value.world_size) == (1, 2)
+
+
+def test_a_rank_that_dies_without_a_word_is_named_with_its_exit_code() -> None:
+    with pytest.raises(RankDied, match="rank 0 of 1 ended without a value, exit code 3"):
+        run_ranks(1, os._exit, 3)
+
+
+def test_a_rank_that_is_not_done_in_time_is_killed_and_named() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2 were not done after 0.5 s"):
+        run_ranks(2, lambda: time.sleep(30) if os.environ["RANK"] == "0" else None, timeout_s=0.5)
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_of_that_rank() -> None:
+    with pytest.raises(RanksFailed, match="pickle"):
+        run_ranks(1, lambda: lambda: None)
