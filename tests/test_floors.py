@@ -39,7 +39,7 @@ READS_ENVIRONMENT = {
 
 PRINTS = {
     "cli.py": "a command answers by printing",
-    "launch/cell.py": "`%%time` inside a cell answers in the rank's output",
+    "launch/rank/cell.py": "`%%time` inside a cell answers in the rank's output",
     "train/state.py": "`accelerator.print` is print",
 }
 
@@ -124,7 +124,7 @@ def test_no_arrow_points_up_or_sideways(source: Source) -> None:
         ("nbaccel.failures", "nbaccel.errors", True),
         ("nbaccel.cli", "nbaccel.testing", True),
         ("nbaccel.train.oom", "nbaccel.launch.spec", False),
-        ("nbaccel.launch.worker", "nbaccel.notebook.render", False),
+        ("nbaccel.launch.rank.worker", "nbaccel.notebook.render", False),
         ("nbaccel.events", "nbaccel.train.oom", False),
         ("nbaccel.train.oom", "nbaccel.Accelerator", False),
     ],

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nbaccel.launch.control import ControlPage
 from nbaccel.launch.member import Member
+from nbaccel.launch.wire.control import ControlPage
 
 __all__ = ["Aborting", "Ending", "Killing", "Running", "Stopping"]
 

@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.launch.channel import Channel
-from nbaccel.launch.control import ControlPage
 from nbaccel.launch.ending import Aborting, Ending, Killing, Running, Stopping
 from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.member import Member, Report
-from nbaccel.launch.output import OutputRouter
-from nbaccel.launch.pipes import MarkedPipe
+from nbaccel.launch.screen.router import OutputRouter
 from nbaccel.launch.spec import LaunchSpec, RankBoot
 from nbaccel.launch.start import StartMethod
+from nbaccel.launch.wire.channel import Channel
+from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.wire.pipes import MarkedPipe
 from nbaccel.world import World
 
 __all__ = ["BadFork", "Ended", "WorkerGroup"]

@@ -20,18 +20,18 @@ from typing import Any
 
 from nbaccel.errors import CannotFork, NestedLaunch, ResultsMissing
 from nbaccel.hardware import Survey
-from nbaccel.launch.console import screen_here
 from nbaccel.launch.group import BadFork, Ended, WorkerGroup
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import run_inline
-from nbaccel.launch.jupyter import cell_name
 from nbaccel.launch.keeper import Keeper
-from nbaccel.launch.output import OutputRouter, Screen
-from nbaccel.launch.parcel import unpack
 from nbaccel.launch.preflight import Start, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.rank.jupyter import cell_name
+from nbaccel.launch.screen.console import screen_here
+from nbaccel.launch.screen.router import OutputRouter, Screen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec, Task, load_named
 from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launch.verdict import OomKills, verdict
+from nbaccel.launch.wire.parcel import unpack
 from nbaccel.settings import RunSettings
 from nbaccel.world import World
 

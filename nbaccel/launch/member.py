@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.failures import Failure as Kind, classify
-from nbaccel.launch.channel import Channel
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.report import Link
+from nbaccel.launch.wire.channel import Channel
 
 __all__ = ["Member", "Report"]
 

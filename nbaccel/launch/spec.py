@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from nbaccel.launch.parcel import Parcel, pack, unpack
 from nbaccel.launch.preflight import Start
+from nbaccel.launch.wire.parcel import Parcel, pack, unpack
 from nbaccel.world import World
 
 __all__ = ["FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "load_named"]

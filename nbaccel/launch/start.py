@@ -14,10 +14,10 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
-from nbaccel.launch.jupyter import close_kernel_sockets, kernel_ports
 from nbaccel.launch.process import RankProcess
+from nbaccel.launch.rank.jupyter import close_kernel_sockets, kernel_ports
+from nbaccel.launch.rank.worker import run_rank
 from nbaccel.launch.spec import RankBoot, Task
-from nbaccel.launch.worker import run_rank
 from nbaccel.launch.zygote import Zygote
 
 __all__ = ["ForkStart", "StartMethod", "ZygoteStart"]

@@ -12,9 +12,9 @@ from typing import Any
 from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.launch.group import Ended
 from nbaccel.launch.member import Report
-from nbaccel.launch.parcel import unpack
 from nbaccel.launch.report import Failure, Naming, signal_name
 from nbaccel.launch.spec import Task
+from nbaccel.launch.wire.parcel import unpack
 
 __all__ = ["OomKills", "verdict"]
 

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.channel import Channel
 from nbaccel.launch.guardian import kill_session, session_members
-from nbaccel.launch.inherit import KernelState, Surroundings
-from nbaccel.launch.parcel import Parcel, pack, unpack
 from nbaccel.launch.process import RankProcess
+from nbaccel.launch.rank.worker import run_rank
 from nbaccel.launch.spec import RankBoot, load_named
-from nbaccel.launch.worker import run_rank
+from nbaccel.launch.wire.channel import Channel
+from nbaccel.launch.wire.inherit import KernelState, Surroundings
+from nbaccel.launch.wire.parcel import Parcel, pack, unpack
 from nbaccel.world import World
 
 __all__ = ["Zygote", "torch_fingerprint"]
@@ -175,7 +175,7 @@ def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
     for module in _PRELOAD:
         importlib.import_module(module)
     if has_shell:
-        from nbaccel.launch.jupyter import new_shell
+        from nbaccel.launch.rank.jupyter import new_shell
 
         with contextlib.suppress(ImportError):
             new_shell()

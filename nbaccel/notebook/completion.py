@@ -26,6 +26,8 @@ def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: I
     names: the variables of the notebook.
     """
     words = line.removesuffix(symbol).replace("=", " ").split()
+    if not words:  # the magic itself is still being written
+        return []
     if words[0] == "%accelerate":
         offered = keys(parser) if words[1:2] == ["config"] and len(words) == 2 else COMMANDS if len(words) == 1 else ()
         return sorted(f"{word}=" if words[1:] else word for word in offered if word.startswith(symbol))

@@ -16,7 +16,6 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
-from nbaccel.hardware import Survey
 from nbaccel.notebook.completion import COMMANDS, Completer
 from nbaccel.notebook.options import configured, described, flags, keys, parse
 from nbaccel.notebook.session import Session, briefly
@@ -63,12 +62,12 @@ class AccelerateMagics(Magics):
         session = self.session
         match words:
             case []:
-                session.say(status_line(Survey.take(), session.config, session.last_run))
+                session.say(status_line(session.survey(), session.config, session.last_run))
             case ["config", *settings]:
                 session.config = configured(self._parser, settings, session.config)
                 session.say(described(self._parser, session.config) or f"nothing is set; keys: {_listed(self._parser)}")
             case ["doctor"]:
-                session.say(doctor_report(Survey.take(), session.cuda.first_cell))
+                session.say(doctor_report(session.survey(), session.cuda.first_cell))
             case [word, *_]:
                 raise UsageError(
                     f"%accelerate {word} is no command: there is %accelerate alone, or with {' or '.join(COMMANDS)}. "
@@ -79,7 +78,7 @@ class AccelerateMagics(Magics):
 
     def install(self) -> None:
         shell = self._shell
-        survey = Survey.take()
+        survey = self.session.survey()
         self._has_set_cuda_check = _CUDA_CHECK not in dict(survey.cuda_environ)
         os.environ.setdefault(_CUDA_CHECK, "1")
         shell.register_magics(self)

@@ -13,11 +13,11 @@ from typing import Any
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
-from nbaccel.launch.cell import CellTask
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.rank.cell import CellTask
 from nbaccel.launch.spec import LaunchSpec
-from nbaccel.launch.weight import size_of
+from nbaccel.launch.wire.weight import size_of
 from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import RunSettings
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.hardware import Survey
-from nbaccel.launch.cell import RESULT, CellSource, CellTask
-from nbaccel.launch.console import JupyterScreen
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import run_inline
 from nbaccel.launch.launcher import Launcher, Outcome, default_launcher, refuse_nested_launch
-from nbaccel.launch.output import ConsoleScreen
+from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
+from nbaccel.launch.screen.console import JupyterScreen
+from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import LaunchSpec, Results
 from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.options import Options
@@ -64,10 +64,18 @@ class Session:
     """Runs cells of one notebook.
 
     launcher: None for this process's.  setup: what every rank does before the cell, None for nothing.
+    survey: looks at the machine.
     """
 
-    def __init__(self, shell: Any, launcher: Launcher | None = None, setup: str | None = SETUP) -> None:
+    def __init__(
+        self,
+        shell: Any,
+        launcher: Launcher | None = None,
+        setup: str | None = SETUP,
+        survey: Callable[[], Survey] = Survey.take,
+    ) -> None:
         self.shell = shell
+        self.survey = survey
         self.config = Options()
         self.cuda = CudaWatch()
         self.last_run: LastRun | None = None
@@ -91,7 +99,7 @@ class Session:
         source = read_cell(self.shell, body)
         task = CellTask(source, self.shell.user_ns, options.out or (), options.inputs or ())
         self._check_names(options, body)
-        plan = Plan.of(options, task, Survey.take(), ProcessState.now(), self.cuda.first_cell)
+        plan = Plan.of(options, task, self.survey(), ProcessState.now(), self.cuda.first_cell)
         shown_ranks = options.shown_ranks(plan.devices.num_processes)
         self.say(str(plan))
         spec = plan.spec(task, self._setup)
@@ -129,7 +137,7 @@ class Session:
         self.last_run = LastRun(source.name, end, ended.seconds)
         if outcome.start.method != plan.start.method:
             self.say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
-        values = outcome.values()
+        values = _values_of(outcome)
         result = values.pop(RESULT, None)
         facts = {} if report is None else report.facts
         missing = dict.fromkeys(task.out, "rank 0 had ended") if report is None else report.missing
@@ -165,8 +173,10 @@ class Session:
             yield
         finally:
             after = task.results(0).values
-            namespace.clear()
-            namespace.update(before | {name: after[name] for name in task.out if name in after})
+            before |= {name: after[name] for name in task.out if name in after}
+            for name in namespace.keys() - before.keys():
+                del namespace[name]
+            namespace.update(before)
 
 
 def briefly(error: BaseException) -> BaseException:
@@ -186,6 +196,17 @@ def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, s
     if ended.is_interrupted or any(report is not None and report.status == "stopped" for report in ended.reports):
         return briefly(KeyboardInterrupt(f"the run was interrupted after {ended.seconds:.1f} s.")), "stopped"
     return outcome.error, "done" if outcome.error is None else "failed"
+
+
+def _values_of(outcome: Outcome) -> dict[str, Any]:
+    try:
+        return outcome.values()
+    except Exception as error:  # whatever a foreign class does when it is rebuilt
+        raise ResultsMissing(
+            "rank 0 sent its results, but they cannot be rebuilt in the notebook "
+            f"({type(error).__name__}: {error}): import what they need in a cell before this one.",
+            dict.fromkeys(outcome.task.out, str(error)) if isinstance(outcome.task, CellTask) else {},
+        ) from error
 
 
 def _refuse_unknown(flag: str, names: Collection[str] | None, known: Collection[str], who_has_not: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.cell import CellSource
+from nbaccel.launch.rank.cell import CellSource
 
 __all__ = ["comments_below_magic", "read_cell"]
 

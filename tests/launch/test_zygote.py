@@ -19,7 +19,7 @@ from nbaccel.launch import launcher as launcher_module, zygote as zygote_module
 from nbaccel.launch.guardian import session_members
 from nbaccel.launch.keeper import Keeper
 from nbaccel.launch.launcher import Launcher, launch
-from nbaccel.launch.watch import start_death_watch
+from nbaccel.launch.rank.watch import start_death_watch
 
 
 def surroundings() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import StepEntered, StepsEnded
-from nbaccel.launch.control import ControlPage, StepGate, position_number
+from nbaccel.launch.wire.control import ControlPage, StepGate, position_number
 
 
 def test_positions_order_by_training_step_then_by_batches_since() -> None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.errors import CannotSend
-from nbaccel.launch.pickling import Contents, Packer, Unpacker
-from nbaccel.launch.refusal import reason
-from nbaccel.launch.weight import size_of
+from nbaccel.launch.wire.pickling import Contents, Packer, Unpacker
+from nbaccel.launch.wire.refusal import reason
+from nbaccel.launch.wire.weight import size_of
 
 __all__ = ["Parcel", "pack", "pack_what_can_travel", "size_of", "unpack"]
 

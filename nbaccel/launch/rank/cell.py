@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from nbaccel.errors import CannotSend
-from nbaccel.launch.parcel import Parcel, pack_what_can_travel, size_of, unpack
 from nbaccel.launch.spec import Results, Task
+from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, size_of, unpack
 
 __all__ = ["CellSource", "CellTask", "names_assigned", "names_read"]
 
@@ -99,7 +99,7 @@ class CellTask(Task):
     extra: names that the cell reads only dynamically and that shall travel too (`--in`).
     """
 
-    reference = "nbaccel.launch.cell:CellTask"
+    reference = "nbaccel.launch.rank.cell:CellTask"
 
     def __init__(
         self,
@@ -157,6 +157,7 @@ class CellTask(Task):
             and name in self.namespace
             and id(self.namespace[name]) != self._started_with.get(name)
             and _is_data(self.namespace[name])
+            and not _is_loader(self.namespace[name])
         ][:_HINTED_NAMES]
 
     def anchors(self) -> dict[int, str]:
@@ -281,6 +282,12 @@ def _is_heavy(value: Any) -> bool:
     if torch is not None and isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return True
     return figure is not None and isinstance(value, figure.FigureBase)
+
+
+def _is_loader(value: Any) -> bool:
+    """A loader holds no result: it is made of data that the notebook has."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.utils.data.DataLoader)
 
 
 def _loop_variables(code: str) -> set[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from nbaccel.launch.refusal import Refused, refuse_what_lives_here
+from nbaccel.launch.wire.refusal import Refused, refuse_what_lives_here
 
 __all__ = ["Contents", "Packer", "Unpacker"]
 
@@ -154,7 +154,9 @@ class _NamespaceThere:
 
 def _there(what: str, *args: Any) -> Any:
     """Stands in a parcel for a call of `Contents` on the other side; ``_there("array", …)`` for its method `array`."""
-    raise pickle.UnpicklingError("this pickle is the inside of a parcel; open it with nbaccel.launch.parcel.unpack")
+    raise pickle.UnpicklingError(
+        "this pickle is the inside of a parcel; open it with nbaccel.launch.wire.parcel.unpack"
+    )
 
 
 def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[Any, Any], None], Any]) -> None:

@@ -21,7 +21,7 @@ from hypothesis import given, settings, strategies as st
 from tqdm import tqdm
 
 from nbaccel.errors import CannotSend
-from nbaccel.launch.parcel import Parcel, pack, pack_what_can_travel, size_of, unpack
+from nbaccel.launch.wire.parcel import Parcel, pack, pack_what_can_travel, size_of, unpack
 
 
 def travel(values: dict[str, Any], **there: Any) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def peak_kib() -> int:
 
 def test_a_process_without_torch_packs_without_importing_it() -> None:
     program = (
-        "import sys; from nbaccel.launch.parcel import pack, size_of, unpack\n"
+        "import sys; from nbaccel.launch.wire.parcel import pack, size_of, unpack\n"
         "assert unpack(pack({'x': [1]}).fd) == {'x': [1]}; size_of([1])\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )

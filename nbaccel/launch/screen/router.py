@@ -13,11 +13,11 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from nbaccel.launch.displays import Displays
-from nbaccel.launch.lines import LineReader
-from nbaccel.launch.merge import LineMerger, Merged
-from nbaccel.launch.painter import BATCH_S, Painter, Screen
-from nbaccel.launch.runlog import RunLog
+from nbaccel.launch.screen.displays import Displays
+from nbaccel.launch.screen.lines import LineReader
+from nbaccel.launch.screen.merge import LineMerger, Merged
+from nbaccel.launch.screen.painter import BATCH_S, Painter, Screen
+from nbaccel.launch.screen.runlog import RunLog
 
 __all__ = ["ConsoleScreen", "OutputRouter", "Screen"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbaccel.launch.output import ConsoleScreen, Screen
+from nbaccel.launch.screen.router import ConsoleScreen, Screen
 
 __all__ = ["JupyterScreen", "screen_here"]
 

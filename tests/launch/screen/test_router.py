@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nbaccel.launch.output import ConsoleScreen, OutputRouter
+from nbaccel.launch.screen.router import ConsoleScreen, OutputRouter
 
 
 class Clock:
@@ -420,7 +420,7 @@ def test_the_last_lines_of_every_rank_survive_a_close_in_the_middle_of_a_flood()
 def test_memory_stays_bounded_whatever_a_rank_prints() -> None:
     program = (
         "import resource\n"
-        "from nbaccel.launch.output import OutputRouter\n"
+        "from nbaccel.launch.screen.router import OutputRouter\n"
         "class Screen:\n    def write(self, stream, text): pass\n"
         "router = OutputRouter(2, Screen())\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

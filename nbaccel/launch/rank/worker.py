@@ -22,14 +22,14 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import Event, Metric, outlet
-from nbaccel.launch.channel import Channel
-from nbaccel.launch.control import ControlPage, StepGate
-from nbaccel.launch.jupyter import adopt_notebook, flush_figures
-from nbaccel.launch.parcel import pack_what_can_travel
-from nbaccel.launch.rendezvous import meet_in_file
+from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
+from nbaccel.launch.rank.rendezvous import meet_in_file
+from nbaccel.launch.rank.watch import start_death_watch
 from nbaccel.launch.report import describe
 from nbaccel.launch.spec import RankBoot, Results, Task, load_named
-from nbaccel.launch.watch import start_death_watch
+from nbaccel.launch.wire.channel import Channel
+from nbaccel.launch.wire.control import ControlPage, StepGate
+from nbaccel.launch.wire.parcel import pack_what_can_travel
 
 __all__ = ["BROKEN", "run_rank"]
 
