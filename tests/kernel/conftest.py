@@ -23,17 +23,12 @@ def environment(request: pytest.FixtureRequest) -> Environment:
     return request.param
 
 
-def load(kernel):  # HACK
-    if kernel.run("%load_ext nbaccel").status != "ok":
-        kernel.do("import sys; sys.path.insert(0, '/tmp/nbshim')\n%load_ext nbshim")
-
-
 @pytest.fixture(scope="module")
 def shared_kernel(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
     """A kernel with torch and nbaccel loaded, whose guardian and zygote run already."""
     kernel = RealKernel(environment, tmp_path_factory.mktemp("kernel"))
     try:
-        kernel.do("import torch"); load(kernel)
+        kernel.do("import torch\n%load_ext nbaccel")
         for start in STARTS:
             kernel.do(f"import nbaccel; nbaccel.launch(int, 1, start_method={start!r})")
         yield kernel

@@ -26,6 +26,7 @@ from environments import Environment
 TAG = "NBACCEL_TEST_KERNEL"
 
 _PROC = Path("/proc")
+_OURS = re.compile(r"^(\d+ ranks? on .*|(not )?brought back.*)\n", re.M)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _START_TIMEOUT_S = 40.0
 
@@ -68,8 +69,9 @@ class Cell:
         return self.stdout + self.stderr
 
     @property
-    def lines(self) -> list[str]:
-        return self.stdout.splitlines()
+    def printed(self) -> str:
+        """Standard output without our own lines: what will run, what came back."""
+        return _OURS.sub("", self.stdout)
 
     def take(self, message: dict[str, Any]) -> None:
         """Account for one message of the iopub channel."""

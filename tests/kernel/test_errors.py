@@ -144,7 +144,9 @@ def test_a_killed_rank_ends_the_cell_while_its_peer_waits_in_a_collective(kernel
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_an_exit_code_is_named(kernel: RealKernel, start: str, code: int) -> None:
-    error = kernel.run(accelerate(f"import os\nif os.environ['RANK'] == '1': os._exit({code})", start)).failed("RankDied")
+    error = kernel.run(accelerate(f"import os\nif os.environ['RANK'] == '1': os._exit({code})", start)).failed(
+        "RankDied"
+    )
     assert "rank 1 of 2" in error.evalue
     assert f"exit code {code}" in error.evalue
 

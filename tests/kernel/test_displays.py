@@ -1,0 +1,99 @@
+"""Rich output of ranks: shown, updated in place, and unable to touch what the notebook itself shows."""
+
+from __future__ import annotations
+
+from kernel.harness import Cell, RealKernel, accelerate
+
+
+def shown(cell: Cell, mime: str) -> list[str]:
+    return [data[mime] for data in cell.displays if mime in data]
+
+
+def test_html_is_shown_where_it_was_displayed(kernel: RealKernel, start: str) -> None:
+    cell = kernel.do(
+        accelerate("from IPython.display import HTML, display\nprint('before')\ndisplay(HTML('<b>bold</b>'))", start)
+    )
+    assert shown(cell, "text/html") == ["<b>bold</b>"]
+    assert "before" in cell.stdout
+
+
+def test_a_display_is_updated_in_place(kernel: RealKernel, start: str) -> None:
+    cell = kernel.do(
+        accelerate(
+            """
+            from IPython.display import HTML, display
+            handle = display(HTML("step 0"), display_id=True)
+            for step in range(1, 4):
+                handle.update(HTML(f"step {step}"))
+            """,
+            start,
+        )
+    )
+    assert shown(cell, "text/html") == ["step 3"]
+
+
+def test_shown_and_open_figures_appear(kernel: RealKernel, start: str) -> None:
+    cell = kernel.do(
+        accelerate(
+            """
+            %matplotlib inline
+            import matplotlib.pyplot as plt
+            plt.plot([1, 2, 3])
+            plt.show()
+            plt.figure()
+            plt.plot([3, 2, 1])
+            """,
+            start,
+        )
+    )
+    assert len(shown(cell, "image/png")) == 2
+
+
+def test_figures_appear_after_the_kernel_itself_has_plotted(kernel: RealKernel, start: str) -> None:
+    own = kernel.do("%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()")
+    assert len(shown(own, "image/png")) == 1
+    cell = kernel.do(accelerate("plt.plot([1, 2, 3])\nplt.show()", start))
+    assert len(shown(cell, "image/png")) == 1
+
+
+def test_a_notebook_progress_bar_appears_as_text(kernel: RealKernel, start: str) -> None:
+    kernel.do("from tqdm.notebook import tqdm as early_tqdm")
+    cell = kernel.do(
+        accelerate(
+            """
+            from tqdm.auto import tqdm
+            for _ in tqdm(range(7), desc="late"):
+                pass
+            for _ in early_tqdm(range(9), desc="early"):
+                pass
+            """,
+            start,
+        )
+    )
+    for bar in ("late: 100%", "7/7", "early: 100%", "9/9"):
+        assert bar in cell.text, cell.text
+    assert not any("widget-view" in mime for data in cell.displays for mime in data)
+
+
+def test_a_ranks_clear_output_spares_the_notebooks_own_output(kernel: RealKernel, start: str) -> None:
+    kernel.do("from IPython.display import clear_output, display, HTML")
+    cell = kernel.do(
+        accelerate(
+            """
+            print("printed")
+            display(HTML("old"))
+            clear_output()
+            display(HTML("new"))
+            """,
+            start,
+        )
+    )
+    assert cell.sent["clear_output"] == 0
+    assert shown(cell, "text/html") == ["new"]
+    assert "printed" in cell.stdout
+
+
+def test_the_value_of_the_last_expression_is_shown(kernel: RealKernel, start: str) -> None:
+    cell = kernel.do(accelerate("6 * 7", start))
+    texts = [data.get("text/plain") for data in [*cell.displays, cell.result or {}]]
+    assert "42" in texts, (cell.displays, cell.result)

@@ -1,0 +1,169 @@
+"""The stop button: all ranks end after the same step, results come back, and nothing can make the kernel hang."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from kernel.harness import Cell, RealKernel, accelerate
+
+TRAINS = """
+import time, torch
+from pathlib import Path
+
+rank = accelerator.process_index
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = accelerator.prepare(model, optimizer)
+finished = 0
+print("training")
+for step in range({steps}):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep({in_step_s})
+    if rank == 0:
+        time.sleep({rank_0_s})
+    finished = step + 1
+    Path(f"finished-{{rank}}").write_text(str(finished))
+"""
+
+QUICK = TRAINS.format(steps=10_000, in_step_s=0, rank_0_s=0.01)
+
+
+def steps_of(kernel: RealKernel, n: int) -> list[int]:
+    """The last step that each rank finished."""
+    return [int((kernel.folder / f"finished-{rank}").read_text()) for rank in range(n)]
+
+
+def assert_stopped_after_one_step(kernel: RealKernel, cell: Cell, n: int) -> None:
+    cell.failed("KeyboardInterrupt")
+    finished = steps_of(kernel, n)
+    assert len(set(finished)) == 1, f"the ranks ended after steps {finished}"
+    assert kernel.value("finished") == finished[0]
+
+
+def interrupt_at_random_times(kernel: RealKernel, start: str, n: int, times: int) -> None:
+    chance = random.Random(f"{start}{n}")
+    for _ in range(times):
+        kernel.do("finished = None")
+        running = kernel.begin(accelerate(QUICK, start, n, flags="--out finished"))
+        running.until_text("training")
+        time.sleep(chance.uniform(0, 0.2))  # the random time itself
+        kernel.interrupt()
+        cell = running.end(timeout_s=20)
+        assert_stopped_after_one_step(kernel, cell, n)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_interrupted_ranks_end_after_the_same_step_with_their_results(kernel: RealKernel, start: str, n: int) -> None:
+    interrupt_at_random_times(kernel, start, n, times=15 if n > 1 else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_200_interrupts_never_hang(kernel: RealKernel, start: str) -> None:
+    interrupt_at_random_times(kernel, start, n=2, times=200)
+
+
+def test_an_interrupt_while_the_ranks_start_does_not_hang(kernel: RealKernel, start: str) -> None:
+    chance = random.Random(start)
+    for _ in range(8):
+        running = kernel.begin(accelerate(QUICK, start))
+        running.until(lambda cell: cell.sent["execute_input"])
+        time.sleep(chance.uniform(0, 0.15))  # the random time itself
+        kernel.interrupt()
+        running.end(timeout_s=20).failed("KeyboardInterrupt")
+    assert "fine" in kernel.do(accelerate("print('fine')", start)).stdout
+
+
+ONE_AND_TWO_RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
+
+
+@pytest.mark.parametrize("n", ONE_AND_TWO_RANKS)
+def test_a_long_step_is_finished(kernel: RealKernel, start: str, n: int) -> None:
+    interrupt_a_long_step(kernel, start, n, step_s=3.0)
+
+
+@pytest.mark.slow
+def test_a_step_of_8_seconds_is_finished(kernel: RealKernel, start: str) -> None:
+    interrupt_a_long_step(kernel, start, n=2, step_s=8.0)
+
+
+def interrupt_a_long_step(kernel: RealKernel, start: str, n: int, step_s: float) -> None:
+    body = TRAINS.format(steps=10, in_step_s=step_s, rank_0_s=0)
+    running = kernel.begin(accelerate(body, start, n, flags="--out finished"))
+    running.until_text("training")
+    time.sleep(0.5)  # well into the first step
+    kernel.interrupt()
+    cell = running.end(timeout_s=step_s + 10)
+    assert_stopped_after_one_step(kernel, cell, n)
+    assert kernel.value("finished") == 1
+    assert "finishing the step, press again to stop now" in cell.text
+
+
+def test_a_second_press_does_not_wait_for_the_step(kernel: RealKernel, start: str) -> None:
+    running = kernel.begin(accelerate(TRAINS.format(steps=10, in_step_s=60, rank_0_s=0), start))
+    running.until_text("training")
+    time.sleep(0.3)  # well into the first step
+    kernel.interrupt()
+    running.until_text("press again")
+    pressed_at = time.monotonic()
+    kernel.interrupt()
+    running.end(timeout_s=20).failed("KeyboardInterrupt")
+    assert time.monotonic() - pressed_at < 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_code_without_steps_ends_within_2_s_with_its_results(kernel: RealKernel, start: str, n: int) -> None:
+    body = """
+    import time
+    reached = 41
+    reached = 42
+    print("working")
+    while True:
+        time.sleep(0.01)
+    """
+    running = kernel.begin(accelerate(body, start, n, flags="--out reached"))
+    running.until_text("working")
+    pressed_at = time.monotonic()
+    kernel.interrupt()
+    running.end(timeout_s=20).failed("KeyboardInterrupt")
+    assert time.monotonic() - pressed_at < 2
+    assert kernel.value("reached") == 42
+
+
+IGNORES = """
+import os, signal, time
+if os.environ["RANK"] == "0":
+    print("deaf 0")
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+print("deaf 1")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("n", ONE_AND_TWO_RANKS)
+def test_ranks_that_ignore_interrupts_are_ended_within_8_s(kernel: RealKernel, start: str, n: int) -> None:
+    running = kernel.begin(accelerate(IGNORES, start, n))
+    running.until_text(*(f"deaf {rank}" for rank in range(n)))
+    pressed_at = time.monotonic()
+    kernel.interrupt()
+    running.end(timeout_s=20).failed("KeyboardInterrupt")
+    assert time.monotonic() - pressed_at < 8
+
+
+def test_a_cell_works_at_once_after_an_interrupt(kernel: RealKernel, start: str) -> None:
+    running = kernel.begin(accelerate(QUICK, start))
+    running.until_text("training")
+    kernel.interrupt()
+    running.end(timeout_s=20).failed("KeyboardInterrupt")
+    assert "fine" in kernel.do(accelerate("print('fine')", start)).stdout
