@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "load_ipython_extension"]
+    return [*__all__, "__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
@@ -87,3 +87,10 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     from nbaccel.notebook.magics import register
 
     register(ipython)
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """`%unload_ext nbaccel`: leave the notebook as it was before `%load_ext`."""
+    from nbaccel.notebook.magics import unregister
+
+    unregister(ipython)

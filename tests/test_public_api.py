@@ -41,7 +41,7 @@ def test_importing_costs_next_to_nothing() -> None:
 
 def test_all_is_what_is_visible() -> None:
     assert nbaccel.__all__ == sorted(nbaccel.__all__)
-    assert set(dir(nbaccel)) == {*nbaccel.__all__, "__version__", "load_ipython_extension"}
+    assert set(dir(nbaccel)) == {*nbaccel.__all__, "__version__", "load_ipython_extension", "unload_ipython_extension"}
 
 
 def test_type_checkers_see_the_same_names() -> None:

@@ -23,7 +23,7 @@ from nbaccel.errors import CannotSend
 from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, size_of, unpack
 
-__all__ = ["CellSource", "CellTask", "names_assigned", "names_read"]
+__all__ = ["RESULT", "CellSource", "CellTask", "names_assigned", "names_read", "plain"]
 
 RESULT = "<last expression>"
 """The name under which the last expression's value travels; no variable can be called so."""
@@ -135,7 +135,7 @@ class CellTask(Task):
     def results(self, rank: int) -> Results:
         if rank != 0:
             return Results()
-        values = {name: _plain(self.namespace[name]) for name in self.out if name in self.namespace}
+        values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
         facts: dict[str, Any] = {
             "sizes": {name: size_of(value) for name, value in values.items()},
             "not_asked": self._data_not_asked_for(),
@@ -235,7 +235,7 @@ def _class_anchors(namespace: dict[str, Any]) -> dict[int, str]:
     return anchors
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What a prepared or parallel object wraps; any other object itself.
 
     Objects of `nbaccel.train` say so by `__nbaccel_unwrap__`; torch's own wrappers are known by their module.
@@ -248,9 +248,9 @@ def _plain(value: Any) -> Any:
     if hasattr(forward, "__nbaccel_unwrap__"):
         del value.forward  # the rank is over: what was put before the class's own forward has served
     if home.startswith("torch.nn.parallel."):
-        return _plain(value.module)
+        return plain(value.module)
     if home.startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):
-        return _plain(value._orig_mod)
+        return plain(value._orig_mod)
     return value
 
 
