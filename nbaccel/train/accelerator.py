@@ -26,6 +26,7 @@ from nbaccel.errors import NotPrepared
 from nbaccel.events import Metric, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.checkpoint import read_checkpoint, read_generators, restore_generators, write_checkpoint
 from nbaccel.train.collectives import holds_only_tensors
 from nbaccel.train.data import PreparedLoader, data_seed, prepare_loader
 from nbaccel.train.memory import release_unused
@@ -364,6 +365,58 @@ class Accelerator:
         if not keep_fp32_wrapper:
             restore_forward(inner)
         return inner
+
+    def save_state(self, output_dir: str | os.PathLike[str]) -> str:
+        """Write everything prepared, and the random generators, into the folder `output_dir`.
+
+        Rank 0 writes and nobody waits for it, so it may be called by all ranks or by the main process only.
+        """
+        self._equip()
+        if self.is_main_process:
+            write_checkpoint(
+                output_dir, [self._strategy.state_dict(model) for model in self._models], self._training_state()
+            )
+        return os.fspath(output_dir)
+
+    def load_state(self, input_dir: str | os.PathLike[str]) -> None:
+        """Continue from what `save_state` wrote, in this or another number of ranks. On every rank.
+
+        Rank 0 goes on with its random numbers; the other ranks begin new ones that follow from them.
+        Raises:
+            FileNotFoundError: no checkpoint there.
+            ValueError: other things were prepared when it was written.
+        """
+        self._join_world()
+        models, state = read_checkpoint(input_dir, len(self._models))
+        for kind, prepared in (("optimizers", self._optimizers), ("schedulers", self._schedulers)):
+            if len(state[kind]) != len(prepared):
+                raise ValueError(
+                    f"{os.fspath(input_dir)} holds {len(state[kind])} {kind}, and {len(prepared)} "
+                    "are prepared: prepare the same ones"
+                )
+        for model, content in zip(self._models, models, strict=True):
+            self._strategy.load_state_dict(model, content)
+        for optimizer, content in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(content)
+        for scheduler, content in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(content)
+        for loader, iteration in zip(self._loaders, state["iterations"], strict=False):
+            loader.iteration = iteration
+        if state["precision"]:
+            self._precision.load_state_dict(state["precision"])
+        self._accumulation.clock.step = state["step"]
+        restore_generators(state["generators"], self.process_index, self.device)
+
+    def _training_state(self) -> dict[str, Any]:
+        clock = self._accumulation.clock
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "iterations": [loader.iteration for loader in self._loaders],
+            "precision": self._precision.state_dict(),
+            "step": clock.step + clock.trained,
+            "generators": read_generators(self.device),
+        }
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared and release what nobody else holds; one None per object.
