@@ -5,6 +5,7 @@ The first failing rank by the kernel's clock is the cause; a lost connection is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def verdict(
             world_size,
         )
     error = _travelled(report, task)
-    hint = _missing_name(error, task) if started_clean else ""
+    hint = _missing_name(report, task) if started_clean else ""
     return Failure(rank, world_size, report.links, error, peers).exception(cell_name, hint)
 
 
@@ -89,13 +90,15 @@ def _travelled(report: Report, task: Task) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _missing_name(error: BaseException | None, task: Task) -> str:
-    name = getattr(error, "name", None)
-    if not isinstance(error, NameError) or name is None or task.namespace is None or name not in task.namespace:
+def _missing_name(report: Report, task: Task) -> str:
+    """A hint for a NameError: the exception forgets its `name` when it is pickled, its text does not."""
+    last = report.links[-1]
+    found = re.search(r"name '(\w+)' is not defined", last.headline[-1] if last.headline else "")
+    if last.type_name != "NameError" or found is None or found[1] not in (task.namespace or {}):
         return ""
     return (
-        f"The notebook has `{name}`, but the cell does not mention it, so it was not sent to the ranks, which here "
-        f"start from a clean process. Send it with --in {name}"
+        f"The notebook has `{found[1]}`, but the cell does not mention it, so it was not sent to the ranks, which "
+        f"here start from a clean process. Send it with --in {found[1]}"
     )
 
 

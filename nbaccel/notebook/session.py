@@ -193,7 +193,9 @@ def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, s
     if ended.is_timed_out:
         limit_s = plan.options.timeout
         return briefly(TimeoutError(f"the run was stopped at its time limit of {limit_s:g} s (--timeout).")), "stopped"
-    if ended.is_interrupted or any(report is not None and report.status == "stopped" for report in ended.reports):
+    has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
+    # Peers of a rank that failed are interrupted too: they say nothing about how the run ended.
+    if ended.is_interrupted or (has_stopped and ended.first_failed is None):
         return briefly(KeyboardInterrupt(f"the run was interrupted after {ended.seconds:.1f} s.")), "stopped"
     return outcome.error, "done" if outcome.error is None else "failed"
 

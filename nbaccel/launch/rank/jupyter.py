@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -72,11 +73,17 @@ def new_shell() -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
+    class RankShell(InteractiveShell):
+        """A kernel's shell for a process without a kernel."""
+
+        def enable_gui(self, gui: str | None = None) -> None:
+            """There is no event loop to join; `%matplotlib inline` asks all the same."""
+
     if InteractiveShell.initialized():
         return
     config = Config()
     config.HistoryManager.enabled = False  # sqlite and its thread do not survive a fork
-    InteractiveShell.instance(config=config)
+    RankShell.instance(config=config)
 
 
 def adopt_notebook(rank: int, publish: Publish, old_streams: tuple[Any, Any]) -> None:
@@ -129,6 +136,7 @@ def _refuse_input(rank: int) -> None:
 
     builtins.input = refuse
     getpass.getpass = refuse
+    sys.breakpointhook = refuse
     sys.stdin = _NoStdin(refuse)
 
 
@@ -161,15 +169,30 @@ def _plain_progress_bars() -> None:
     A text bar is also what a saved notebook can show: a widget's state is lost and leaves "0%" behind.
     """
     std = sys.modules.get("tqdm.std")
-    if std is None:
-        _prefer_text_bars()
-        return
-    # The lock may have been held by another thread of the kernel at the moment of the fork.
-    std.tqdm.set_lock(threading.RLock())
+    if std is not None:
+        # The lock may have been held by another thread of the kernel at the moment of the fork.
+        std.tqdm.set_lock(threading.RLock())
     notebook = sys.modules.get("tqdm.notebook")
-    if notebook is not None:
+    if notebook is None:
+        sys.modules["tqdm.notebook"] = _TextBars("tqdm.notebook")
+    elif std is not None and isinstance(notebook.tqdm_notebook, type):
         _make_textual(notebook.tqdm_notebook, std.tqdm)
-    _prefer_text_bars()
+
+
+class _TextBars(types.ModuleType):
+    """Stands for `tqdm.notebook`, which `tqdm.auto` chooses in a kernel: the same names, text bars behind them."""
+
+    WARN_NOIPYW = ""
+    IProgress = object
+
+    def __getattr__(self, name: str) -> Any:
+        from tqdm import std
+
+        if name in ("tqdm", "tqdm_notebook"):
+            return std.tqdm
+        if name in ("trange", "tnrange"):
+            return std.trange
+        raise AttributeError(name)
 
 
 def _make_textual(bar: Any, text: Any) -> None:
@@ -178,13 +201,6 @@ def _make_textual(bar: Any, text: Any) -> None:
         setattr(bar, name, getattr(text, name))
     bar.status_printer = staticmethod(text.status_printer)
     bar.colour = None
-
-
-def _prefer_text_bars() -> None:
-    """`tqdm.auto`, if it is imported only now, shall choose text: it asks the shell whether this is a notebook."""
-    shell = _shell()
-    if shell is not None:
-        shell.config.pop("IPKernelApp", None)
 
 
 def _forward_display(shell: Any, publish: Publish) -> None:

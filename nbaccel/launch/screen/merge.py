@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 __all__ = ["LineMerger", "Merged"]
@@ -19,6 +20,7 @@ _PATIENCE = 3
 _MOST_BYTES, _MOST_LINES = 1_000_000, 20_000
 """What one rank may have waiting."""
 _TAIL_BYTES = 2048
+_LOOK_AHEAD = 64
 _QUIET_S = 0.3
 
 
@@ -85,8 +87,13 @@ class _Queue:
         self.keys[held.key] += 1
         self.nbytes += len(held.key[1]) + 1
 
-    def pop(self) -> tuple[str, bytes]:
-        key = self.held.popleft().key
+    def first_of(self, stream: str) -> int | None:
+        """Where the first waiting line of `stream` is; looked for among the first lines only."""
+        return next((at for at, held in enumerate(islice(self.held, _LOOK_AHEAD)) if held.key[0] == stream), None)
+
+    def pop(self, at: int = 0) -> tuple[str, bytes]:
+        key = self.held[at].key
+        del self.held[at]
         self.nbytes -= len(key[1]) + 1
         self.keys[key] -= 1
         if not self.keys[key]:
@@ -181,9 +188,8 @@ class LineMerger:
         if not waiting or not self._match:
             return self._take_oldest(waiting)
         if len(waiting) == len(queues):
-            key = waiting[0].held[0].key
-            if all(queue.held[0].key == key for queue in waiting):
-                return self._take_all()
+            if together := self._take_together(waiting):
+                return together
             alone = [queue for queue in waiting if not self._occurs_elsewhere(queue)]
             alone.sort(key=_age)
             return [Merged(queue.rank, *queue.pop()) for queue in alone] or self._take_oldest(waiting)
@@ -204,12 +210,21 @@ class LineMerger:
         oldest = min(queues, key=_age)
         return [Merged(oldest.rank, *oldest.pop())]
 
-    def _take_all(self) -> list[Merged]:
-        """The heads of all ranks, which are equal, as one line."""
-        for queue in self._queues.values():
-            key = queue.pop()
-            queue.misses = 0
-        return [Merged(None, *key)]
+    def _take_together(self, waiting: Sequence[_Queue]) -> list[Merged]:
+        """A head that every other rank printed next on that stream, as one line; none if there is no such head.
+
+        A rank's stdout and stderr come by two pipes, so how lines of the two follow each other is chance.
+        """
+        for queue in sorted(waiting, key=_age):
+            stream = queue.held[0].key[0]
+            places = [other.first_of(stream) for other in waiting]
+            keys = {None if at is None else other.held[at].key for other, at in zip(waiting, places, strict=True)}
+            if len(keys) == 1:
+                for other, at in zip(waiting, places, strict=True):
+                    other.pop(at or 0)
+                    other.misses = 0
+                return [Merged(None, *key) for key in keys if key is not None]
+        return []
 
     def _may_go(self, queue: _Queue) -> bool:
         """Whether the head of `queue` waits for room only."""
