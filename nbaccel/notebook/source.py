@@ -43,8 +43,7 @@ def read_cell(shell: Any, body: str) -> CellSource:
     if not any(map(_is_code, lines)):
         raise UsageError("the cell is empty: put the code that every rank shall run below the %%accelerate line.")
     raw = _raw_cell(shell, body)
-    plain = _padded(lines, shell.transform_cell("".join(lines)).splitlines(keepends=True))
-    code = "\n" * _lines_above(raw, lines) + plain
+    code = "\n" * _lines_above(raw, lines) + _transformed(shell, lines)
     _refuse_installing(code)
     name = f"Cell In[{shell.displayhook.prompt_count}]"  # IPython 9 counts a cell before it runs, IPython 7 after
     # No modification time: linecache keeps such an entry, and tracebacks that show this name find their lines.
@@ -89,14 +88,16 @@ def _lines_above(raw: str, body: list[str]) -> int:
     return len(raw.splitlines()) - len(body)
 
 
-def _padded(typed: list[str], transformed: list[str]) -> str:
-    """The transformed text with an empty line for every typed line that is gone."""
-    padded: list[str] = []
-    matcher = difflib.SequenceMatcher(None, typed, transformed, autojunk=False)
-    for _, typed_from, typed_to, new_from, new_to in matcher.get_opcodes():
-        padded += transformed[new_from:new_to]
-        padded += ["\n"] * ((typed_to - typed_from) - (new_to - new_from))
-    return "".join(padded)
+def _transformed(shell: Any, lines: list[str]) -> str:
+    """Plain Python for `lines`, with an empty line for every line that IPython's transforms swallow."""
+    first = next(number for number, line in enumerate(lines) if line.strip())  # it drops blank lines above
+    typed = "".join(lines[first:]).splitlines()
+    new = str(shell.transform_cell("".join(lines[first:]))).splitlines()
+    padded = [""] * first
+    for _, typed_from, typed_to, new_from, new_to in difflib.SequenceMatcher(None, typed, new, False).get_opcodes():
+        padded += new[new_from:new_to]
+        padded += [""] * ((typed_to - typed_from) - (new_to - new_from))
+    return "\n".join([*padded, ""])
 
 
 def _refuse_installing(code: str) -> None:

@@ -1,0 +1,177 @@
+"""The extension in a shell: what registering changes there, and that unregistering takes it back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from IPython.core.completer import provisionalcompleter
+from IPython.core.error import UsageError
+
+from nbaccel.hardware import Gpu, Survey
+from nbaccel.notebook.completion import candidates
+from nbaccel.notebook.magics import AccelerateMagics, register, unregister
+from nbaccel.notebook.session import LastRun
+
+CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+def traces(shell: Any) -> tuple[Any, ...]:
+    """Everything in a shell that the extension may change."""
+    hooks = shell.strdispatchers["complete_command"].strs
+    return (
+        sorted(shell.magics_manager.registry),
+        "accelerate" in shell.magics_manager.magics["line"],
+        "accelerate" in shell.magics_manager.magics["cell"],
+        list(shell.input_transformers_cleanup),
+        [len(callbacks) for callbacks in shell.events.callbacks.values()],
+        {key: len(chain.chain) for key, chain in hooks.items() if chain.chain},
+        os.environ.get(CUDA_CHECK),
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_cuda_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CUDA_CHECK, raising=False)
+
+
+def test_loading_twice_doubles_nothing_and_keeps_the_configuration(shell: Any) -> None:
+    register(shell)
+    once = traces(shell)
+    shell.run_cell("%accelerate config seed=3")
+    register(shell)
+    assert traces(shell) == once
+    assert shell.magics_manager.registry["AccelerateMagics"].session.config.seed == 3
+    unregister(shell)
+
+
+def test_unloading_leaves_the_shell_as_it_was(shell: Any) -> None:
+    before = traces(shell)
+    register(shell)
+    assert traces(shell) != before
+    unregister(shell)
+    assert traces(shell) == before
+    unregister(shell)
+
+
+def test_loading_as_an_extension_prints_nothing(shell: Any, capsys: Any) -> None:
+    shell.run_cell("%load_ext nbaccel")
+    shell.run_cell("%reload_ext nbaccel")
+    assert capsys.readouterr() == ("", "")
+    assert traces(shell)[1:3] == (True, True)
+    unregister(shell)
+
+
+def test_availability_of_cuda_is_asked_of_nvml_unless_the_user_says_otherwise(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(shell)
+    assert os.environ[CUDA_CHECK] == "1"
+    unregister(shell)
+    monkeypatch.setenv(CUDA_CHECK, "0")
+    register(shell)
+    unregister(shell)
+    assert os.environ[CUDA_CHECK] == "0"
+
+
+@pytest.mark.parametrize(("gpus", "started"), [((), 0), ((Gpu(0, "GPU-a", "Tesla T4", 1),), 1)])
+def test_the_zygote_is_started_early_only_where_there_is_a_gpu(shell: Any, gpus: Any, started: int) -> None:
+    class Session:
+        cuda = type("Watch", (), {"after_cell": staticmethod(lambda result: None)})
+        zygotes = 0
+
+        def survey(self) -> Survey:
+            return Survey(gpus=gpus)
+
+        def start_zygote(self) -> None:
+            self.zygotes += 1
+
+    session = Session()
+    magics = AccelerateMagics(shell, session)  # type: ignore[arg-type]
+    magics.install()
+    magics.remove()
+    assert session.zygotes == started
+
+
+def test_status_says_what_the_next_cell_would_run_on_and_how_the_last_went(planned: Any) -> None:
+    assert planned.run("%accelerate").stdout == (
+        "next cell: 1 rank on the CPU, default precision no (a CPU gains nothing from half precision), "
+        "accumulate 1; no run yet\n"
+    )
+    planned.session.last_run = LastRun("Cell In[5]", "stopped", 12.34)
+    assert planned.run("%accelerate").stdout.endswith("; last run: Cell In[5] stopped after 12.3 s\n")
+    planned.run("%accelerate config devices=3")
+    assert "refused as configured (--devices 3: there is no GPU '3'" in planned.run("%accelerate").stdout
+
+
+def test_configuration_is_shown(planned: Any) -> None:
+    assert planned.run("%accelerate config").stdout.startswith("nothing is set; keys: num-processes, mixed-precision")
+    assert planned.run("%accelerate config seed=3").stdout == "seed=3\n"
+
+
+def test_the_doctor_reports(planned: Any) -> None:
+    report = planned.run("%accelerate doctor").stdout
+    assert "CUDA      not initialised in this process" in report
+    assert "CPU       4 usable cores" in report
+
+
+def test_another_command_is_one_sentence(planned: Any) -> None:
+    ran = planned.run("%accelerate -n 2")
+    assert isinstance(ran.error, UsageError)
+    assert ran.stderr == (
+        "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config or doctor. "
+        "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks.\n"
+    )
+
+
+def test_help_shows_the_flags(planned: Any) -> None:
+    assert "--mixed-precision P  auto, no, fp16 or bf16; default auto" in planned.run("%accelerate?").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "symbol", "expected"),
+    [
+        ("%%accelerate --mi", "--mi", ["--mixed-precision"]),
+        ("%%accelerate -n 2 --s", "--s", ["--seed", "--start"]),
+        ("%%accelerate -p ", "", ["auto", "no", "fp16", "bf16"]),
+        ("%%accelerate --mixed-precision=b", "b", ["bf16"]),
+        ("%%accelerate --start z", "z", ["zygote"]),
+        ("%%accelerate --out ", "", ["history", "model"]),
+        ("%%accelerate --out model,h", "h", ["history"]),
+        ("%%accelerate --out model, h", "h", ["history"]),
+        ("%%accelerate -i mo", "mo", ["model"]),
+        ("%%accelerate --out model --d", "--d", ["--debug", "--devices"]),
+        ("%%accelerate --cpu --pl", "--pl", ["--plain"]),
+        ("%%accelerate", "%%accelerate", []),
+        ("%accelerate ", "", ["config", "doctor"]),
+        ("%accelerate d", "d", ["doctor"]),
+        ("%accelerate config acc", "acc", ["accumulate="]),
+        ("%accelerate doctor ", "", []),
+    ],
+)
+def test_what_fits_is_offered(line: str, symbol: str, expected: list[str]) -> None:
+    parser = AccelerateMagics.accelerate.parser
+    assert candidates(parser, line, symbol, ["model", "history", "_hidden"]) == expected
+
+
+def completed(shell: Any, line: str) -> list[str]:
+    """What a kernel would offer at the end of the first line of a cell."""
+    with provisionalcompleter():
+        return [completion.text for completion in shell.Completer.completions(f"{line}\nx = 1", len(line))]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("%%accelerate --mi", "--mixed-precision"), ("%%accelerate -p b", "bf16"), ("%accelerate do", "doctor")],
+)
+def test_the_shell_completes(planned: Any, line: str, expected: str) -> None:
+    assert expected in completed(planned.shell, line)
+
+
+def test_completion_is_taken_back(planned: Any) -> None:
+    line = "%%accelerate --mi"
+    magics = planned.shell.magics_manager.registry["AccelerateMagics"]
+    magics._completer.remove()
+    assert "--mixed-precision" not in completed(planned.shell, line)
+    magics._completer.install()

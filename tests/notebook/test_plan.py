@@ -1,0 +1,246 @@
+"""What a cell asks the launcher for, on machines that are made up: precedence, devices, precision, the line before."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import fakes
+from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
+from nbaccel.hardware import Survey
+
+
+@pytest.fixture
+def survey(request: pytest.FixtureRequest) -> Survey:
+    boards = getattr(request, "param", None)
+    return Survey(cpu_count=4) if boards is None else Survey.take(nvml=fakes.FakeNvml(boards), environ={})
+
+
+T4 = [fakes.FakeGpu(uuid=f"GPU-{number}") for number in "ab"]
+A100 = [fakes.FakeGpu(name="A100", uuid="GPU-c", compute_capability=(8, 0))]
+on = pytest.mark.parametrize("survey", [T4], indirect=True)
+
+
+def test_a_cell_without_flags_is_one_rank_on_the_cpu(planned: Any) -> None:
+    spec = planned.plan("%%accelerate\nx = 1")
+    assert spec.world_size == 1
+    assert spec.threads == 4
+    assert spec.setup == "nbaccel.train.setup:setup_rank"
+    assert spec.start.method == "fork"
+    assert spec.timeout_s is None
+    assert not spec.wants_results
+    assert {name: value for name, value in spec.environ.items() if name != "NBACCEL_SEED"} == {
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def test_flags_reach_the_launch(planned: Any, recorder: Any) -> None:
+    planned.names["y"] = 2
+    spec = planned.plan("%%accelerate -n 2 -p bf16 -a 4 -o x -i y -r 1 -t 9 --start zygote --seed 7 --debug\nx = 1")
+    assert (spec.world_size, spec.threads, spec.timeout_s, spec.start.method) == (2, 2, 9.0, "zygote")
+    assert spec.task.out == ("x",)
+    assert spec.task.names_to_send() == ["y"]
+    assert recorder.shown_ranks == {1}
+    assert spec.wants_results
+    assert spec.environ == {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_DEBUG_MODE": "1",
+        "NBACCEL_SEED": "7",
+    }
+
+
+def test_a_flag_beats_the_configuration_which_beats_automatic(planned: Any) -> None:
+    assert "accumulate=8" in planned.run("%accelerate config accumulate=8 num-processes=2").stdout
+    spec = planned.plan("%%accelerate -a 2\nx = 1")
+    assert spec.world_size == 2
+    assert spec.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"
+    assert planned.plan("%%accelerate -n auto\nx = 1").world_size == 1
+    assert planned.plan("%%accelerate\nx = 1").environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "8"
+
+
+@on
+def test_auto_is_one_rank_per_gpu_in_the_precision_that_suits_it(planned: Any) -> None:
+    ran = planned.run("%%accelerate --seed 1\nx = 1")
+    spec = planned.session.launcher.spec
+    assert spec.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert spec.environ["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    assert "ACCELERATE_USE_CPU" not in spec.environ
+    assert ran.stdout.splitlines()[0] == (
+        "2 ranks on 0 Tesla T4, 1 Tesla T4, fork (the notebook has not used CUDA), "
+        "default precision fp16 (Tesla T4 has no bf16 units), accumulate 1, seed 1"
+    )
+
+
+@on
+def test_cpu_hides_the_gpus(planned: Any) -> None:
+    spec = planned.plan("%%accelerate -n 3 --cpu\nx = 1")
+    assert spec.world_size == 3
+    assert spec.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert spec.environ["ACCELERATE_USE_CPU"] == "true"
+
+
+@on
+def test_devices_are_chosen_by_number(planned: Any) -> None:
+    assert planned.plan("%%accelerate -d 1\nx = 1").environ["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+
+
+@on
+def test_more_ranks_than_gpus_are_refused_with_a_way_out(planned: Any) -> None:
+    error = planned.run("%%accelerate -n 3\nx = 1").error
+    assert isinstance(error, NoSuchDevice)
+    assert "use -n 2, or --cpu" in str(error)
+
+
+@on
+def test_bf16_without_its_units_is_refused_with_a_way_out(planned: Any) -> None:
+    error = planned.run("%%accelerate -p bf16\nx = 1").error
+    assert isinstance(error, LaunchRefused)
+    assert str(error) == ("Tesla T4 has no bf16 units and would emulate bf16 slowly: use -p fp16, or leave -p out.")
+
+
+@pytest.mark.parametrize("survey", [A100], indirect=True)
+def test_bf16_is_taken_where_there_are_units(planned: Any) -> None:
+    ran = planned.run("%%accelerate -p bf16 --seed 3\nx = 1")
+    assert "default precision bf16, accumulate" in ran.stdout
+    assert planned.plan("%%accelerate\nx = 1").environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_a_fresh_seed_is_drawn_printed_and_does_not_move_the_notebooks_own(planned: Any) -> None:
+    state = random.getstate()
+    seeds = set()
+    for _ in range(3):
+        line = planned.run("%%accelerate\nx = 1").stdout.splitlines()[0]
+        seeds.add(planned.session.launcher.spec.environ["NBACCEL_SEED"])
+        assert line.endswith(f"seed {planned.session.launcher.spec.environ['NBACCEL_SEED']}")
+    assert len(seeds) > 1
+    assert random.getstate() == state
+
+
+def test_a_copy_of_more_than_a_gigabyte_is_said_before_the_launch(planned: Any) -> None:
+    numpy = pytest.importorskip("numpy")
+    planned.names["data"] = numpy.empty(1_500_000_000, "uint8")  # no page of it is ever touched
+    ran = planned.run("%%accelerate --start zygote\ndata")
+    assert ran.stdout.splitlines()[0].endswith(", 1.5 GB to copy to the ranks first")
+    assert "to copy" not in planned.run("%%accelerate\ndata").stdout
+
+
+@pytest.fixture
+def cuda_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+
+def test_a_notebook_that_used_cuda_starts_ranks_by_zygote_and_names_the_cell(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    planned.names["touch"] = lambda: monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    planned.run("x = 1")
+    planned.run("touch()")
+    planned.run("x = 2")
+    ran = planned.run("%%accelerate\nx = 1")
+    assert "zygote (CUDA is initialised in the notebook since cell [2])" in ran.stdout
+    error = planned.run("%%accelerate --start fork\nx = 1").error
+    assert isinstance(error, CannotFork)
+    assert "First seen: cell [2]." in str(error)
+    assert "since cell [2]" in planned.run("%accelerate doctor").stdout
+
+
+@pytest.mark.usefixtures("cuda_is_initialized")
+def test_a_context_older_than_the_extension_is_blamed_on_no_cell(planned: Any) -> None:
+    planned.run("x = 1")
+    assert "CUDA is initialised in the notebook)" in planned.run("%%accelerate\nx = 1").stdout
+
+
+@pytest.mark.usefixtures("cuda_is_initialized")
+def test_one_rank_runs_inline_rather_than_copy_a_gigabyte_of_device_memory(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    class Storage:
+        def nbytes(self) -> int:
+            return 600_000_000
+
+        def data_ptr(self) -> int:
+            return id(self)
+
+    class OnDevice(torch.Tensor):
+        device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+
+        def untyped_storage(self) -> Any:
+            return self.__dict__.setdefault("its_storage", Storage())
+
+    tensors = [torch.zeros(1).as_subclass(OnDevice) for _ in range(2)]
+    planned.names.update({"one": {"a": tensors[0]}, "two": [tensors[1], tensors[0]], "result": None})
+    monkeypatch.setattr(planned.session, "_run_inline", lambda spec, task: "inline")
+    ran = planned.run("%%accelerate\none, two")
+    assert ran.value == "inline"
+    assert "inline (the names it reads hold 1.2 GB on the device, too much to copy)" in ran.stdout
+    assert "zygote" in planned.run("%%accelerate\none").stdout
+
+
+def test_a_time_limit_cannot_be_held_inline_and_that_is_said(planned: Any) -> None:
+    error = planned.run("%%accelerate --start inline -t 5\nx = 1").error
+    assert str(error) == (
+        "--timeout can stop ranks only, and this cell would run in the notebook's own process (asked for): "
+        "leave --timeout out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "sentence"),
+    [
+        (
+            "%%accelerate --out histroy\nhistory = []",
+            "--out histroy: neither the notebook nor the cell has a variable of that name (did you mean history?); "
+            "nothing was started. Correct it or leave it out.",
+        ),
+        (
+            "%%accelerate --in dta\nx = 1",
+            "--in dta: the notebook has not a variable of that name (did you mean data?); "
+            "nothing was started. Correct it or leave it out.",
+        ),
+        ("%%accelerate --out xyzzy\n1", "has a variable of that name; nothing was started."),
+    ],
+)
+def test_names_that_can_only_be_mistakes_are_refused_before_the_launch(planned: Any, cell: str, sentence: str) -> None:
+    planned.names["data"] = 1
+    ran = planned.run(cell)
+    assert isinstance(ran.error, LaunchRefused)
+    assert sentence in str(ran.error)
+    assert not planned.session.launcher.specs
+
+
+def test_a_name_that_only_a_string_of_the_cell_mentions_may_come_back(planned: Any) -> None:
+    assert planned.plan('%%accelerate --out x\nexec("x = 1")').task.out == ("x",)
+
+
+def test_a_syntax_error_is_raised_here_with_its_line_and_nothing_starts(planned: Any) -> None:
+    error = planned.run("%%accelerate -n 2\nx = 1\ny = (\n").error
+    assert isinstance(error, SyntaxError)
+    assert (error.filename, error.lineno) == ("Cell In[1]", 3)
+    assert not planned.session.launcher.specs
+
+
+def test_refusals_are_shown_as_one_sentence_without_our_frames(planned: Any) -> None:
+    ran = planned.run("%%accelerate --out xyzzy\n1")
+    assert ran.stdout.startswith("LaunchRefused: --out xyzzy")
+    assert ran.stdout.count("\n") == 1
+
+
+def test_loading_the_room_imports_no_torch() -> None:
+    import subprocess
+
+    code = "import nbaccel.notebook.magics, sys; print({'torch', 'ipywidgets', 'matplotlib.pyplot'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
