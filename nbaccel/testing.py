@@ -42,23 +42,48 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     import torch._dynamo  # noqa: F401  # imported by every rank's first DDP otherwise, 0.8 s each
 
+    release = _Release()
     folder = tempfile.mkdtemp(prefix="nbaccel-ranks-")  # mkdtemp makes it 0700
     ranks: list[_Rank] = []
 
     def fork() -> None:
         for rank in range(world_size):
-            ranks.append(_fork_rank(World(rank, world_size, rank, world_size), folder, function, args))
+            ranks.append(_fork_rank(World(rank, world_size, rank, world_size), folder, release, function, args))
 
     try:
         # A fresh thread has no OpenMP pool, so its forks can run parallel regions.
         forker = threading.Thread(target=fork, name="nbaccel-run-ranks")
         forker.start()
         forker.join()
-        return _collect(ranks, time.monotonic() + timeout_s, timeout_s)
+        values = _collect(ranks, time.monotonic() + timeout_s, timeout_s)
+        release.give()
+        for rank in ranks:
+            rank.wait()
+        return values
     finally:
+        release.give()
         for rank in ranks:
             rank.bury()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Release:
+    """A pipe that says nothing and ends: ranks that are done stay until all are, since peers may be reading them."""
+
+    def __init__(self) -> None:
+        self._waiting, self._holding = os.pipe()
+        self._is_given = False
+
+    def give(self) -> None:
+        if not self._is_given:
+            self._is_given = True
+            os.close(self._holding)
+            os.close(self._waiting)
+
+    def wait(self) -> None:
+        """In a rank."""
+        os.close(self._holding)
+        os.read(self._waiting, 1)
 
 
 @dataclass(slots=True)
@@ -83,8 +108,8 @@ class _Rank:
         return self.status
 
     def value(self, world_size: int) -> Any:
-        exit_code = self.wait()
         if not self.received:
+            exit_code = self.wait()
             raise RankDied(
                 f"rank {self.number} of {world_size} ended without a value, exit code {exit_code}",
                 self.number,
@@ -121,7 +146,9 @@ def _collect(ranks: list[_Rank], deadline: float, timeout_s: float) -> list[Any]
     return [values[number] for number in range(len(ranks))]
 
 
-def _fork_rank(world: World, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> _Rank:
+def _fork_rank(
+    world: World, folder: str, release: _Release, function: Callable[..., Any], args: tuple[Any, ...]
+) -> _Rank:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -129,6 +156,7 @@ def _fork_rank(world: World, folder: str, function: Callable[..., Any], args: tu
             os.close(reading)
             with open(writing, "wb") as pipe:
                 pickle.dump(_run(world, folder, function, args), pipe)
+            release.wait()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

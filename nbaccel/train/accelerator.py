@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -91,7 +92,8 @@ class Accelerator:
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
         self._bound_to: World | None = None
-        self._ready_in = 0  # the process in which training was found to be one training; see _make_ready
+        self._is_ready = False  # this process may train; see _make_ready
+        _watch_forks(self)
         self.state = PartialState(cpu=cpu)
         self._bind()
         if log_with is not None and self.is_main_process:
@@ -248,7 +250,7 @@ class Accelerator:
 
         The last batch of a prepared loader always ends its window. Without `models` all prepared ones are meant.
         """
-        if self._ready_in != os.getpid():
+        if not self._is_ready:
             self._make_ready("accumulate", models)
         context = self._accumulating
         context.models = models or self._models
@@ -256,7 +258,7 @@ class Accelerator:
 
     def no_sync(self, *models: Module) -> AbstractContextManager[None]:
         """While entered, backward leaves gradients unsynchronised, for windows that the program counts itself."""
-        if self._ready_in != os.getpid():
+        if not self._is_ready:
             self._make_ready("no_sync", models)
         return NoSync(self._accumulation, self._strategy, models or self._models)
 
@@ -265,14 +267,16 @@ class Accelerator:
 
         Collective at a window's end.
         """
-        if self._ready_in != os.getpid():
+        if not self._is_ready:
             self._make_ready("backward")
         accumulation = self._accumulation
-        divisor = accumulation.enter_backward()
+        window = accumulation.window
+        divisor = window.divisor if accumulation.depth else accumulation.enter_bare_backward()
         if divisor != 1:
             loss = loss / divisor
         self._strategy.backward(self._precision.scale(loss), **kwargs)
-        accumulation.leave_backward()
+        if window.sync and not accumulation.is_held:
+            accumulation.clock.train()
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The run's precision for code outside of a prepared model's forward; it nests."""
@@ -300,7 +304,7 @@ class Accelerator:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def _clippable(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[Tensor]:
-        if self._ready_in != os.getpid():
+        if not self._is_ready:
             self._make_ready(call)
         return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
@@ -452,7 +456,7 @@ class Accelerator:
         bound_to, self._bound_to = self._bound_to, world
         if bound_to == world:
             return
-        self._ready_in = 0
+        self._is_ready = False
         if bound_to is not None and bound_to.world_size == world.world_size and self._has_prepared:
             self._follow_device()
             return
@@ -497,7 +501,7 @@ class Accelerator:
                 f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
                 f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
             )
-        self._ready_in = os.getpid()
+        self._is_ready = True
 
     def _is_one_training(self, models: Sequence[Module]) -> bool:
         strategy = self._strategy
@@ -515,7 +519,7 @@ class Accelerator:
         self._optimizers.clear()
         self._schedulers.clear()
         self._loaders.clear()
-        self._ready_in = 0
+        self._is_ready = False
 
     def _follow_device(self) -> None:
         """After a move into a rank of an equal world: what was prepared follows to its device."""
@@ -529,6 +533,23 @@ class Accelerator:
             optimizer.load_state_dict(optimizer.state_dict())  # casts the state to its parameters' device
         for loader in self._loaders:
             loader.move_to(device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._is_ready = False
+        _watch_forks(self)
+
+
+def _watch_forks(accelerator: Accelerator) -> None:
+    """Let a forked child ask again whether it may train; cheaper than asking for the process id in every step."""
+    reference = weakref.ref(accelerator)
+
+    def ask_again() -> None:
+        forked = reference()
+        if forked is not None:
+            forked._is_ready = False
+
+    os.register_at_fork(after_in_child=ask_again)
 
 
 def _registered(thing: _T, among: list[_T]) -> _T:

@@ -105,30 +105,37 @@ class Window:
         return factor
 
 
+class _Outside(Window):
+    """The window of loops over anything else than a prepared loader: it crosses the boundaries itself."""
+
+    __slots__ = ("_clock",)
+
+    def __init__(self, clock: StepClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def advance(self, steps: int) -> float:
+        if self.position == 0:
+            self._clock.enter()
+        return super().advance(steps)
+
+
 class Accumulation:
     """The windows that are open in this process, and the clock they share.
 
     steps: batches per optimizer step; may be changed between windows.
     window: that of the innermost loop; the one to ask ``window.sync``.
+    depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
     """
 
     def __init__(self, steps: int = 1) -> None:
         self.steps = steps
         self.clock = StepClock()
-        self.is_accumulating = False  # inside `accumulate`
-        self.is_held = False  # inside `no_sync`
-        self.window = self._outside = Window()
+        self.depth = 0
+        self.is_held = False
+        self.window: Window = _Outside(self.clock)
+        self._outside = self.window
         self._open: list[Window] = []
-
-    @property
-    def steps(self) -> int:
-        return self._steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        if steps < 1:
-            raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}")
-        self._steps = steps
 
     def open(self, source: Any, batches_left: int | None) -> Window:
         """The window of a new iteration over `source`, which becomes the innermost one.
@@ -149,27 +156,13 @@ class Accumulation:
         if not self._open:
             self.clock.leave()
 
-    def advance(self) -> float:
-        """`accumulate` was entered; see `Window.advance` for the factor."""
-        window = self.window
-        if window is self._outside and window.position == 0:
+    def enter_bare_backward(self) -> int:
+        """A backward outside of `accumulate`: what its loss is divided by. The window is the program's own loop."""
+        if self.window is self._outside and not self.clock.is_inside:
             self.clock.enter()
-        return window.advance(self._steps)
-
-    def enter_backward(self) -> int:
-        """What the loss is to be divided by. Outside `accumulate` the whole window is the user's own loop."""
-        window = self.window
-        if self.is_accumulating:
-            return window.divisor
-        if window is self._outside and not self.clock.is_inside:
-            self.clock.enter()
-        return self._steps
-
-    def leave_backward(self) -> None:
-        if self.window.sync and not self.is_held:
-            self.clock.train()
+        return self.steps
 
     def forget(self) -> None:
         """Drop every open window: nothing is prepared any more."""
         self._open.clear()
-        self.window = self._outside = Window()
+        self.window = self._outside = _Outside(self.clock)

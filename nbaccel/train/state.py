@@ -191,6 +191,10 @@ class _Process:
             world_size=world.world_size,
             device_id=device if on_cuda else None,
         )
+        if not on_cuda:
+            # gloo returns on each rank when that rank's connections stand. One that is done quickly could leave while
+            # a peer still connects, and the peer would fail.
+            dist.barrier()
 
 
 _process = _Process()

@@ -48,31 +48,35 @@ class Accumulating:
     models: those of the block about to be entered.
     """
 
-    __slots__ = ("_accumulation", "_entered", "_strategy", "models")
+    __slots__ = ("_accumulation", "_held", "_strategy", "models")
 
     def __init__(self, accumulation: Accumulation, strategy: Strategy) -> None:
         self._accumulation = accumulation
         self._strategy = strategy
-        self._entered: list[list[AbstractContextManager[Any]]] = []
+        self._held: list[list[AbstractContextManager[Any]]] = []  # one entry per block that is entered
         self.models: Sequence[Module] = ()
 
     def __enter__(self) -> None:
         accumulation = self._accumulation
-        factor = accumulation.advance()  # may raise RunStopped; nothing is held by then
+        window = accumulation.window
+        factor = window.advance(accumulation.steps)  # may raise RunStopped; nothing is held by then
         if factor != 1.0:
             _multiply_gradients(self.models, factor)
-        held: list[AbstractContextManager[Any]] = []
-        if not accumulation.window.sync:
-            held = [self._strategy.no_sync(model) for model in self.models]
-            for context in held:
-                context.__enter__()
-        self._entered.append(held)
-        accumulation.is_accumulating = True
+        if self._strategy.has_peers:
+            self._hold(not window.sync)
+        accumulation.depth += 1
 
-    def __exit__(self, *exception: Any) -> None:
-        for context in self._entered.pop():
-            context.__exit__(*exception)
-        self._accumulation.is_accumulating = bool(self._entered)
+    def __exit__(self, *exception: object) -> None:
+        self._accumulation.depth -= 1
+        if self._strategy.has_peers:
+            for context in self._held.pop():
+                context.__exit__(None, None, None)
+
+    def _hold(self, holds: bool) -> None:
+        held = [self._strategy.no_sync(model) for model in self.models] if holds else []
+        for context in held:
+            context.__enter__()
+        self._held.append(held)
 
 
 def _multiply_gradients(models: Iterable[Module], factor: float) -> None:

@@ -119,5 +119,5 @@ def test_an_exception_inside_accumulate_leaves_the_next_block_clean() -> None:
         for _ in loader:
             with accelerator.accumulate(model):
                 raise ZeroDivisionError
-    assert not accelerator._accumulation.is_accumulating
+    assert accelerator._accumulation.depth == 0
     assert _syncs(accelerator, model, loader) == [False, False, False, True, False, True]

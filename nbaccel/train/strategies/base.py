@@ -20,6 +20,9 @@ __all__ = ["Strategy", "without_compile"]
 class Strategy:
     """One process, one device. Subclasses are final and override what their way of spreading needs."""
 
+    has_peers = False
+    """Whether gradients are exchanged with other ranks at all."""
+
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.device = device

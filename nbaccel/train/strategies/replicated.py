@@ -18,6 +18,8 @@ __all__ = ["Replicated"]
 class Replicated(Strategy):
     """DDP. Also understands DDP modules that the user made, and anything else that has a `no_sync`."""
 
+    has_peers = True
+
     def setup(self, model: Module) -> Module:
         if _is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a module without gradients, and there is nothing to average
