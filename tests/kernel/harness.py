@@ -25,6 +25,7 @@ from environments import Environment
 
 TAG = "NBACCEL_TEST_KERNEL"
 
+_CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 _PROC = Path("/proc")
 _OURS = re.compile(r"^(\d+ ranks? on .*|(not )?brought back.*)\n", re.M)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -195,6 +196,11 @@ class RealKernel:
     def pid(self) -> int:
         provisioner = getattr(self._manager, "provisioner", None)
         return int(provisioner.pid if provisioner is not None else self._manager.kernel.pid)
+
+    @property
+    def ports(self) -> set[int]:
+        """Those that the front end knows; a restarted kernel gets the same ones."""
+        return {self._manager.get_connection_info()[f"{channel}_port"] for channel in _CHANNELS}
 
     @property
     def is_alive(self) -> bool:

@@ -1,0 +1,105 @@
+"""A rank's own last words are complete, and its kernel's are not its to say."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernel.harness import RealKernel, accelerate
+
+
+def test_a_ranks_atexit_handlers_and_threads_finish(kernel: RealKernel, start: str) -> None:
+    kernel.do(
+        accelerate(
+            """
+            import atexit, os, threading, time
+            from pathlib import Path
+
+            rank = os.environ["RANK"]
+            atexit.register(Path(f"atexit-{rank}").write_text, "complete")
+
+            def late():
+                time.sleep(0.5)
+                Path(f"thread-{rank}").write_text("complete")
+
+            threading.Thread(target=late).start()
+            """,
+            start,
+        )
+    )
+    for rank in range(2):
+        for name in ("atexit", "thread"):
+            file = kernel.folder / f"{name}-{rank}"
+            assert file.read_text() == "complete", file
+            file.unlink()
+
+
+def test_the_kernels_atexit_handlers_do_not_run_in_ranks(kernel: RealKernel, start: str) -> None:
+    trace = kernel.folder / f"kernel-atexit-{start}"
+    kernel.do(f"import atexit; _ = atexit.register(open, {str(trace)!r}, 'w')")
+    kernel.do(accelerate("print('ran')", start))
+    kernel.run(accelerate("raise ValueError", start)).failed("ValueError")
+    kernel.do("atexit.unregister(open)")
+    assert not trace.exists()
+
+
+def test_atexit_handlers_run_after_an_exception_too(kernel: RealKernel, start: str) -> None:
+    kernel.run(
+        accelerate(
+            """
+            import atexit, os
+            from pathlib import Path
+            atexit.register(Path("atexit-failed").write_text, "complete")
+            raise ValueError("on purpose")
+            """,
+            start,
+            n=1,
+        )
+    ).failed("ValueError")
+    assert (kernel.folder / "atexit-failed").read_text() == "complete"
+
+
+LOGS_TO_WANDB = """
+import os, wandb
+if os.environ["RANK"] == "0":
+    run = wandb.init(mode="offline", dir=os.getcwd(), settings=wandb.Settings(silent=True, console="off"))
+    for step in range(25):
+        run.log({"loss": 1 / (step + 1)})
+    folder = run.dir
+"""
+
+READS_WANDB = """
+import glob, os, struct
+from wandb.proto import wandb_internal_pb2
+
+def records(path):
+    '''The records of an offline run: a LevelDB log of 32 kB blocks with 7 bytes above the first record.'''
+    data = open(path, "rb").read()
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)  # checksum; kind: 1 whole, 2 first, 3 middle, 4 last
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+(path,) = glob.glob(os.path.join(os.path.dirname(folder), "*.wandb"))
+kinds = [record.WhichOneof("record_type") for record in records(path)]
+"""
+
+
+@pytest.mark.timeout(120)
+def test_an_offline_wandb_run_without_finish_is_complete(kernel: RealKernel, start: str) -> None:
+    if kernel.run("import wandb").status != "ok":
+        pytest.skip("wandb is not installed in this environment")
+    before = kernel.family()
+    kernel.do(accelerate(LOGS_TO_WANDB, start, flags="--out folder"), timeout_s=90)
+    assert kernel.extra(before) == {}
+    kernel.do(READS_WANDB)
+    kinds = kernel.value("kinds")
+    assert kinds.count("history") == 25, kinds
+    assert "exit" in kinds, kinds

@@ -1,0 +1,44 @@
+"""`%load_ext nbaccel` and the first cell: quick, silent, and nothing is touched that was not asked for."""
+
+from __future__ import annotations
+
+from kernel.conftest import Kernels
+from kernel.harness import accelerate
+from kernel.sockets import listening_addresses
+
+UNTOUCHED = ("torch", "matplotlib.pyplot", "ipywidgets")
+
+
+def test_loading_the_extension_is_quick_and_silent_and_imports_nothing_large(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import sys")
+    cell = kernel.do("%load_ext nbaccel")
+    assert cell.seconds < 0.5
+    assert cell.text == ""
+    assert cell.displays == []
+    assert kernel.value(f"[name for name in {UNTOUCHED} if name in sys.modules]") == []
+
+
+def test_loading_the_extension_opens_no_listening_socket_and_starts_no_process(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("1")
+    sockets, family = listening_addresses(kernel.pid), kernel.family()
+    kernel.do("%load_ext nbaccel")
+    assert listening_addresses(kernel.pid) == sockets
+    assert kernel.family() == family
+
+
+def test_cuda_is_untouched_by_loading_and_by_a_run(new_kernel: Kernels, start: str) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch\n%load_ext nbaccel")
+    assert kernel.value("torch.cuda.is_initialized()") is False
+    kernel.do(accelerate("print(accelerator.device)", start))
+    assert kernel.value("torch.cuda.is_initialized()") is False
+
+
+def test_both_ranks_of_the_first_cell_are_in_the_group_at_once(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch, time\n%load_ext nbaccel\nsent = time.time()")
+    body = "import torch.distributed as dist\ndist.barrier()\nseconds = time.time() - sent"
+    kernel.do(accelerate(body, flags="--out seconds"))
+    assert kernel.value("seconds") < 5 * 1.5  # 1.5 s on an idle machine; this machine may be busy

@@ -1,0 +1,115 @@
+"""Ranks train whatever their kernel did before: computed with many threads, or touched CUDA."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernel.conftest import Kernels
+from kernel.harness import RealKernel, accelerate
+
+WARMS_UP = """
+import numpy as np, torch
+torch.set_num_threads(2)
+a = torch.randn(1500, 1500)
+a @ a
+torch.nn.functional.conv2d(torch.randn(8, 3, 64, 64, requires_grad=True), torch.randn(16, 3, 3, 3)).sum().backward()
+np.ones((1500, 1500)) @ np.ones((1500, 1500))
+"""
+
+TRAINS = """
+import os, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+data = torch.utils.data.TensorDataset(torch.randn(64, 1, 16, 16), torch.arange(64) % 4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
+losses = []
+for epoch in range(3):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+parent = os.getppid()
+"""
+
+
+def assert_trains(kernel: RealKernel, start: str) -> None:
+    kernel.do("losses = parent = None")
+    kernel.do(accelerate(TRAINS, start, flags="--out losses,parent"), timeout_s=30)
+    losses = kernel.value("losses")
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+
+
+def was_forked_from_the_kernel(kernel: RealKernel) -> bool:
+    """Whether the ranks of the last training were children of the kernel and not of the zygote."""
+    return bool(kernel.value("parent") == kernel.pid)
+
+
+def test_ranks_train_after_the_kernel_used_all_its_threads(kernel: RealKernel, start: str) -> None:
+    for _ in range(5):
+        kernel.do(WARMS_UP)
+        assert_trains(kernel, start)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_20_of_20_trainings_end_after_the_kernel_used_all_its_threads(kernel: RealKernel, start: str) -> None:
+    for _ in range(20):
+        kernel.do(WARMS_UP)
+        assert_trains(kernel, start)
+
+
+def test_a_kernel_without_cuda_is_forked(kernel: RealKernel) -> None:
+    assert_trains(kernel, "auto")
+    assert was_forked_from_the_kernel(kernel)
+
+
+def test_a_kernel_with_cuda_initialised_trains_by_the_zygote(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch\n%load_ext nbaccel\ntorch.cuda.is_initialized = lambda: True")
+    assert_trains(kernel, "auto")
+    assert not was_forked_from_the_kernel(kernel)
+
+
+def test_the_line_before_the_run_says_why_it_is_not_a_fork(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch\n%load_ext nbaccel")
+    touched = kernel.do("torch.cuda.is_initialized = lambda: True")
+    cell = kernel.do(accelerate("print('user code')"))
+    assert "zygote" in cell.stdout
+    assert f"cell [{touched.number}]" in cell.stdout
+
+
+def test_a_fork_of_a_kernel_with_cuda_is_refused_before_anything_starts(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch\n%load_ext nbaccel\ntorch.cuda.is_initialized = lambda: True")
+    cell = kernel.run(accelerate("print('user code')", "fork"))
+    assert "restart the kernel" in cell.failed("CannotFork").evalue
+    assert "user code" not in cell.text
+
+
+BREAKS_FORKS = """
+import os, torch
+%load_ext nbaccel
+kernel_pid = os.getpid()
+torch.cuda._is_in_bad_fork = lambda: os.getpid() != kernel_pid
+"""
+
+
+def test_cuda_that_only_a_fork_can_notice_ends_in_the_zygote_and_trains(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do(BREAKS_FORKS)
+    assert_trains(kernel, "auto")
+    assert not was_forked_from_the_kernel(kernel)
+
+
+def test_a_fork_that_was_asked_for_and_cannot_use_cuda_is_refused(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do(BREAKS_FORKS)
+    cell = kernel.run(accelerate("print('user code')", "fork"))
+    assert "_is_in_bad_fork" in cell.failed("CannotFork").evalue
+    assert "user code" not in cell.text
