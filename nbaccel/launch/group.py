@@ -49,6 +49,7 @@ class Ended:
     reports: by rank; None for a rank that died without one.
     exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
+    steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
     metrics: (step, values) that rank 0 logged; metrics_lost: how many more it logged than were kept.
     """
 
@@ -59,6 +60,7 @@ class Ended:
     is_interrupted: bool
     is_timed_out: bool
     seconds: float
+    steps: int | None = None
     metrics: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     metrics_lost: int = 0
 
@@ -116,7 +118,7 @@ class WorkerGroup:
             self._loop(page, began)
             if self._is_bad_fork:
                 raise BadFork
-            return self._ended(time.monotonic() - began)
+            return self._ended(page, time.monotonic() - began)
 
     # --- start -------------------------------------------------------------------------------------------------
 
@@ -322,7 +324,7 @@ class WorkerGroup:
                     time.sleep(0.002)
             self._close_pipe(pipe)
 
-    def _ended(self, seconds: float) -> Ended:
+    def _ended(self, page: ControlPage, seconds: float) -> Ended:
         self._see_everybody_out()
         causes = [rank for rank in self._failures if not self._is_consequence(self._members[rank])]
         first = (causes or self._failures or [None])[0]  # type: ignore[list-item]
@@ -334,6 +336,7 @@ class WorkerGroup:
             is_interrupted=self._presses > 0,
             is_timed_out=self._is_timed_out,
             seconds=seconds,
+            steps=page.steps_before_stop,
             metrics=self._metrics,
             metrics_lost=self._metrics_lost,
         )

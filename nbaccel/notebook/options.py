@@ -218,6 +218,7 @@ def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before:
     """
     for setting in settings:
         key, is_given, text = setting.partition("=")
+        key = key.replace("_", "-")  # as it is spelled in Python
         action = _action(parser, key)
         if action is None or not is_given:
             what = f"{key!r} needs a value: {key}=…" if action else f"there is no setting {key!r}"

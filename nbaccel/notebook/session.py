@@ -196,7 +196,8 @@ def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, s
     has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
     # Peers of a rank that failed are interrupted too: they say nothing about how the run ended.
     if ended.is_interrupted or (has_stopped and ended.first_failed is None):
-        return briefly(KeyboardInterrupt(f"the run was interrupted after {ended.seconds:.1f} s.")), "stopped"
+        steps = "" if ended.steps is None else f"; every rank had done {ended.steps} steps"
+        return briefly(KeyboardInterrupt(f"the run was interrupted after {ended.seconds:.1f} s{steps}.")), "stopped"
     return outcome.error, "done" if outcome.error is None else "failed"
 
 

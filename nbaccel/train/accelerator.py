@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +34,13 @@ from nbaccel.train.memory import release_unused
 from nbaccel.train.nested import slice_rows
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, make_precision, restore_forward
+from nbaccel.train.prepared import Prepared, remembered
 from nbaccel.train.state import PartialState
 from nbaccel.train.strategies import Strategy, choose_strategy
 from nbaccel.train.windows import Accumulating, NoSync
 from nbaccel.world import World
 
 __all__ = ["Accelerator"]
-
-_T = TypeVar("_T")
 
 _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 
@@ -87,10 +86,7 @@ class Accelerator:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.device_placement = device_placement
         self.project_dir = project_dir
-        self._models: list[Module] = []
-        self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[PreparedScheduler] = []
-        self._loaders: list[PreparedLoader] = []
+        self._prepared = Prepared()
         self._bound_to: World | None = None
         self._is_ready = False  # this process may train; see _make_ready
         _watch_forks(self)
@@ -177,29 +173,29 @@ class Accelerator:
         return thing
 
     def _prepare_model(self, model: Module, move: bool) -> Module:
-        if any(model is known for known in self._models):
+        if any(model is known for known in self._prepared.models):
             return model
         if move:
             model.to(self.device)
         restore_forward(self._strategy.unwrap(model))  # of another precision, before
         self._precision.wrap_forward(self._strategy.unwrap(model))
         model = self._strategy.setup(model)
-        self._models.append(model)
+        self._prepared.models.append(model)
         return model
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
             if optimizer.accumulation is self._accumulation:
-                return _registered(optimizer, self._optimizers)
+                return remembered(optimizer, self._prepared.optimizers)
             optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
-        return _registered(
-            PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy), self._optimizers
+        return remembered(
+            PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy), self._prepared.optimizers
         )
 
     def _prepare_loader(self, loader: DataLoader[Any], move: bool) -> PreparedLoader:
         if isinstance(loader, PreparedLoader):
             if loader.accumulation is self._accumulation:
-                return _registered(loader, self._loaders)
+                return remembered(loader, self._prepared.loaders)
             loader = loader.loader
         seed = data_seed(loader)
         if self.num_processes > 1:
@@ -213,19 +209,21 @@ class Accelerator:
             even=self.even_batches,
             split=self.split_batches,
         )
-        return _registered(prepared, self._loaders)
+        return remembered(prepared, self._prepared.loaders)
 
     def _prepare_scheduler(self, thing: Any) -> Any:
         if isinstance(thing, PreparedScheduler):
             if thing.accumulation is self._accumulation:
-                return _registered(thing, self._schedulers)
+                return remembered(thing, self._prepared.schedulers)
             thing = thing.scheduler
         if not isinstance(thing, LRScheduler):
             return thing
         moves = 1 if self.split_batches else self.num_processes
         if not self.step_scheduler_with_optimizer:
             moves = 0
-        return _registered(PreparedScheduler(thing, self._optimizers, self._accumulation, moves), self._schedulers)
+        return remembered(
+            PreparedScheduler(thing, self._prepared.optimizers, self._accumulation, moves), self._prepared.schedulers
+        )
 
     # -- the step
 
@@ -253,14 +251,14 @@ class Accelerator:
         if not self._is_ready:
             self._make_ready("accumulate", models)
         context = self._accumulating
-        context.models = models or self._models
+        context.models = models or self._prepared.models
         return context
 
     def no_sync(self, *models: Module) -> AbstractContextManager[None]:
         """While entered, backward leaves gradients unsynchronised, for windows that the program counts itself."""
         if not self._is_ready:
             self._make_ready("no_sync", models)
-        return NoSync(self._accumulation, self._strategy, models or self._models)
+        return NoSync(self._accumulation, self._strategy, models or self._prepared.models)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
@@ -290,7 +288,7 @@ class Accelerator:
         """
         parameters = self._clippable(parameters, "clip_grad_norm_")
         if self.sync_gradients:
-            self._precision.unscale(parameters, [prepared.optimizer for prepared in self._optimizers])
+            self._precision.unscale(parameters, [prepared.optimizer for prepared in self._prepared.optimizers])
             return self._strategy.clip_grad_norm_(parameters, max_norm, norm_type)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
@@ -300,7 +298,7 @@ class Accelerator:
         """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
         parameters = self._clippable(parameters, "clip_grad_value_")
         if self.sync_gradients:
-            self._precision.unscale(parameters, [prepared.optimizer for prepared in self._optimizers])
+            self._precision.unscale(parameters, [prepared.optimizer for prepared in self._prepared.optimizers])
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def _clippable(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[Tensor]:
@@ -311,7 +309,7 @@ class Accelerator:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer found infinite fp16 gradients."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     # -- values of all ranks
 
@@ -377,9 +375,14 @@ class Accelerator:
         """
         self._equip()
         if self.is_main_process:
-            write_checkpoint(
-                output_dir, [self._strategy.state_dict(model) for model in self._models], self._training_state()
-            )
+            clock = self._accumulation.clock
+            state = {
+                **self._prepared.state(),
+                "precision": self._precision.state_dict(),
+                "step": clock.step + clock.trained,
+                "generators": read_generators(self.device),
+            }
+            write_checkpoint(output_dir, self._prepared.model_states(self._strategy), state)
         return os.fspath(output_dir)
 
     def load_state(self, input_dir: str | os.PathLike[str]) -> None:
@@ -391,36 +394,12 @@ class Accelerator:
             ValueError: other things were prepared when it was written.
         """
         self._join_world()
-        models, state = read_checkpoint(input_dir, len(self._models))
-        for kind, prepared in (("optimizers", self._optimizers), ("schedulers", self._schedulers)):
-            if len(state[kind]) != len(prepared):
-                raise ValueError(
-                    f"{os.fspath(input_dir)} holds {len(state[kind])} {kind}, and {len(prepared)} "
-                    "are prepared: prepare the same ones"
-                )
-        for model, content in zip(self._models, models, strict=True):
-            self._strategy.load_state_dict(model, content)
-        for optimizer, content in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(content)
-        for scheduler, content in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(content)
-        for loader, iteration in zip(self._loaders, state["iterations"], strict=False):
-            loader.iteration = iteration
+        models, state = read_checkpoint(input_dir, len(self._prepared.models))
+        self._prepared.load(models, state, self._strategy)
         if state["precision"]:
             self._precision.load_state_dict(state["precision"])
         self._accumulation.clock.step = state["step"]
         restore_generators(state["generators"], self.process_index, self.device)
-
-    def _training_state(self) -> dict[str, Any]:
-        clock = self._accumulation.clock
-        return {
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-            "iterations": [loader.iteration for loader in self._loaders],
-            "precision": self._precision.state_dict(),
-            "step": clock.step + clock.trained,
-            "generators": read_generators(self.device),
-        }
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared and release what nobody else holds; one None per object.
@@ -431,14 +410,12 @@ class Accelerator:
         count = len(objects)
         del objects
         self._forget()
-        self._accumulation.forget()
         release_unused()
         return [None] * count
 
     def end_training(self) -> None:
         """Forget everything prepared and leave the process group; a later use forms a new one. On every rank."""
         self._forget()
-        self._accumulation.forget()
         self.state.destroy_process_group()
 
     def destroy_process_group(self) -> None:
@@ -446,6 +423,11 @@ class Accelerator:
         self.state.destroy_process_group()
 
     # -- finding this process's world
+
+    def _forget(self) -> None:
+        self._prepared.forget()
+        self._accumulation.forget()
+        self._is_ready = False
 
     def _bind(self) -> None:
         """Belong to the world of this process, if not yet. Touches no device and no process group.
@@ -457,10 +439,12 @@ class Accelerator:
         if bound_to == world:
             return
         self._is_ready = False
-        if bound_to is not None and bound_to.world_size == world.world_size and self._has_prepared:
-            self._follow_device()
+        if bound_to is not None and bound_to.world_size == world.world_size and self._prepared:
+            self._precision.move_to(self.device)
+            if self.device_placement:
+                self._prepared.move_to(self.device)
             return
-        self._forget()
+        self._prepared.forget()
         self._settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
         self._accumulation = Accumulation(self._settings.gradient_accumulation_steps or 1)
         self._is_equipped = False
@@ -490,49 +474,18 @@ class Accelerator:
         self.state.look_again()
         world, bound_to = self.state.world, self._bound_to
         place = f"rank {world.rank} of {world.world_size}"
-        if self._has_prepared and bound_to is not None and bound_to.world_size != world.world_size:
+        if self._prepared and bound_to is not None and bound_to.world_size != world.world_size:
             raise NotPrepared(
                 f"accelerator.{call} in {place}: what this accelerator prepared is for {bound_to.world_size} "
                 f"process(es). Prepare it here, before the loop:\n    {_PREPARE_LINE}"
             )
         self._join_world()
-        if world.is_distributed and not self._is_one_training(models):
+        if world.is_distributed and not self._prepared.is_one_training(models, self._strategy):
             raise NotPrepared(
                 f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
                 f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
             )
         self._is_ready = True
-
-    def _is_one_training(self, models: Sequence[Module]) -> bool:
-        strategy = self._strategy
-        known = {id(strategy.unwrap(model)) for model in self._models}
-        if models:
-            return all(strategy.keeps_together(model) or id(strategy.unwrap(model)) in known for model in models)
-        return any(strategy.unwrap(model) is not model for model in self._models) or strategy.finds_parallel()
-
-    @property
-    def _has_prepared(self) -> bool:
-        return bool(self._models or self._optimizers or self._loaders or self._schedulers)
-
-    def _forget(self) -> None:
-        self._models.clear()
-        self._optimizers.clear()
-        self._schedulers.clear()
-        self._loaders.clear()
-        self._is_ready = False
-
-    def _follow_device(self) -> None:
-        """After a move into a rank of an equal world: what was prepared follows to its device."""
-        device = self.device
-        self._precision.move_to(device)
-        if not self.device_placement:
-            return
-        for model in self._models:
-            model.to(device)
-        for optimizer in self._optimizers:
-            optimizer.load_state_dict(optimizer.state_dict())  # casts the state to its parameters' device
-        for loader in self._loaders:
-            loader.move_to(device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -550,9 +503,3 @@ def _watch_forks(accelerator: Accelerator) -> None:
             forked._is_ready = False
 
     os.register_at_fork(after_in_child=ask_again)
-
-
-def _registered(thing: _T, among: list[_T]) -> _T:
-    if not any(thing is known for known in among):
-        among.append(thing)
-    return thing

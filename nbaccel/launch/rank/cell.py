@@ -16,6 +16,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -135,7 +136,7 @@ class CellTask(Task):
     def results(self, rank: int) -> Results:
         if rank != 0:
             return Results()
-        values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
+        values = {name: _undressed(plain(self.namespace[name])) for name in self.out if name in self.namespace}
         facts: dict[str, Any] = {
             "sizes": {name: size_of(value) for name, value in values.items()},
             "not_asked": self._data_not_asked_for(),
@@ -215,8 +216,19 @@ class CellTask(Task):
 def _execute(code: types.CodeType, namespace: dict[str, Any]) -> Any:
     value = eval(code, namespace)
     if code.co_flags & inspect.CO_COROUTINE:
-        return asyncio.run(value)
+        return _completed(value)
     return value
+
+
+def _completed(coroutine: Any) -> Any:
+    """The result of a cell with a top-level `await`."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    # Inline, in the kernel, whose own loop is running in this thread: the cell gets a loop in another.
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(asyncio.run, coroutine).result()
 
 
 def _class_anchors(namespace: dict[str, Any]) -> dict[int, str]:
@@ -244,13 +256,17 @@ def plain(value: Any) -> Any:
     if callable(unwrap) and not isinstance(value, type):
         return unwrap()
     home = type(value).__module__
-    forward = getattr(value, "__dict__", {}).get("forward")
-    if hasattr(forward, "__nbaccel_unwrap__"):
-        del value.forward  # the rank is over: what was put before the class's own forward has served
     if home.startswith("torch.nn.parallel."):
         return plain(value.module)
     if home.startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):
         return plain(value._orig_mod)
+    return value
+
+
+def _undressed(value: Any) -> Any:
+    """A model without what `prepare` put before its class's own forward: the rank is over, it has served."""
+    if hasattr(getattr(value, "__dict__", {}).get("forward"), "__nbaccel_unwrap__"):
+        del value.forward
     return value
 
 
@@ -272,7 +288,10 @@ def _is_small_data(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    return not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type)
+    if isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
+        return False
+    is_ours = type(value).__module__.startswith("nbaccel.")  # an Accelerator that the cell made; what we wrap is data
+    return not is_ours or hasattr(value, "__nbaccel_unwrap__")
 
 
 def _is_heavy(value: Any) -> bool:

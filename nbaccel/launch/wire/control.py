@@ -118,6 +118,12 @@ class ControlPage:
             return None
         return int(_STOP_AFTER.unpack_from(self._map, _STOP_AFTER_AT)[0])
 
+    @property
+    def steps_before_stop(self) -> int | None:
+        """How many training steps every rank has done when the run stops; None if it was not asked to, or had none."""
+        answer = self.stop_after
+        return None if answer is None or answer < 0 else answer // _SUBSTEPS + 1
+
     def stop(self) -> int:
         """Kernel side: ask all ranks to stop and answer with the position after which they do.
 
