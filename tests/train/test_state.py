@@ -90,6 +90,7 @@ def test_under_plain_torchrun_groups_form_twice(tmp_path: Any) -> None:
     assert done.stdout.count("total 3") == 4
 
 
+@pytest.mark.slow
 def test_an_accelerator_that_is_only_made_touches_no_device() -> None:
     code = (
         "import nbaccel, torch, sys; torch.cuda.is_available = torch.cuda.current_device = None;"
@@ -169,4 +170,4 @@ def test_free_memory_forgets_what_was_prepared_and_gives_nones() -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     assert accelerator.free_memory(model, 1) == [None, None]
-    assert accelerator._models == []
+    assert not accelerator._prepared
