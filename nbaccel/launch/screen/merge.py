@@ -188,17 +188,26 @@ class LineMerger:
         if not waiting or not self._match:
             return self._take_oldest(waiting)
         if len(waiting) == len(queues):
-            if together := self._take_together(waiting):
-                return together
-            alone = [queue for queue in waiting if not self._occurs_elsewhere(queue)]
-            alone.sort(key=_age)
-            return [Merged(queue.rank, *queue.pop()) for queue in alone] or self._take_oldest(waiting)
+            alone = sorted((queue for queue in waiting if self._cannot_match(queue)), key=_age)
+            crossed = [queue for queue in waiting if self._occurs_elsewhere(queue)]
+            first = [Merged(queue.rank, *queue.pop()) for queue in alone]
+            if lines := first or self._take_together(waiting) or self._take_oldest(crossed):
+                return lines
         if any(queue.is_done and not queue.held for queue in queues):
             return self._take_oldest(waiting)
         ready = [queue for queue in waiting if queue.misses >= _PATIENCE or now >= queue.held[0].since + _HOLD_S]
         for queue in ready:
             queue.misses += 1
         return self._take_oldest(ready)
+
+    def _cannot_match(self, queue: _Queue) -> bool:
+        """Whether another rank is past the head of `queue`: it printed something else on that stream instead."""
+        key = queue.held[0].key
+        return any(
+            key not in other.keys and (other.is_done or other.first_of(key[0]) is not None)
+            for other in self._queues.values()
+            if other is not queue
+        )
 
     def _occurs_elsewhere(self, queue: _Queue) -> bool:
         key = queue.held[0].key
@@ -232,8 +241,8 @@ class LineMerger:
         return (
             not self._match
             or queue.misses >= _PATIENCE
-            or all(other.held for other in others)
             or any(other.is_done and not other.held for other in others)
+            or (all(other.held for other in others) and (self._cannot_match(queue) or self._occurs_elsewhere(queue)))
         )
 
     def _close_a_gap(self, now: float, has_room: bool) -> bool:

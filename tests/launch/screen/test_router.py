@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -249,7 +250,7 @@ def test_the_same_text_on_another_stream_is_another_line() -> None:
     run = Run(2)
     run.feed(0, "x\n")
     run.feed(1, "x\n", "stderr")
-    assert run.end() == ["[rank 0] x", "[rank 1] x"]
+    assert sorted(run.end()) == ["[rank 0] x", "[rank 1] x"]
 
 
 def test_lines_that_differ_do_not_wait() -> None:
@@ -326,11 +327,30 @@ def test_no_line_is_lost_repeated_or_overtaken_within_its_rank(prints: list[tupl
                 untagged.append((stream, text))
             for rank in range(3) if tag == "[all" else [int(tag[-1])] if tag else []:
                 shown[rank].append((stream, text))
-    for rank in speakers:
-        printed = [(stream, text) for of_rank, stream, text, _ in prints if of_rank == rank]
-        first = len(printed) - len(shown[rank])
-        assert shown[rank] == printed[first:]
-        assert first == 0 or printed[:first] == untagged
+    for rank, stream in itertools.product(speakers, ("stdout", "stderr")):
+        printed = [text for of_rank, of_stream, text, _ in prints if (of_rank, of_stream) == (rank, stream)]
+        texts = [text for of_stream, text in shown[rank] if of_stream == stream]
+        first = len(printed) - len(texts)
+        assert texts == printed[first:]
+        assert first == 0 or printed[:first] == [text for of_stream, text in untagged if of_stream == stream]
+
+
+def test_a_line_of_one_rank_alone_is_not_overtaken_by_a_later_line_of_all() -> None:
+    run = Run(2)
+    run.feed(0, "only I\n")
+    run.feed(0, "all of us\n")
+    run.feed(1, "all of us\n")
+    run.router.close()
+    assert run.screen.lines == ["[rank 0] only I", "[all] all of us"]
+
+
+def test_lines_of_two_streams_that_arrive_in_different_orders_are_still_one() -> None:
+    run = Run(2)
+    for rank, streams in enumerate((("stdout", "stderr"), ("stderr", "stdout"))):
+        for stream in streams:
+            run.feed(rank, f"{stream}\n", stream)
+    run.router.close()
+    assert sorted(run.screen.lines) == ["[all] stderr", "[all] stdout"]
 
 
 # Shown ranks and the log --------------------------------------------------------------------------------------------
