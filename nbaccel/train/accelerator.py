@@ -221,9 +221,8 @@ class Accelerator:
         moves = 1 if self.split_batches else self.num_processes
         if not self.step_scheduler_with_optimizer:
             moves = 0
-        return remembered(
-            PreparedScheduler(thing, self._prepared.optimizers, self._accumulation, moves), self._prepared.schedulers
-        )
+        scheduler = PreparedScheduler(thing, self._prepared.optimizers, self._accumulation, moves)
+        return remembered(scheduler, self._prepared.schedulers)
 
     # -- the step
 

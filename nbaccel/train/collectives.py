@@ -143,7 +143,7 @@ class GroupCollectives(Collectives):
         sent = rows if rows.dtype in _SENDABLE else rows.view(torch.uint8)
         joined = sent.new_empty((self._world.world_size * sent.shape[0], *sent.shape[1:]))
         _all_gather(joined, sent)
-        return joined.view(rows.dtype)
+        return joined if sent is rows else joined.view(rows.dtype)
 
     def _gather_rows(self, tensor: Tensor) -> Tensor:
         rows = tensor.detach() if tensor.ndim else tensor.detach()[None]

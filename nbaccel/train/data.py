@@ -398,6 +398,7 @@ def _rebuilt(loader: DataLoader[Any], shard: BatchShard) -> DataLoader[Any]:
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
+        in_order=loader.in_order,
     )
 
 

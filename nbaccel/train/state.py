@@ -173,7 +173,7 @@ class _Process:
         if self._world is not None and dist.is_initialized() and self._group is dist.group.WORLD:
             # The last reference must not be dropped yet, by us or by a DDP module that dies a moment later: gloo's
             # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
-            # drop the last collective's tensors (seen as a hang in 1 of 20 ends). At the next end they are idle.
+            # drop the last collective's tensors (a hang, now and then). At the next end they are idle.
             self._retired = self._group
             dist.destroy_process_group()
         self._group = self._talk = None

@@ -200,6 +200,18 @@ def test_ranks_share_rank_0s_seed_for_the_order_of_data() -> None:
     assert run_ranks(2, _orders, 1) == [first, second]
 
 
+def _with_workers() -> list[list[int]]:
+    loader = DataLoader(range(14), 2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type, var-annotated]
+    prepared = Accelerator().prepare(loader)
+    return [[index for batch in prepared for index in batch.tolist()] for _ in range(2)]
+
+
+def test_worker_processes_of_a_loader_are_kept() -> None:
+    first, second = run_ranks(2, _with_workers)
+    assert first == [[0, 1, 4, 5, 8, 9, 12, 13]] * 2
+    assert second == [[2, 3, 6, 7, 10, 11, 0, 1]] * 2
+
+
 def test_an_empty_dataset_in_two_ranks_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"dataset of a prepared loader is empty \(TensorDataset of length 0\)"):
         _prepare(DataLoader(TensorDataset(torch.arange(0)), 2), 0, 2)
