@@ -56,7 +56,7 @@ class ForkStart:
 
         ports, python_rng = kernel_ports(), random.getstate()
         close_fds = [*self._keeper_fds, *kernel_fds]
-        with _ready_for_fork():
+        with _quiet_tokenizers(), _frozen_heap():
             thread = threading.Thread(target=fork_all, name="nbaccel-fork")
             thread.start()
             thread.join()
@@ -100,22 +100,31 @@ class ZygoteStart:
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         parcel = task.pack()
         try:
-            return self._zygote.fork(boots, task.reference, parcel)
+            with _quiet_tokenizers():
+                return self._zygote.fork(boots, task.reference, parcel)
         finally:
             os.close(parcel.fd)
 
 
 @contextlib.contextmanager
-def _ready_for_fork() -> Iterator[None]:
+def _frozen_heap() -> Iterator[None]:
     """Keep the children's garbage collector off the kernel's objects: touching them would copy their pages."""
-    name = "TOKENIZERS_PARALLELISM"  # else the tokenizers library warns in every rank, and the user did nothing wrong
-    unset = name not in os.environ
-    if unset:
-        os.environ[name] = "false"
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-        if unset:
-            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _quiet_tokenizers() -> Iterator[None]:
+    """The tokenizers library warns in every process that was forked, unless the user has chosen; nothing is wrong."""
+    name = "TOKENIZERS_PARALLELISM"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]

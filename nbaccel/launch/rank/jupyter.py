@@ -45,13 +45,11 @@ def kernel_ports() -> frozenset[int]:
 
 
 def close_kernel_sockets(ports: frozenset[int]) -> None:
-    """Close this process's copies of the kernel's sockets.
+    """Close this process's copies of the kernel's sockets, and of every socket that listens for connections.
 
     A rank that outlives its kernel would otherwise keep the kernel's ports listening, and the restarted kernel,
     which gets the same ports, would die of "address already in use".
     """
-    if not ports:
-        return
     for entry in os.listdir("/proc/self/fd"):
         fd = int(entry)
         try:
@@ -64,7 +62,8 @@ def close_kernel_sockets(ports: frozenset[int]) -> None:
             if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             with contextlib.suppress(OSError):
-                if duplicate.getsockname()[1] in ports:
+                listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens or duplicate.getsockname()[1] in ports:
                     os.close(fd)
 
 

@@ -7,6 +7,7 @@ cloudpickle with our own ways for tensors, arrays, functions of the notebook and
 from __future__ import annotations
 
 import functools
+import importlib
 import mmap
 import pickle
 import sys
@@ -139,7 +140,24 @@ def _reduce_standard(obj: Any) -> Any:
     for name in ("stdin", "stdout", "stderr"):
         if obj is getattr(sys, name):
             return getattr, (sys, name)
-    return None
+    if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+        return _reduce_odd_module(obj)
+    return _reduce_shell(obj)
+
+
+def _reduce_odd_module(module: types.ModuleType) -> Any:
+    """A module of a class of its own, as `torch.backends.cudnn`, whose name may not lead to it: found by identity."""
+    name = next((name for name, known in list(sys.modules.items()) if known is module), None)
+    return None if name is None else (importlib.import_module, (name,))
+
+
+def _reduce_shell(obj: Any) -> Any:
+    """The notebook's IPython shell: over there it is the rank's. What is bound to it (`get_ipython`) follows."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if ipython is None or shell is None or obj is not shell:
+        return None
+    return ipython.get_ipython, ()
 
 
 def _cached_property(function: Any, name: str) -> Any:

@@ -507,3 +507,20 @@ def test_size_of_a_long_list_is_estimated_from_a_sample() -> None:
 def test_size_of_bytes_and_object_arrays() -> None:
     assert 1e6 <= size_of(b"x" * 1_000_000) < 1.001e6
     assert size_of(np.array([b"x" * 1000, b"y" * 1000], dtype=object)) >= 2000
+
+
+def test_modules_of_odd_classes_travel_by_name() -> None:
+    import torch
+
+    there = unpack(pack({"cudnn": torch.backends.cudnn, "backends": torch.backends}).fd)
+    assert there["cudnn"] is torch.backends.cudnn
+    assert there["backends"] is torch.backends
+
+
+def test_a_function_may_mention_the_backends_of_torch() -> None:
+    import torch
+
+    def train() -> bool:
+        return bool(torch.backends.cudnn.benchmark)
+
+    assert unpack(pack({"train": train}).fd)["train"]() is torch.backends.cudnn.benchmark

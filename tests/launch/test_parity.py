@@ -1,0 +1,147 @@
+"""Fork and zygote are one language: a program cannot tell which of the two its ranks came by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from environments import ENVIRONMENTS, Environment
+from kernel.harness import RealKernel, accelerate
+
+PREPARES = """
+import os, random, sys, warnings
+import numpy as np
+import torch
+%load_ext nbaccel
+
+os.makedirs("elsewhere/lib", exist_ok=True)
+with open("elsewhere/lib/only_here.py", "w") as file:
+    file.write("WORD = 'found'")
+os.chdir("elsewhere")
+sys.path.insert(0, os.path.abspath("lib"))
+os.environ["PARITY"] = "set in the kernel"
+os.environ.pop("HOME", None)
+warnings.filterwarnings("error", message="parity.*")
+warnings.filterwarnings("ignore", category=FutureWarning)
+random.seed(3); random.random()
+np.random.seed(4); np.random.rand()
+torch.manual_seed(5); torch.rand(1)
+torch.set_default_dtype(torch.float64)
+torch.set_float32_matmul_precision("high")
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.backends.cudnn.benchmark = True
+
+class Base:
+    def who(self):
+        return type(self).__name__
+
+def looks():
+    import only_here
+    caught = []
+    for category, message in ((UserWarning, "parity matters"), (FutureWarning, "ignored")):
+        try:
+            warnings.warn(message, category)
+        except UserWarning as warning:
+            caught.append(str(warning))
+    shell = get_ipython()
+    return {
+        "random": [random.random() for _ in range(3)],
+        "numpy": np.random.rand(3).tolist(),
+        "torch": torch.rand(3).tolist(),
+        "torch_seed": torch.initial_seed(),
+        "dtype": str(torch.get_default_dtype()),
+        "grad": torch.is_grad_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": [torch.are_deterministic_algorithms_enabled(),
+                          torch.is_deterministic_algorithms_warn_only_enabled()],
+        "cudnn": torch.backends.cudnn.benchmark,
+        "threads": [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]],
+        "warnings": caught,
+        "filters": [(kind, category.__name__) for kind, _, category, _, _ in warnings.filters],
+        "cwd": os.getcwd(),
+        "path": sys.path,
+        "only_here": only_here.WORD,
+        **{f"${name}": value for name, value in os.environ.items() if name not in NEW_IN_EVERY_RUN},
+        "shell": shell is not None,
+        "echo": shell.getoutput("echo from a shell"),
+        "name": __name__,
+        "class": [Base().who(), Base.__module__],
+        "stdin": [sys.stdin.isatty(), os.read(0, 1).hex()],
+        "signals": [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)],
+        "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "leader": os.getsid(0) == os.getpid(),
+        "modules": [name in sys.modules for name in ("torch._dynamo", "torch.nn.parallel")],
+        "python": [sys.executable, sys.prefix, sys.flags.ignore_environment],
+        "recursion": sys.getrecursionlimit(),
+        "umask": os.umask(0o22),
+    }
+
+import signal
+NEW_IN_EVERY_RUN = {"MASTER_PORT", "NBACCEL_LAUNCH_ID"}
+"""
+
+ASKS_A_CELL = """
+facts = looks()
+facts["cell"] = [__name__, get_ipython().user_ns is globals(), sys.modules["__main__"].__dict__ is globals()]
+print("printed", facts["echo"])
+display({"shown": facts["name"]})
+!echo by the shell
+%time facts["timed"] = 1
+1 + 1
+"""
+
+
+@pytest.fixture(scope="module", params=ENVIRONMENTS, ids=lambda environment: environment.name)
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
+    """A kernel whose surroundings are unlike those that a fresh process finds."""
+    environment: Environment = request.param
+    if not environment.exists:
+        pytest.skip(f"{environment.python} is not there; `make test` builds it")
+    kernel = RealKernel(environment, tmp_path_factory.mktemp("parity"))
+    try:
+        kernel.do(PREPARES)
+        for start in ("fork", "zygote"):  # their helpers are there before the first test
+            kernel.do(f"import nbaccel; nbaccel.launch(int, 1, start_method={start!r})")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def assert_alike(fork: dict[str, Any], zygote: dict[str, Any]) -> None:
+    names = sorted(fork.keys() | zygote.keys())
+    different = {name: (fork.get(name), zygote.get(name)) for name in names if fork.get(name) != zygote.get(name)}
+    assert different == {}
+
+
+def test_a_cell_finds_the_same_under_both_starts(kernel: RealKernel) -> None:
+    cells, facts = {}, {}
+    for start in ("fork", "zygote"):
+        cells[start] = kernel.do(accelerate(ASKS_A_CELL, start, n=1, flags="--out facts --seed 11"))
+        facts[start] = kernel.value("facts")
+    assert_alike(facts["fork"], facts["zygote"])
+    assert facts["fork"]["only_here"] == "found"
+    assert facts["fork"]["warnings"] == ["parity matters"]
+    shown = {start: [cell.displays, cell.result] for start, cell in cells.items()}
+    assert shown["fork"] == shown["zygote"]
+    assert words(cells["fork"].printed) == words(cells["zygote"].printed)
+
+
+def words(printed: str) -> list[str]:
+    """Without what a clock printed."""
+    return [line for line in printed.splitlines() if "time" not in line.lower() and "CPU times" not in line]
+
+
+def test_a_function_finds_the_same_under_both_starts(kernel: RealKernel) -> None:
+    found = [kernel.value(f"nbaccel.launch(looks, 2, start_method={start!r}).values") for start in ("fork", "zygote")]
+    for fork, zygote in zip(*found, strict=True):
+        assert_alike(fork, zygote)
+
+
+def test_a_launched_function_goes_on_with_the_kernels_random_numbers(kernel: RealKernel) -> None:
+    """As in Accelerate: without a seed every rank continues the streams of the kernel, which keeps its own place."""
+    draws = "[random.random(), float(np.random.rand()), float(torch.rand(1))]"
+    kernel.do(f"def draw(): return {draws}\nstates = random.getstate(), np.random.get_state(), torch.get_rng_state()")
+    ranks = [kernel.value(f"nbaccel.launch(draw, 1, start_method={start!r}).value") for start in ("fork", "zygote")]
+    assert ranks == [kernel.value("draw()")] * 2
