@@ -40,7 +40,7 @@ READS_ENVIRONMENT = {
 PRINTS = {
     "cli.py": "a command answers by printing",
     "launch/rank/cell.py": "`%%time` inside a cell answers in the rank's output",
-    "train/state.py": "`accelerator.print` is print",
+    "train/control.py": "`accelerator.print` is print",
 }
 
 A_MODULE = re.compile(r"nbaccel(\.[A-Za-z_]\w*)+(:\w+)?")

@@ -28,8 +28,9 @@ from nbaccel.events import Metric, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint import read_checkpoint, read_generators, restore_generators, write_checkpoint
-from nbaccel.train.collectives import holds_only_tensors
+from nbaccel.train.collectives import Collectives, holds_only_tensors
 from nbaccel.train.data import PreparedLoader, data_seed, prepare_loader
+from nbaccel.train.exchange import Exchange
 from nbaccel.train.memory import release_unused
 from nbaccel.train.nested import slice_rows
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
@@ -47,7 +48,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator:
+class Accelerator(Exchange):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -102,49 +103,21 @@ class Accelerator:
     # -- who and where
 
     @property
+    def world(self) -> World:
+        return self.state.world
+
+    @property
     def device(self) -> torch.device:
         return self.state.device
 
     @property
-    def num_processes(self) -> int:
-        return self.state.num_processes
-
-    @property
-    def process_index(self) -> int:
-        return self.state.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        return self.state.local_process_index
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.state.is_last_process
+    def collectives(self) -> Collectives:
+        return self.state.collectives
 
     @property
     def mixed_precision(self) -> str:
         self._bind()
         return self._settings.mixed_precision or "no"
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """`print`, once per node."""
-        self.state.print(*values, **options)
-
-    def wait_for_everyone(self) -> None:
-        """Return once every rank is here. Collective."""
-        self.state.wait_for_everyone()
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """This rank's share of `inputs`; see `PartialState.split_between_processes`."""
-        return self.state.split_between_processes(inputs, apply_padding)
 
     # -- prepare
 
@@ -312,14 +285,6 @@ class Accelerator:
 
     # -- values of all ranks
 
-    def gather(self, value: Any) -> Any:
-        """Every tensor in `value`, those of all ranks joined along the first dimension, on every rank. Collective.
-
-        Raises:
-            CollectiveMismatch: the ranks called it with different structures or shapes.
-        """
-        return self.state.collectives.gather(value)
-
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
         """`gather` without the samples that only fill up the loader's last round: each sample once. Collective.
 
@@ -337,14 +302,6 @@ class Accelerator:
         if loader is not None and window.is_last and loader.remainder > 0:
             return slice_rows(joined, 0, loader.remainder)
         return joined
-
-    def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Every tensor in `value` reduced over the ranks by "sum", "mean", "max" or "min". Collective."""
-        return self.state.collectives.reduce(value, reduction, scale)
-
-    def pad_across_processes(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Every tensor in `value` padded along `dim` to the longest of all ranks. Collective."""
-        return self.state.collectives.pad(value, dim, pad_index, pad_first)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Report numbers of this rank; tensors are detached and read later, away from the step.

@@ -8,9 +8,6 @@ rank, where it finds the rank's own world.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +16,13 @@ import torch.distributed as dist
 from nbaccel.errors import NoSuchDevice
 from nbaccel.settings import RunSettings
 from nbaccel.train.collectives import Collectives, GroupCollectives
+from nbaccel.train.exchange import Exchange
 from nbaccel.world import World
 
 __all__ = ["PartialState", "current_world"]
 
 
-class PartialState:
+class PartialState(Exchange):
     """This process's place in a run.
 
     cpu: stay on the CPU although there are devices; by default what the launcher was told.
@@ -80,53 +78,6 @@ class PartialState:
     def destroy_process_group(self) -> None:
         """Leave the process group that we made; a later collective forms a new one. Every rank should call it."""
         _process.leave()
-
-    @property
-    def num_processes(self) -> int:
-        return self.world.world_size
-
-    @property
-    def process_index(self) -> int:
-        return self.world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        return self.world.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.world.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.world.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.world.is_last_process
-
-    def wait_for_everyone(self) -> None:
-        """Return once every rank is here. Collective."""
-        self.collectives.barrier()
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """`print`, on the main process of each node."""
-        if self.is_local_main_process:
-            print(*values, **options)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's share of `inputs`; the first ranks get one more when they do not divide evenly.
-
-        inputs: a list, tuple, range, tensor, array, or a mapping of those with equal lengths.
-        apply_padding: repeat the last element so that every rank has equally many.
-
-        >>> with PartialState().split_between_processes(["a", "b"]) as mine:
-        ...     mine
-        ['a', 'b']
-        """
-        world = self.world
-        yield _share(inputs, world.rank, world.world_size, apply_padding) if world.is_distributed else inputs
 
     def __repr__(self) -> str:
         world = self.world
@@ -220,32 +171,3 @@ def _choose_device(world: World) -> torch.device:
     if torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
-
-
-def _share(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
-    if isinstance(inputs, Mapping):
-        lengths = {key: len(values) for key, values in inputs.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"split_between_processes needs values of equal length, got {lengths}")
-        return {key: _share(values, rank, world_size, apply_padding) for key, values in inputs.items()}
-    if isinstance(inputs, (str, bytes)) or not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
-        raise TypeError(
-            f"split_between_processes cannot cut a {type(inputs).__name__} into parts: give it a list, "
-            "a tuple, a tensor or an array"
-        )
-    length, extra = divmod(len(inputs), world_size)
-    start = rank * length + min(rank, extra)
-    part = inputs[start : start + length + (rank < extra)]
-    missing = (length + bool(extra)) - len(part)
-    return _repeat_last(part, inputs, missing) if apply_padding and missing and len(inputs) else part
-
-
-def _repeat_last(part: Any, inputs: Any, times: int) -> Any:
-    last = inputs[-1:]
-    if isinstance(part, torch.Tensor):
-        return torch.cat([part, *[last] * times])
-    if isinstance(part, (list, tuple)):
-        return part + last * times
-    if "numpy" in sys.modules and isinstance(part, sys.modules["numpy"].ndarray):
-        return sys.modules["numpy"].concatenate([part, *[last] * times])
-    return [*part, *list(last) * times]
