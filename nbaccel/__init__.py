@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
 
     from nbaccel.errors import (
         CannotFork as CannotFork,
+        CannotSave as CannotSave,
         CannotSend as CannotSend,
+        CheckpointCorrupt as CheckpointCorrupt,
         CollectiveMismatch as CollectiveMismatch,
         LaunchRefused as LaunchRefused,
         NbaccelError as NbaccelError,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         RanksFailed as RanksFailed,
         ResultsMissing as ResultsMissing,
         RunStopped as RunStopped,
+        UntrustedPickle as UntrustedPickle,
     )
     from nbaccel.launch.launcher import (
         Run as Run,
@@ -43,7 +46,9 @@ __version__ = "0.1.0"
 _HOME = {
     "Accelerator": "nbaccel.train.accelerator",
     "CannotFork": "nbaccel.errors",
+    "CannotSave": "nbaccel.errors",
     "CannotSend": "nbaccel.errors",
+    "CheckpointCorrupt": "nbaccel.errors",
     "CollectiveMismatch": "nbaccel.errors",
     "LaunchRefused": "nbaccel.errors",
     "NbaccelError": "nbaccel.errors",
@@ -58,6 +63,7 @@ _HOME = {
     "Run": "nbaccel.launch.launcher",
     "RunSettings": "nbaccel.settings",
     "RunStopped": "nbaccel.errors",
+    "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
     "debug_launcher": "nbaccel.launch.launcher",
     "launch": "nbaccel.launch",

@@ -11,7 +11,10 @@
     ├── ResultsMissing           the run is over, but a name of --out did not come back
     ├── NoInput                  code in a rank asked for keyboard input
     ├── NotPrepared              several ranks, and a model that would train separately in each
-    └── CollectiveMismatch       ranks called different collectives, or with different shapes
+    ├── CollectiveMismatch       ranks called different collectives, or with different shapes
+    ├── CannotSave               a checkpoint could not be written; the older one is as it was
+    ├── CheckpointCorrupt        a checkpoint is damaged or unfinished; knows the file
+    └── UntrustedPickle          a checkpoint holds a pickle, which could run code; trust=True loads it
 
 A message says what happened, where (rank, cell, step), the numbers with units, and the next move.
 """
@@ -20,7 +23,9 @@ from __future__ import annotations
 
 __all__ = [
     "CannotFork",
+    "CannotSave",
     "CannotSend",
+    "CheckpointCorrupt",
     "CollectiveMismatch",
     "LaunchRefused",
     "NbaccelError",
@@ -32,6 +37,7 @@ __all__ = [
     "RanksFailed",
     "ResultsMissing",
     "RunStopped",
+    "UntrustedPickle",
 ]
 
 
@@ -111,6 +117,38 @@ class NotPrepared(NbaccelError):
 
 class CollectiveMismatch(NbaccelError):
     """Ranks met in one collective with different operations, dtypes or shapes."""
+
+
+class CannotSave(NbaccelError):
+    """A checkpoint could not be written; an older one of that name is as it was.
+
+    path: the checkpoint that was to be written.
+    needed_bytes: its size, as far as it was known; free_bytes: what the disk had left.
+    """
+
+    def __init__(self, message: str, path: str = "", needed_bytes: int = 0, free_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.path = path
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class CheckpointCorrupt(NbaccelError):
+    """A checkpoint is damaged, or its writing was never finished.
+
+    file: the file that is not what it was.
+    expected, got: its size or checksum as written and as found; texts.
+    """
+
+    def __init__(self, message: str, file: str = "", expected: str = "", got: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        self.expected = expected
+        self.got = got
+
+
+class UntrustedPickle(NbaccelError):
+    """A file can only be read by running what a pickle asks for, and nobody said that it may be trusted."""
 
 
 class RunStopped(KeyboardInterrupt):
