@@ -1,4 +1,7 @@
-"""Real kernels for the tests of this folder: one per module and environment, and fresh ones where a test needs them."""
+"""Real kernels for the tests of this folder: one per environment for all of them, fresh ones where a test needs one.
+
+Starting a kernel, its torch and its zygote takes seconds; an environment's tests run together, so that it is done once.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ STARTS = ("fork", "zygote")
 Kernels = Callable[..., RealKernel]
 
 
-@pytest.fixture(scope="module", params=ENVIRONMENTS, ids=lambda environment: environment.name)
+@pytest.fixture(scope="session", params=ENVIRONMENTS, ids=lambda environment: environment.name)
 def environment(request: pytest.FixtureRequest) -> Environment:
-    """Each environment in turn; a module's tests run in one before they run in the other."""
+    """Each environment in turn; all tests run in one before they run in the other."""
     if not request.param.exists:
         pytest.skip(f"{request.param.python} is not there; `make test` builds it")
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_kernel(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
     """A kernel with torch and nbaccel loaded, whose guardian and zygote run already."""
     kernel = RealKernel(environment, tmp_path_factory.mktemp("kernel"))
@@ -38,7 +41,7 @@ def shared_kernel(environment: Environment, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def kernel(shared_kernel: RealKernel) -> Iterator[RealKernel]:
-    """The module's kernel; a test that leaves a process in it fails."""
+    """The shared kernel; a test that leaves a process in it fails."""
     before = shared_kernel.family()
     yield shared_kernel
     assert shared_kernel.is_alive, "the kernel died"

@@ -109,9 +109,14 @@ def test_our_own_frames_are_not_in_the_traceback(kernel: RealKernel, start: str)
 def test_run_all_stops_at_the_failing_cell(environment: Environment) -> None:
     sources = ["%load_ext nbaccel", accelerate("1 / 0"), "print('too far')"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    manager = environment.kernel_manager()
-    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        NotebookClient(notebook, km=manager, timeout=60).execute()
+    client = NotebookClient(notebook, km=environment.kernel_manager(), timeout=60)
+    try:
+        with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+            client.execute()
+    finally:  # a kernel manager of ours is ours to close
+        client.kc.stop_channels()
+        client.km.shutdown_kernel(now=True)
+        client.km.cleanup_resources()
     assert notebook.cells[2].outputs == []
     assert [output.output_type for output in notebook.cells[1].outputs].count("error") == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernel.conftest import Kernels
-from kernel.harness import accelerate
+from kernel.harness import RealKernel, accelerate
 from kernel.sockets import listening_addresses
 
 UNTOUCHED = ("torch", "matplotlib.pyplot", "ipywidgets")
@@ -28,10 +28,7 @@ def test_loading_the_extension_opens_no_listening_socket_and_starts_no_process(n
     assert kernel.family() == family
 
 
-def test_cuda_is_untouched_by_loading_and_by_a_run(new_kernel: Kernels, start: str) -> None:
-    kernel = new_kernel()
-    kernel.do("import torch\n%load_ext nbaccel")
-    assert kernel.value("torch.cuda.is_initialized()") is False
+def test_cuda_is_untouched_by_loading_and_by_a_run(kernel: RealKernel, start: str) -> None:
     kernel.do(accelerate("print(accelerator.device)", start))
     assert kernel.value("torch.cuda.is_initialized()") is False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
 from kernel.conftest import Kernels
@@ -68,48 +70,45 @@ def test_a_kernel_without_cuda_is_forked(kernel: RealKernel) -> None:
     assert was_forked_from_the_kernel(kernel)
 
 
-def test_a_kernel_with_cuda_initialised_trains_by_the_zygote(new_kernel: Kernels) -> None:
-    kernel = new_kernel()
-    kernel.do("import torch\n%load_ext nbaccel\ntorch.cuda.is_initialized = lambda: True")
+@pytest.fixture
+def pretending(kernel: RealKernel) -> Iterator[Callable[[str, str], None]]:
+    """Replaces a function of torch.cuda in the kernel for the length of a test."""
+    kernel.do("import os, torch\ntrue = {}\nkernel_pid = os.getpid()")
+
+    def pretend(name: str, function: str) -> None:
+        kernel.do(f"true[{name!r}] = torch.cuda.{name}\ntorch.cuda.{name} = {function}")
+
+    yield pretend
+    kernel.do("for name, function in true.items(): setattr(torch.cuda, name, function)")
+
+
+CUDA_IS_INITIALISED = ("is_initialized", "lambda: True")
+FORKS_ARE_BROKEN = ("_is_in_bad_fork", "lambda: os.getpid() != kernel_pid")
+
+
+@pytest.mark.parametrize("fact", [CUDA_IS_INITIALISED, FORKS_ARE_BROKEN], ids=lambda fact: fact[0])
+def test_a_kernel_with_cuda_initialised_trains_by_the_zygote(
+    kernel: RealKernel, pretending: Callable[[str, str], None], fact: tuple[str, str]
+) -> None:
+    pretending(*fact)
     assert_trains(kernel, "auto")
     assert not was_forked_from_the_kernel(kernel)
 
 
-def test_the_line_before_the_run_says_why_it_is_not_a_fork(new_kernel: Kernels) -> None:
-    kernel = new_kernel()
-    kernel.do("import torch\n%load_ext nbaccel")
-    touched = kernel.do("torch.cuda.is_initialized = lambda: True")
-    cell = kernel.do(accelerate("print('user code')"))
-    assert "zygote" in cell.stdout
-    assert f"cell [{touched.number}]" in cell.stdout
-
-
-def test_a_fork_of_a_kernel_with_cuda_is_refused_before_anything_starts(new_kernel: Kernels) -> None:
-    kernel = new_kernel()
-    kernel.do("import torch\n%load_ext nbaccel\ntorch.cuda.is_initialized = lambda: True")
+@pytest.mark.parametrize("fact", [CUDA_IS_INITIALISED, FORKS_ARE_BROKEN], ids=lambda fact: fact[0])
+def test_a_fork_that_was_asked_for_and_cannot_use_cuda_is_refused(
+    kernel: RealKernel, pretending: Callable[[str, str], None], fact: tuple[str, str]
+) -> None:
+    pretending(*fact)
     cell = kernel.run(accelerate("print('user code')", "fork"))
     assert "restart the kernel" in cell.failed("CannotFork").evalue
     assert "user code" not in cell.text
 
 
-BREAKS_FORKS = """
-import os, torch
-%load_ext nbaccel
-kernel_pid = os.getpid()
-torch.cuda._is_in_bad_fork = lambda: os.getpid() != kernel_pid
-"""
-
-
-def test_cuda_that_only_a_fork_can_notice_ends_in_the_zygote_and_trains(new_kernel: Kernels) -> None:
+def test_the_line_before_the_run_says_which_cell_initialised_cuda(new_kernel: Kernels) -> None:
     kernel = new_kernel()
-    kernel.do(BREAKS_FORKS)
-    assert_trains(kernel, "auto")
-    assert not was_forked_from_the_kernel(kernel)
-
-
-def test_a_fork_that_was_asked_for_and_cannot_use_cuda_is_refused(new_kernel: Kernels) -> None:
-    kernel = new_kernel()
-    kernel.do(BREAKS_FORKS)
-    cell = kernel.run(accelerate("print('user code')", "fork"))
-    assert "_is_in_bad_fork" in cell.failed("CannotFork").evalue
-    assert "user code" not in cell.text
+    kernel.do("import torch\n%load_ext nbaccel")
+    touched = kernel.do("torch.cuda.is_initialized = lambda: True")
+    cell = kernel.do(accelerate("print('user code')", n=1))
+    assert "zygote" in cell.stdout
+    assert f"cell [{touched.number}]" in cell.stdout
