@@ -11,6 +11,7 @@
     ├── ResultsMissing           the run is over, but a name of --out did not come back
     ├── NoInput                  code in a rank asked for keyboard input
     ├── NotPrepared              several ranks, and a model that would train separately in each
+    ├── PeerFailed               another rank failed in a block that this one was waiting for
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
     ├── CannotSave               a checkpoint could not be written; the older one is as it was
     ├── CheckpointCorrupt        a checkpoint is damaged or unfinished; knows the file
@@ -33,6 +34,7 @@ __all__ = [
     "NoInput",
     "NoSuchDevice",
     "NotPrepared",
+    "PeerFailed",
     "RankDied",
     "RanksFailed",
     "ResultsMissing",
@@ -115,8 +117,12 @@ class NotPrepared(NbaccelError):
     """More than one rank, and the model was not prepared: each rank would train its own."""
 
 
+class PeerFailed(NbaccelError):
+    """Another rank failed in what this one was waiting for; a consequence, the cause is that rank's own error."""
+
+
 class CollectiveMismatch(NbaccelError):
-    """Ranks met in one collective with different operations, dtypes or shapes."""
+    """Ranks met in one collective with different operations, dtypes or shapes, or one of them will never come."""
 
 
 class CannotSave(NbaccelError):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Event", "Metric", "Sink", "StepEntered", "StepsEnded", "emit", "outlet"]
+__all__ = ["Event", "Metric", "Sink", "StepEntered", "StepsEnded", "Waiting", "emit", "outlet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,19 @@ class StepEntered(Event):
 @dataclass(frozen=True, slots=True)
 class StepsEnded(Event):
     """The rank left its loop: no step is in flight until the next `StepEntered`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Event):
+    """The rank is in a collective of ours and its peers are not; emitted again while that lasts.
+
+    call: the collective in words.  seconds: for how long, so far.
+
+    An outlet that knows of a peer which will never come may answer by raising `nbaccel.errors.CollectiveMismatch`.
+    """
+
+    call: str
+    seconds: float = 0.0
 
 
 Sink = Callable[[Event], None]

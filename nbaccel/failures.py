@@ -16,7 +16,7 @@ class Failure(enum.Enum):
     """Kinds of failure, by what a person would do next."""
 
     OUT_OF_MEMORY = "out of memory"
-    PEER_LOST = "a connection to another rank was lost"
+    PEER_LOST = "another rank was lost, or failed first"
     INTERRUPTED = "interrupted"
     USER = "an error in the program"
 
@@ -39,6 +39,7 @@ _TABLE = (
     _symptom(Failure.OUT_OF_MEMORY, "RuntimeError AcceleratorError", r"out of memory", "CUDA, cuBLAS and NCCL texts"),
     _symptom(Failure.OUT_OF_MEMORY, "RuntimeError", r"CUBLAS_STATUS_ALLOC_FAILED", "cuBLAS handle creation"),
     _symptom(Failure.OUT_OF_MEMORY, "RuntimeError", r"DefaultCPUAllocator: can't allocate memory", "c10 CPU allocator"),
+    _symptom(Failure.PEER_LOST, "PeerFailed", "", "our own, where a rank waits for what another one prepares"),
     _symptom(
         Failure.PEER_LOST,
         "RuntimeError DistBackendError DistNetworkError DistStoreError ConnectionError",

@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from nbaccel.errors import RunStopped
-from nbaccel.events import Event, Metric, outlet
+from nbaccel.events import Event, Metric, Sink, outlet
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.watch import start_death_watch
 from nbaccel.launch.report import describe
 from nbaccel.launch.spec import RankBoot, Results, Task, load_named
 from nbaccel.launch.wire.channel import Channel
-from nbaccel.launch.wire.control import ControlPage, StepGate
+from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate
 from nbaccel.launch.wire.parcel import pack_what_can_travel
 
 __all__ = ["BROKEN", "run_rank"]
@@ -85,14 +85,15 @@ class _Interrupt:
 
 
 class _Reporter:
-    """The rank's outlet: steps go to the gate at once, metrics to the kernel a few times a second.
+    """The rank's outlet: steps go to the gate and waits to the watch at once, metrics to the kernel now and then.
 
     A thread reads the numbers, so that a tensor on a device is waited for away from the training step.
     """
 
-    def __init__(self, channel: Channel, gate: StepGate) -> None:
+    def __init__(self, channel: Channel, gate: Sink, watch: Sink) -> None:
         self._channel = channel
         self._gate = gate
+        self._watch = watch
         self._metrics: deque[Metric] = deque(maxlen=_METRICS_KEPT)
         self._logged = 0
         self._sent = 0
@@ -107,6 +108,7 @@ class _Reporter:
                 self._thread.start()
         else:
             self._gate(event)
+            self._watch(event)
 
     def _run(self) -> None:
         while True:
@@ -153,8 +155,8 @@ class _Rank:
         self.interrupt = _Interrupt()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         meet_in_file(boot.store_path, boot.world)
-        page = ControlPage(boot.page_fd, boot.world.world_size)
-        self.reporter = _Reporter(self.channel, StepGate(page, self.rank))
+        self.page = ControlPage(boot.page_fd, boot.world.world_size)
+        self.reporter = _Reporter(self.channel, StepGate(self.page, self.rank), PeerWatch(self.page, self.rank))
         self.is_fork = is_fork
 
     def live(self, make_task: Callable[[], Task]) -> int:
@@ -191,6 +193,7 @@ class _Rank:
                 flush_figures()
         self.reporter.flush()
         results = Results() if task is None else _results_of(task, self.rank)
+        self.page.finish(self.rank)
         anchors = anchors if task is not None else {}
         self._report(status, error, results, anchors, task)
         return status

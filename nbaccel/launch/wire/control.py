@@ -11,6 +11,8 @@ step. So the ranks and the kernel shake hands, without a collective:
    goes on through S; every rank leaves at its first boundary past S. All end after the same step.
 
 Steps are positions (training step, batches since) packed into one number, so that they compare in order.
+
+The page also says which ranks have finished: a rank that waits in a collective for one of those waits in vain.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ import struct
 import time
 from dataclasses import dataclass
 
-from nbaccel.errors import RunStopped
-from nbaccel.events import Event, StepEntered, StepsEnded
+from nbaccel.errors import CollectiveMismatch, RunStopped
+from nbaccel.events import Event, StepEntered, StepsEnded, Waiting
 
-__all__ = ["ControlPage", "Position", "StepGate", "position_number"]
+__all__ = ["ControlPage", "PeerWatch", "Position", "StepGate", "position_number"]
 
 _HEADER = 64
 _SLOT = 64
@@ -33,6 +35,7 @@ _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
+_HAS_FINISHED_AT = 48  # in a rank's slot, u8
 _SUBSTEPS = 1 << 24
 _VISIBLE_S = 0.001  # far longer than a store takes to leave a core's buffer (nanoseconds)
 _PARKED_POLL_S = 0.0005
@@ -107,6 +110,14 @@ class ControlPage:
     def positions(self) -> list[Position]:
         return [self.read(rank) for rank in range(self.world_size)]
 
+    def finish(self, rank: int) -> None:
+        """Say that `rank` has done its work: it will enter no collective any more."""
+        self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT] = 1
+
+    def finished(self) -> list[int]:
+        """The ranks that have done their work."""
+        return [rank for rank in range(self.world_size) if self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT]]
+
     @property
     def stop_requested(self) -> bool:
         return bool(self._map[_STOP])
@@ -175,3 +186,23 @@ class StepGate:
             Position(self._last, self._last, time.monotonic(), 0.0, parked=False, in_step=False),
         )
         self._entered_at = 0.0
+
+
+class PeerWatch:
+    """Rank side of the list of those that have finished: ends a collective that can never be complete."""
+
+    def __init__(self, page: ControlPage, rank: int) -> None:
+        self._page = page
+        self._rank = rank
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, Waiting):
+            return
+        finished = self._page.finished()
+        if finished:
+            sides = "\n".join(f"  rank {rank}: has finished its work and left" for rank in finished)
+            raise CollectiveMismatch(
+                f"rank {self._rank} of {self._page.world_size} waited {event.seconds:.1f} s in a collective that can "
+                f"never be complete.\n  rank {self._rank}: {event.call}\n{sides}\n  Every rank must make the same "
+                "calls: look for a `return`, a `break` or an `if is_main_process` that only some ranks take."
+            )
