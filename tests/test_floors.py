@@ -19,7 +19,7 @@ from environments import REPOSITORY
 PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
-    **dict.fromkeys(["errors", "world", "settings", "events", "failures", "hardware"], 0),
+    **dict.fromkeys(["errors", "world", "settings", "events", "failures", "hardware", "tracking"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     **dict.fromkeys(["", "utils", "logging", "cli", "testing"], 3),  # "" is nbaccel/__init__.py

@@ -9,9 +9,8 @@ finds that rank's world at its first use.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbaccel.errors import NotPrepared
-from nbaccel.events import Metric, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint import read_checkpoint, read_generators, restore_generators, write_checkpoint
@@ -38,6 +36,7 @@ from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared, remembered
 from nbaccel.train.state import PartialState
 from nbaccel.train.strategies import Strategy, choose_strategy
+from nbaccel.train.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.windows import Accumulating, NoSync
 from nbaccel.world import World
 
@@ -48,7 +47,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange):
+class Accelerator(Exchange, Tracking):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -58,7 +57,8 @@ class Accelerator(Exchange):
     even_batches: fill the last round up with the first samples, so that all ranks see equally many batches.
     step_scheduler_with_optimizer: prepared schedulers move with the optimizer; otherwise when they are called.
     device_placement: move prepared models and batches to the device.
-    log_with, project_dir: accepted for programs written for Accelerate; trackers do not exist yet.
+    log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
+    own, or several of those. project_dir: where those that write files do so.
 
     >>> accelerator = Accelerator()
     >>> model = torch.nn.Linear(2, 1)
@@ -78,7 +78,7 @@ class Accelerator(Exchange):
         step_scheduler_with_optimizer: bool = True,
         device_placement: bool = True,
         even_batches: bool = True,
-        log_with: Any = None,
+        log_with: LogWith = None,
         project_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self._asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu)
@@ -88,17 +88,12 @@ class Accelerator(Exchange):
         self.device_placement = device_placement
         self.project_dir = project_dir
         self._prepared = Prepared()
+        self._trackers = Trackers(log_with)
         self._bound_to: World | None = None
         self._is_ready = False  # this process may train; see _make_ready
         _watch_forks(self)
         self.state = PartialState(cpu=cpu)
         self._bind()
-        if log_with is not None and self.is_main_process:
-            warnings.warn(
-                f"log_with={log_with!r} is accepted, but this version has no trackers: what is logged goes to the "
-                "notebook's run and nowhere else.",
-                stacklevel=2,
-            )
 
     # -- who and where
 
@@ -113,6 +108,13 @@ class Accelerator(Exchange):
     @property
     def collectives(self) -> Collectives:
         return self.state.collectives
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        return self.project_dir
+
+    def _step_under_way(self) -> int:
+        return self._accumulation.clock.step
 
     @property
     def mixed_precision(self) -> str:
@@ -303,14 +305,6 @@ class Accelerator(Exchange):
             return slice_rows(joined, 0, loader.remainder)
         return joined
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Report numbers of this rank; tensors are detached and read later, away from the step.
-
-        step: the optimizer step they belong to; by default the one under way.
-        """
-        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-        emit(Metric(kept, self._accumulation.clock.step if step is None else step))
-
     # -- models, memory, the end
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True) -> Module:
@@ -370,7 +364,11 @@ class Accelerator(Exchange):
         return [None] * count
 
     def end_training(self) -> None:
-        """Forget everything prepared and leave the process group; a later use forms a new one. On every rank."""
+        """Finish the trackers, forget everything prepared and leave the process group. On every rank.
+
+        A later use forms a new group.
+        """
+        self._trackers.finish()
         self._forget()
         self.state.destroy_process_group()
 

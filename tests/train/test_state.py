@@ -161,10 +161,6 @@ def test_only_the_main_process_prints(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().out.count("once") == 1
 
 
-def test_log_with_is_accepted_with_one_honest_sentence() -> None:
-    with pytest.warns(UserWarning, match="log_with='wandb' is accepted, but this version has no trackers"):
-        Accelerator(log_with="wandb")
-
 
 def test_free_memory_forgets_what_was_prepared_and_gives_nones() -> None:
     accelerator = Accelerator()

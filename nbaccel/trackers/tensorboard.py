@@ -1,0 +1,63 @@
+"""TensorBoard: numbers, texts and images in event files. Runs on rank 0."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any
+
+from nbaccel.tracking import GeneralTracker
+
+__all__ = ["TensorBoard"]
+
+
+class TensorBoard(GeneralTracker):
+    """Event files in ``<logging_dir>/<project_name>/``.
+
+    A number is a scalar, a string a text, a mapping of numbers several scalars of one chart, a tensor or an array
+    a histogram. ``init_kwargs={"tensorboard": {…}}`` goes to `torch.utils.tensorboard.SummaryWriter`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    package = "tensorboard"
+
+    def __init__(self, project_name: str, logging_dir: str | os.PathLike[str], **options: Any) -> None:
+        self.folder = os.path.join(logging_dir, project_name)
+        self._options = options
+        self._writer: Any = None
+
+    def start(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(self.folder, **self._options)
+
+    @property
+    def tracker(self) -> Any:
+        """The `SummaryWriter`."""
+        return self._writer
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        # "." keeps the hyperparameters in this run; without it they would be a run of their own.
+        self._writer.add_hparams({name: _hparam(value) for name, value in values.items()}, {}, run_name=".")
+        self._writer.flush()
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(name, value, step, **options)
+            elif isinstance(value, Mapping):
+                self._writer.add_scalars(name, value, step, **options)
+            elif isinstance(value, Number):
+                self._writer.add_scalar(name, value, step, **options)
+            else:
+                self._writer.add_histogram(name, value, step, **options)
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _hparam(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,168 @@
+"""Tracking: where the numbers of a run are kept. The seam between `train`, which hands them over, and `trackers`.
+
+A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Those
+with a name are entry points of the group `nbaccel_trackers`, so the rooms do not name each other and a package
+adds a tracker by declaring it. Knows neither torch nor a process group; opens nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from nbaccel.events import Event, Metric
+from nbaccel.world import World
+
+__all__ = ["BlankTracker", "GeneralTracker", "LoggerType", "find_tracker", "on_main_process", "tracker_names"]
+
+_GROUP = "nbaccel_trackers"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class LoggerType(StrEnum):
+    """Names for ``Accelerator(log_with=…)``; plain strings do as well."""
+
+    ALL = "all"
+    CSV = "csv"
+    JSONL = "jsonl"
+    MLFLOW = "mlflow"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+class GeneralTracker(ABC):
+    """Base of all trackers: keeps what `Accelerator.log` is given. Runs on rank 0.
+
+    name: what `get_tracker` knows it by.
+    requires_logging_directory: it writes files, so the Accelerator needs a ``project_dir``.
+    main_process_only: False for a tracker that wants the values of every rank.
+    package: what must be installed for it; the extra of nbaccel has the same name.
+    numbers_steps: it counts its rows itself: it gets the step that the program gave, or None.
+
+    A tracker is a `Sink` too: put into an outlet, it keeps every `Metric`.
+
+    >>> class Kept(GeneralTracker):
+    ...     name = "kept"
+    ...     def __init__(self) -> None:
+    ...         self.rows: list[Any] = []
+    ...     @property
+    ...     def tracker(self) -> list[Any]:
+    ...         return self.rows
+    ...     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    ...         self.rows.append((step, dict(values)))
+    >>> kept = Kept()
+    >>> kept(Metric({"loss": 0.5}, step=3))
+    >>> kept.tracker
+    [(3, {'loss': 0.5})]
+    """
+
+    name: str
+    requires_logging_directory: bool = False
+    main_process_only: bool = True
+    package: ClassVar[str | None] = None
+    numbers_steps: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def tracker(self) -> Any:
+        """What does the work below: the run of wandb, the writer of TensorBoard."""
+
+    def start(self) -> None:  # noqa: B027 - many trackers have nothing to open
+        """Open what is written to. Called by `init_trackers`, in the process that will log."""
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:  # noqa: B027 - or no place for it
+        """Keep the run's configuration: hyperparameters by name."""
+
+    @abstractmethod
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Keep numbers by name. Tensors have been read: of one element as a number, others on the CPU.
+
+        options: what the program gave for this tracker as ``log_kwargs``.
+        """
+
+    def finish(self) -> None:  # noqa: B027 - or nothing to close
+        """Write out what is still in memory, and close. Called by `end_training`, at the latest when Python ends."""
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Metric):
+            self.log(event.values, event.step)
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether its package is installed; asked without importing it."""
+        return cls.package is None or find_spec(cls.package) is not None
+
+
+class BlankTracker(GeneralTracker):
+    """What `get_tracker` gives to ranks that do not track: every attribute is a call that does nothing.
+
+    >>> BlankTracker().tracker.log_artifact("model.safetensors").wait()
+    BlankTracker()
+    """
+
+    name = "blank"
+
+    @property
+    def tracker(self) -> BlankTracker:
+        return self
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # protocols such as pickle and copy ask for these
+        return BlankTracker()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __repr__(self) -> str:
+        return "BlankTracker()"
+
+
+def tracker_names() -> list[str]:
+    """The names that `find_tracker` knows, of every installed package."""
+    return sorted(_registered())
+
+
+def find_tracker(name: str) -> type[GeneralTracker]:
+    """The class of the tracker called `name`, made with ``(project_name, logging_dir, **init_kwargs)``.
+
+    Raises:
+        ValueError: nobody registered one of that name.
+    """
+    registered = _registered()
+    if not registered:
+        raise ValueError(
+            f"log_with={name!r}: no tracker is registered, not even nbaccel's own. Its installation is older than its "
+            "code, or it was never installed:\n    pip install -e ."
+        )
+    if name not in registered:
+        raise ValueError(
+            f"log_with must be one of {', '.join(map(repr, [LoggerType.ALL.value, *sorted(registered)]))}, or an "
+            f"object on nbaccel.tracking.GeneralTracker; got {name!r}."
+        )
+    kind: type[GeneralTracker] = registered[name].load()
+    return kind
+
+
+def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """A method that runs on rank 0 and returns None elsewhere; for trackers of one's own."""
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        return function(*args, **kwargs) if World.from_env().is_main_process else None
+
+    return wrapped
+
+
+def _registered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}

@@ -1,0 +1,60 @@
+"""Readings: the values of one `log` on their way from the device to plain numbers. Runs in ranks.
+
+Reading a number from a GPU waits until the GPU has computed it, so what lies there is copied in the stream, beside
+the step, and read when the copy has arrived. Each tensor is read once, however many trackers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbaccel.train.nested import map_children
+
+__all__ = ["Reading"]
+
+
+class Reading:
+    """Values by name: numbers, strings, tensors of any device, nested in any containers.
+
+    >>> Reading({"loss": torch.tensor(0.5), "epoch": 1}).values()
+    {'loss': 0.5, 'epoch': 1}
+    """
+
+    __slots__ = ("_arrival", "_values")
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._arrival: torch.cuda.Event | None = None
+        self._values = {name: self._send(value) for name, value in values.items()}
+        if self._arrival is not None:
+            self._arrival.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._arrival is None or self._arrival.query()
+
+    def values(self) -> dict[str, Any]:
+        """Tensors of one element as numbers, other tensors on the CPU; waits for those that have not arrived."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return {name: _number(value) for name, value in self._values.items()}
+
+    def _send(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return map_children(self._send, value)
+        value = value.detach()
+        if value.device.type == "cuda":
+            self._arrival = self._arrival or torch.cuda.Event()
+            return value.to("cpu", non_blocking=True)  # into pinned memory: torch pins what it copies without blocking
+        if value.numel() == 1:
+            return value.item()
+        return value.to("cpu", copy=True)  # the program may change it before it is read
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    return map_children(_number, value)

@@ -1,0 +1,308 @@
+"""Tracking: what a program logs goes to the notebook's run, and to its trackers. Runs in ranks.
+
+`Tracking` holds the user's methods; the Accelerator is one. `Trackers` owns the trackers of one process: it makes
+those with names, hands rows over in their order, and closes them. Only rank 0 has any, except those that ask for
+every rank. It does not know what a tracker does with its rows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbaccel.events import Metric, emit
+from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names
+from nbaccel.train.control import ProcessControl
+from nbaccel.train.readings import Reading
+
+__all__ = ["Trackers", "Tracking"]
+
+LogWith = str | GeneralTracker | Sequence[str | GeneralTracker] | None
+
+_ROWS_IN_FLIGHT = 64
+"""How many rows may wait for their device; then the oldest is waited for. A row is some bytes of pinned memory."""
+
+
+class Tracking(ProcessControl):
+    """`init_trackers`, `log`, `get_tracker`."""
+
+    _trackers: Trackers
+
+    @property
+    @abstractmethod
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """Where trackers write their files; None when the program named no folder."""
+
+    @abstractmethod
+    def _step_under_way(self) -> int:
+        """The optimizer step that is being prepared, 0-based."""
+
+    @property
+    def log_with(self) -> list[str | GeneralTracker]:
+        """The trackers that were chosen, as the program named them."""
+        return list(self._trackers.chosen)
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers of this process; empty before `init_trackers` and on ranks that do not track."""
+        return self._trackers.opened(self.is_main_process)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Open the trackers of ``log_with``, on rank 0. Every rank may call it; nobody waits for anybody.
+
+        config: hyperparameters to keep with the run.
+        init_kwargs: for each tracker by its name, what its library is given: ``{"wandb": {"tags": ["first"]}}``.
+
+        A process that was forked or unpickled from this one opens them anew at its first `log`.
+
+        Raises:
+            ModuleNotFoundError: a tracker's package is not installed; the message is the command that does.
+            ValueError: a tracker writes files, and there is no ``project_dir``.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        """
+        plan = _Plan(project_name, dict(config or {}), dict(init_kwargs or {}), self.logging_dir)
+        self._trackers.open(plan, self.is_main_process)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        average: bool = False,
+    ) -> None:
+        """Report numbers: this rank's to the notebook, rank 0's to the trackers.
+
+        values: numbers, strings or tensors by name. Tensors are detached and do not make the step wait: what lies
+            on a GPU is copied in its stream and read when the copy has arrived, once, at the latest at the end.
+        step: what the row belongs to; by default the optimizer step under way (wandb then counts by itself).
+        log_kwargs: more arguments for a tracker by its name, ``{"wandb": {"commit": False}}``.
+        average: report the mean of all ranks of every number and one-element tensor. Collective then: every rank
+            logs the same names.
+
+        Without `init_trackers` it goes to the notebook only.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().log({"loss": torch.tensor(0.5)}, step=3)
+        """
+        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        if average and self.num_processes > 1:
+            kept = self._averaged(kept)
+        at = self._step_under_way() if step is None else step
+        emit(Metric(kept, at))
+        trackers = self._trackers
+        if trackers.is_open:
+            trackers.log(_Row(Reading(kept), at, step, log_kwargs or {}), self.is_main_process)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker called `name`, for what only it can do; on other ranks a blank one, whose calls do nothing.
+
+        unwrap: the object of its library instead: the `wandb.Run`, the `SummaryWriter`.
+
+        Raises:
+            ValueError: no such tracker was opened.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(log_with="wandb")
+        >>> accelerator.get_tracker("wandb").log_artifact("model.safetensors")  # doctest: +SKIP
+        """
+        if not self.is_main_process:
+            return BlankTracker()
+        opened = {tracker.name: tracker for tracker in self.trackers}
+        if name not in opened:
+            there = f"open are {', '.join(map(repr, opened))}" if opened else "none is open: call init_trackers first"
+            raise ValueError(f"there is no tracker {name!r}; {there}. It must be named in Accelerator(log_with=…) too.")
+        return opened[name].tracker if unwrap else opened[name]
+
+    def _averaged(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """One exchange for all of them. In float64 where the device has it: counts are exact up to 2**53."""
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        numbers = {
+            name: torch.as_tensor(value, dtype=dtype, device=self.device).reshape(())
+            for name, value in values.items()
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        if not numbers:
+            return dict(values)
+        means = self.collectives.reduce(torch.stack(list(numbers.values())), "mean")
+        return {**values, **dict(zip(numbers, means.unbind(), strict=True))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What `init_trackers` was told."""
+
+    project_name: str
+    config: Mapping[str, Any]
+    init_kwargs: Mapping[str, Mapping[str, Any]]
+    logging_dir: str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One `log`. given_step: the step that the program gave, if it did."""
+
+    reading: Reading
+    step: int
+    given_step: int | None
+    log_kwargs: Mapping[str, Mapping[str, Any]]
+
+
+class Trackers:
+    """The trackers of one process, and the rows on their way to them.
+
+    log_with: names and objects.
+
+    Raises:
+        ValueError: a name that nobody registered.
+        NotImplementedError: an object that is no tracker, or has no name.
+    """
+
+    def __init__(self, log_with: LogWith = None) -> None:
+        several = [log_with] if isinstance(log_with, str | GeneralTracker) else log_with or ()
+        self.chosen: list[str | GeneralTracker] = []
+        for one in several:
+            if one not in self.chosen:
+                self.chosen.append(_accepted(one))
+        self._plan: _Plan | None = None
+        self._opened: list[GeneralTracker] = []
+        self._rows: deque[_Row] = deque()
+        self._pid = 0  # of the process that opened them
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `log` has somewhere to go, in this process or in one that this was forked from."""
+        return self._plan is not None
+
+    def open(self, plan: _Plan, is_main_process: bool) -> None:
+        """Make and start them. A plan from before is finished first."""
+        self.finish()
+        # Every rank makes them, so that what is missing is the same error on all of them; rank 0 opens them.
+        made = [tracker for one in self.chosen for tracker in _make(one, plan)]
+        self._plan = plan
+        self._pid = os.getpid()
+        for tracker in made:
+            if is_main_process or not tracker.main_process_only:
+                tracker.start()
+                self._opened.append(tracker)
+                if plan.config:
+                    tracker.store_init_configuration(dict(plan.config))
+        if self._opened:
+            atexit.register(self.finish)
+
+    def opened(self, is_main_process: bool) -> list[GeneralTracker]:
+        """Those of this process; opened anew in one that was forked or unpickled since."""
+        if self._plan is not None and self._pid != os.getpid():
+            plan = self._plan
+            self._forget()
+            self.open(plan, is_main_process)
+        return list(self._opened)
+
+    def log(self, row: _Row, is_main_process: bool) -> None:
+        """Hand over `row`, and all before it, as soon as their numbers are there."""
+        if not self.opened(is_main_process):
+            return
+        rows = self._rows
+        rows.append(row)
+        while rows and (rows[0].reading.has_arrived or len(rows) > _ROWS_IN_FLIGHT):
+            self._hand_over(rows.popleft())
+
+    def finish(self) -> None:
+        """Wait for the rows in flight, and close every tracker. What another process opened is left to it."""
+        if self._pid == os.getpid():
+            with ExitStack() as closing:
+                for tracker in self._opened:
+                    closing.callback(tracker.finish)
+                while self._rows:
+                    self._hand_over(self._rows.popleft())
+        self._forget()
+
+    def _hand_over(self, row: _Row) -> None:
+        values = row.reading.values()
+        for tracker in self._opened:
+            step = row.given_step if tracker.numbers_steps else row.step
+            tracker.log(dict(values), step=step, **row.log_kwargs.get(tracker.name, {}))
+
+    def _forget(self) -> None:
+        atexit.unregister(self.finish)
+        self._plan = None
+        self._opened = []
+        self._rows = deque()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is open: another process opens its own."""
+        return {**self.__dict__, "_opened": [], "_rows": deque(), "_pid": 0}
+
+
+def _accepted(one: Any) -> str | GeneralTracker:
+    if isinstance(one, str):
+        if one != LoggerType.ALL:
+            find_tracker(one)
+        return str(one)
+    if not isinstance(one, GeneralTracker):
+        raise NotImplementedError(
+            f"log_with takes names and objects on nbaccel.tracking.GeneralTracker, got {type(one).__name__}"
+        )
+    if not hasattr(type(one), "name"):
+        raise NotImplementedError(
+            f'{type(one).__name__} has no `name`: write name = "…" in the class, get_tracker finds it by that'
+        )
+    return one
+
+
+def _make(one: str | GeneralTracker, plan: _Plan) -> list[GeneralTracker]:
+    """The trackers that `one` of ``log_with`` stands for.
+
+    Raises:
+        ModuleNotFoundError, ValueError: what it needs is not there.
+    """
+    if one == LoggerType.ALL:
+        kinds = [(name, find_tracker(name)) for name in tracker_names()]
+        usable = [(name, kind) for name, kind in kinds if kind.is_available() and _has_its_folder(kind, plan)]
+        return [_built(name, kind, plan) for name, kind in usable]
+    if isinstance(one, str):
+        kind = find_tracker(one)
+        if not kind.is_available():
+            raise ModuleNotFoundError(
+                f"log_with={one!r} needs the package {kind.package}, which is not installed in this Python:\n"
+                f"    pip install 'nbaccel[{one}]'",
+                name=kind.package,
+            )
+        _refuse_without_folder(one, kind, plan)
+        return [_built(one, kind, plan)]
+    _refuse_without_folder(one.name, one, plan)
+    return [one]
+
+
+def _has_its_folder(tracker: GeneralTracker | type[GeneralTracker], plan: _Plan) -> bool:
+    return plan.logging_dir is not None or not tracker.requires_logging_directory
+
+
+def _refuse_without_folder(name: str, tracker: GeneralTracker | type[GeneralTracker], plan: _Plan) -> None:
+    if not _has_its_folder(tracker, plan):
+        raise ValueError(
+            f"the tracker {name!r} writes files and was given no folder: "
+            f'Accelerator(log_with={name!r}, project_dir="runs")'
+        )
+
+
+def _built(name: str, kind: type[GeneralTracker], plan: _Plan) -> GeneralTracker:
+    built: Any = kind
+    tracker: GeneralTracker = built(plan.project_name, plan.logging_dir, **plan.init_kwargs.get(name, {}))
+    return tracker
