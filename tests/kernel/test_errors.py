@@ -6,13 +6,14 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from environments import Environment
+from headless import execute
 from kernel.harness import Cell, RealKernel, accelerate
 
 FRAME = re.compile(r"Cell In\[(\d+)\], line (\d+)")
@@ -106,17 +107,11 @@ def test_our_own_frames_are_not_in_the_traceback(kernel: RealKernel, start: str)
     assert "nbaccel" not in text.replace("%%accelerate", ""), text
 
 
-def test_run_all_stops_at_the_failing_cell(environment: Environment) -> None:
+def test_run_all_stops_at_the_failing_cell(environment: Environment, tmp_path: Path) -> None:
     sources = ["%load_ext nbaccel", accelerate("1 / 0"), "print('too far')"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    client = NotebookClient(notebook, km=environment.kernel_manager(), timeout=60)
-    try:
-        with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-            client.execute()
-    finally:  # a kernel manager of ours is ours to close
-        client.kc.stop_channels()
-        client.km.shutdown_kernel(now=True)
-        client.km.cleanup_resources()
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        execute(notebook, environment, tmp_path)
     assert notebook.cells[2].outputs == []
     assert [output.output_type for output in notebook.cells[1].outputs].count("error") == 1
 

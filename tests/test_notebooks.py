@@ -1,0 +1,65 @@
+"""The notebooks that we publish run, in every environment, with one rank and with two."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from environments import ENVIRONMENTS, REPOSITORY, Environment
+from headless import execute
+
+NOTEBOOKS = REPOSITORY / "notebooks"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def run(name: str, environment: Environment, folder: Path, num_processes: int) -> Any:
+    """The executed notebook; `num_processes` takes the place of the notebook's own choice."""
+    if not environment.exists:
+        pytest.skip(f"{environment.python} is not there; `make test` builds it")
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", ()):
+            cell.source = f"num_processes = {num_processes}"
+    execute(notebook, environment, folder)
+    return notebook
+
+
+def outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
+def text(notebook: Any) -> str:
+    return "".join(output.get("text", "") for output in outputs(notebook))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_the_quickstart_trains_a_model_that_knows_digits(
+    environment: Environment, num_processes: int, tmp_path: Path
+) -> None:
+    notebook = run("01_quickstart.ipynb", environment, tmp_path, num_processes)
+    ranks = "2 ranks on" if num_processes == 2 else "1 rank on"
+    assert ranks in text(notebook)
+    accuracy = re.search(r"has not seen: (\d\.\d+)", text(notebook))
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.95
+    assert "model (updated in place" in text(notebook)
+    mimes = {mime for output in outputs(notebook) for mime in output.get("data", {})}
+    assert "image/png" in mimes
+    assert mimes <= {"text/plain", "text/html", "image/png"}, "what a saved notebook cannot show has no place in it"
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_the_accelerate_template_runs_with_its_import_changed(
+    environment: Environment, num_processes: int, tmp_path: Path
+) -> None:
+    notebook = run("02_from_accelerate.ipynb", environment, tmp_path, num_processes)
+    assert "YourModel trained; checkpoints: checkpoint_epoch_0 checkpoint_epoch_1" in text(notebook)
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    assert "100%" in text(notebook), "the progress bar's last state stays in the file"
