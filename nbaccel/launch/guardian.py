@@ -69,10 +69,12 @@ def kill_session(*leaders: int, spare: int = 0, wait_s: float = 1.0) -> None:
         if not members:
             return
         known |= members
-        for pid in members:
+        # Leaders last: several killers may be at work, and a living leader is how each of them finds the others.
+        is_late = time.monotonic() > deadline
+        for pid in members if is_late else (members - set(leaders)) or members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
+        if is_late:
             return
         time.sleep(0.002)
 
