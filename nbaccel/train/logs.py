@@ -1,0 +1,76 @@
+"""Logs: a logger that knows its rank. Runs in ranks, in scripts, and alone in a kernel.
+
+It adds to Python's `logging` who speaks; handlers, formats and files stay the program's. It opens nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from nbaccel.train.state import PartialState, current_world
+
+__all__ = ["RankLogger", "get_logger"]
+
+
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose calls take two more keywords.
+
+    main_process_only: True by default: only rank 0 speaks, once for all. False: every rank does, and with several
+        ranks the line begins with its rank.
+    in_order: every rank speaks, rank after rank. Collective: all of them make the call.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._said: set[str] = set()
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line of the caller, not this one
+        if in_order:
+            self._log_in_order(level, msg, args, kwargs)
+        elif self.isEnabledFor(level):
+            world = current_world()
+            if world.is_main_process or not main_process_only:
+                rank = None if main_process_only or not world.is_distributed else world.rank
+                self._speak(rank, level, msg, args, kwargs)
+
+    def _log_in_order(self, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        """Also where the level is off: levels may differ between ranks, and the others wait."""
+        state = PartialState()
+        kwargs["stacklevel"] += 1
+        for rank in range(state.num_processes):
+            if rank == state.process_index and self.isEnabledFor(level):
+                self._speak(rank if state.num_processes > 1 else None, level, msg, args, kwargs)
+            state.wait_for_everyone()
+
+    def _speak(
+        self, rank: int | None, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> None:
+        kwargs["stacklevel"] += 1
+        self.logger.log(level, msg if rank is None else f"[rank {rank}] {msg}", *args, **kwargs)
+
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """`warning`, the first time that this logger is given this text and these arguments."""
+        text = repr((msg, args))
+        if text not in self._said:
+            self._said.add(text)
+            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+
+def get_logger(name: str, log_level: str | None = None) -> RankLogger:
+    """A logger that speaks once for all ranks; it works before there is any state or process group.
+
+    log_level: "DEBUG", "INFO", …: what is shown; by default what the program told Python's `logging`.
+
+    >>> logger = get_logger(__name__)
+    >>> logger.info("once")
+    >>> logger.info("on every rank", main_process_only=False)
+    >>> logger.debug("rank after rank", in_order=True)
+    """
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(log_level.upper())
+    return RankLogger(logger)
