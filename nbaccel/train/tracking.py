@@ -11,7 +11,7 @@ import atexit
 import os
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -221,23 +221,17 @@ class Trackers:
         rows = self._rows
         rows.append(row)
         while rows and (rows[0].reading.has_arrived or len(rows) > _ROWS_IN_FLIGHT):
-            self._hand_over(rows.popleft())
+            _hand_over(rows.popleft(), self._opened)
 
     def finish(self) -> None:
         """Wait for the rows in flight, and close every tracker. What another process opened is left to it."""
-        if self._pid == os.getpid():
-            with ExitStack() as closing:
-                for tracker in self._opened:
-                    closing.callback(tracker.finish)
-                while self._rows:
-                    self._hand_over(self._rows.popleft())
+        opened, rows, is_mine = self._opened, self._rows, self._pid == os.getpid()
         self._forget()
-
-    def _hand_over(self, row: _Row) -> None:
-        values = row.reading.values()
-        for tracker in self._opened:
-            step = row.given_step if tracker.numbers_steps else row.step
-            tracker.log(dict(values), step=step, **row.log_kwargs.get(tracker.name, {}))
+        with ExitStack() as closing:
+            for tracker in opened if is_mine else ():
+                closing.callback(tracker.finish)
+            for row in rows if is_mine else ():
+                _hand_over(row, opened)
 
     def _forget(self) -> None:
         atexit.unregister(self.finish)
@@ -248,6 +242,13 @@ class Trackers:
     def __getstate__(self) -> dict[str, Any]:
         """Without what is open: another process opens its own."""
         return {**self.__dict__, "_opened": [], "_rows": deque(), "_pid": 0}
+
+
+def _hand_over(row: _Row, trackers: Iterable[GeneralTracker]) -> None:
+    values = row.reading.values()
+    for tracker in trackers:
+        step = row.given_step if tracker.numbers_steps else row.step
+        tracker.log(dict(values), step=step, **row.log_kwargs.get(tracker.name, {}))
 
 
 def _accepted(one: Any) -> str | GeneralTracker:
