@@ -23,6 +23,7 @@ from typing import Any
 from nbaccel.launch.ending import Aborting, Ending, Killing, Running, Stopping
 from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.member import Member, Report
+from nbaccel.launch.metriclog import MetricLog
 from nbaccel.launch.screen.router import OutputRouter
 from nbaccel.launch.spec import LaunchSpec, RankBoot
 from nbaccel.launch.start import StartMethod
@@ -50,7 +51,7 @@ class Ended:
     exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
-    metrics: (step, values) that rank 0 logged; metrics_lost: how many more it logged than were kept.
+    metrics: what rank 0 logged.
     """
 
     reports: list[Report | None]
@@ -61,8 +62,7 @@ class Ended:
     is_timed_out: bool
     seconds: float
     steps: int | None = None
-    metrics: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    metrics_lost: int = 0
+    metrics: MetricLog = field(default_factory=MetricLog)
 
 
 class WorkerGroup:
@@ -89,8 +89,7 @@ class WorkerGroup:
         self._pipes: list[MarkedPipe] = []
         self._failures: list[int] = []
         self._settled_at: float | None = None
-        self._metrics: list[tuple[int, dict[str, Any]]] = []
-        self._metrics_lost = 0
+        self._metrics = MetricLog()
         self._is_bad_fork = False
         self._presses = 0
         self._is_timed_out = False
@@ -259,8 +258,7 @@ class WorkerGroup:
                     member.displays[message["id"]] = message["message"]
                 case "metrics":
                     if member.rank == 0:
-                        self._metrics += [(step, values) for step, values in message["rows"]]
-                        self._metrics_lost = message["lost"]
+                        self._metrics.extend(message["rows"], lost=message["lost"])
                 case "bad_fork":
                     self._is_bad_fork = True
                 case "done":
@@ -338,7 +336,6 @@ class WorkerGroup:
             seconds=seconds,
             steps=page.steps_before_stop,
             metrics=self._metrics,
-            metrics_lost=self._metrics_lost,
         )
 
     def _remove(self, folder: str) -> None:

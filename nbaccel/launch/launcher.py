@@ -190,7 +190,7 @@ class Run:
     """A finished `launch`.
 
     values: what the function returned, by rank; None for a rank that failed.
-    history: one dict per `accelerator.log` of rank 0, each with its "step".
+    history: one dict per `accelerator.log` of rank 0, each with its "step"; thinned evenly beyond 20,000.
     error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
     log_path: everything the ranks printed; the file lives as long as this process.
     seconds: wall time from the start of the ranks to the end of the last.
@@ -293,7 +293,7 @@ def _as_run(outcome: Outcome, check: bool) -> Run:
         raise error
     return Run(
         values=[outcome.values(rank).get("value") for rank in range(len(ended.reports))],
-        history=[{"step": step, **values} for step, values in ended.metrics],
+        history=list(ended.metrics),
         error=error,
         start_method=outcome.start.method,
         start_reason=outcome.start.reason,

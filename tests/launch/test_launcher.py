@@ -307,3 +307,14 @@ def test_metrics_of_rank_0_are_the_history() -> None:
 
     history: list[dict[str, Any]] = launch(train, 2).history
     assert history == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 1 / 3}]
+
+
+def test_a_child_that_the_function_forked_does_not_speak_for_its_rank(start_method: str) -> None:
+    def train() -> int:
+        me = os.getpid()
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        return int(os.getpid() == me)
+
+    assert launch(train, 2, start_method=start_method).values == [1, 1]

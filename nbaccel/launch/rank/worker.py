@@ -16,14 +16,14 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from nbaccel.errors import RunStopped
-from nbaccel.events import Event, Metric, Sink, outlet
+from nbaccel.events import outlet
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.rendezvous import meet_in_file
+from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.rank.watch import start_death_watch
 from nbaccel.launch.report import describe
 from nbaccel.launch.spec import RankBoot, Results, Task, load_named
@@ -38,8 +38,6 @@ BROKEN = 70
 
 _FAREWELL_S = 10.0
 _PIPE_BYTES = 1 << 20
-_METRICS_EVERY_S = 0.2
-_METRICS_KEPT = 10_000
 
 
 def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[int], is_fork: bool) -> NoReturn:
@@ -84,61 +82,12 @@ class _Interrupt:
         self.is_open = False
 
 
-class _Reporter:
-    """The rank's outlet: steps go to the gate and waits to the watch at once, metrics to the kernel now and then.
-
-    A thread reads the numbers, so that a tensor on a device is waited for away from the training step.
-    """
-
-    def __init__(self, channel: Channel, gate: Sink, watch: Sink) -> None:
-        self._channel = channel
-        self._gate = gate
-        self._watch = watch
-        self._metrics: deque[Metric] = deque(maxlen=_METRICS_KEPT)
-        self._logged = 0
-        self._sent = 0
-        self._thread: threading.Thread | None = None
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Metric):
-            self._metrics.append(event)
-            self._logged += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="nbaccel-metrics", daemon=True)
-                self._thread.start()
-        else:
-            self._gate(event)
-            self._watch(event)
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(_METRICS_EVERY_S)
-            self.flush()
-
-    def flush(self) -> None:
-        rows = []
-        with contextlib.suppress(IndexError):
-            while True:
-                metric = self._metrics.popleft()
-                rows.append([metric.step, {name: _number(value) for name, value in metric.values.items()}])
-        if rows:
-            self._sent += len(rows)
-            with contextlib.suppress(OSError):
-                self._channel.send({"op": "metrics", "rows": rows, "lost": self._logged - self._sent})
-
-
-def _number(value: Any) -> float | str:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return str(value)[:200]
-
-
 class _Rank:
     """One rank: prologue in `__init__`, then `live`."""
 
     def __init__(self, boot: RankBoot, close_fds: Sequence[int], is_fork: bool) -> None:
         self.boot = boot
+        self.pid = os.getpid()
         self.rank = boot.world.rank
         self.channel = Channel.from_fd(boot.channel_fd)
         self._message_id = 0
@@ -156,7 +105,7 @@ class _Rank:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         meet_in_file(boot.store_path, boot.world)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
-        self.reporter = _Reporter(self.channel, StepGate(self.page, self.rank), PeerWatch(self.page, self.rank))
+        self.reporter = Reporter(self.channel, StepGate(self.page, self.rank), PeerWatch(self.page, self.rank))
         self.is_fork = is_fork
 
     def live(self, make_task: Callable[[], Task]) -> int:
@@ -176,10 +125,8 @@ class _Rank:
         task: Task | None = None
         try:
             task = make_task()
-            anchors = task.anchors()
             if self.boot.setup is not None:
                 load_named(self.boot.setup)(task.namespace)
-            self.channel.send({"op": "running"})
             with self.interrupt:
                 task.run()
         except (RunStopped, KeyboardInterrupt):
@@ -188,25 +135,21 @@ class _Rank:
             status, error = "exited", exit_
         except BaseException as failure:
             status, error = "failed", failure
+        if os.getpid() != self.pid:
+            os._exit(0)  # a child that the user's code forked and that came back here: the rank speaks for itself
         if status != "failed":
             with contextlib.suppress(Exception):
                 flush_figures()
         self.reporter.flush()
-        results = Results() if task is None else _results_of(task, self.rank)
         self.page.finish(self.rank)
-        anchors = anchors if task is not None else {}
-        self._report(status, error, results, anchors, task)
+        self._report(status, error, task)
         return status
 
-    def _report(
-        self,
-        status: str,
-        error: BaseException | None,
-        results: Results,
-        anchors: dict[int, str],
-        task: Task | None,
-    ) -> None:
+    def _report(self, status: str, error: BaseException | None, task: Task | None) -> None:
+        """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""
+        results = Results() if task is None else _results_of(task, self.rank)
         namespace = None if task is None else task.namespace
+        anchors = {} if task is None else task.anchors()
         values = {f"out:{name}": value for name, value in results.values.items()}
         if error is not None:
             values["error"] = error

@@ -12,7 +12,8 @@ step. So the ranks and the kernel shake hands, without a collective:
 
 Steps are positions (training step, batches since) packed into one number, so that they compare in order.
 
-The page also says which ranks have finished: a rank that waits in a collective for one of those waits in vain.
+The page also counts the collectives that each rank has entered, and says who has finished. A rank that waits in a
+collective which a finished rank has not entered waits in vain.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from dataclasses import dataclass
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
-from nbaccel.events import Event, StepEntered, StepsEnded, Waiting
+from nbaccel.events import CollectiveEntered, Event, StepEntered, StepsEnded, Waiting
 
 __all__ = ["ControlPage", "PeerWatch", "Position", "StepGate", "position_number"]
 
@@ -35,7 +36,9 @@ _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
-_HAS_FINISHED_AT = 48  # in a rank's slot, u8
+_COLLECTIVES = struct.Struct("@q")  # how many the rank has entered
+_COLLECTIVES_AT = 40  # in the rank's slot, behind its position
+_HAS_FINISHED_AT = 48  # u8
 _SUBSTEPS = 1 << 24
 _VISIBLE_S = 0.001  # far longer than a store takes to leave a core's buffer (nanoseconds)
 _PARKED_POLL_S = 0.0005
@@ -110,13 +113,22 @@ class ControlPage:
     def positions(self) -> list[Position]:
         return [self.read(rank) for rank in range(self.world_size)]
 
+    def count_collectives(self, rank: int, entered: int) -> None:
+        _COLLECTIVES.pack_into(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT, entered)
+
     def finish(self, rank: int) -> None:
         """Say that `rank` has done its work: it will enter no collective any more."""
         self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT] = 1
 
-    def finished(self) -> list[int]:
-        """The ranks that have done their work."""
-        return [rank for rank in range(self.world_size) if self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT]]
+    def finished_before(self, collective: int) -> list[int]:
+        """The ranks that have done their work, and have not entered as many collectives as that."""
+        slots = {rank: _HEADER + rank * _SLOT for rank in range(self.world_size)}
+        return [
+            rank
+            for rank, slot in slots.items()
+            if self._map[slot + _HAS_FINISHED_AT]
+            and _COLLECTIVES.unpack_from(self._map, slot + _COLLECTIVES_AT)[0] < collective
+        ]
 
     @property
     def stop_requested(self) -> bool:
@@ -189,20 +201,26 @@ class StepGate:
 
 
 class PeerWatch:
-    """Rank side of the list of those that have finished: ends a collective that can never be complete."""
+    """Rank side of who has finished: ends the wait in a collective that can never be complete."""
 
     def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page
         self._rank = rank
+        self._entered = 0
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, Waiting):
-            return
-        finished = self._page.finished()
-        if finished:
-            sides = "\n".join(f"  rank {rank}: has finished its work and left" for rank in finished)
+        if isinstance(event, CollectiveEntered):
+            self._entered += 1
+            self._page.count_collectives(self._rank, self._entered)
+        elif isinstance(event, Waiting):
+            self._look_for_peers(event)
+
+    def _look_for_peers(self, event: Waiting) -> None:
+        missing = self._page.finished_before(self._entered)
+        if missing:
+            sides = "\n".join(f"  rank {rank}: has finished, and will not come" for rank in missing)
             raise CollectiveMismatch(
-                f"rank {self._rank} of {self._page.world_size} waited {event.seconds:.1f} s in a collective that can "
-                f"never be complete.\n  rank {self._rank}: {event.call}\n{sides}\n  Every rank must make the same "
-                "calls: look for a `return`, a `break` or an `if is_main_process` that only some ranks take."
+                f"rank {self._rank} of {self._page.world_size} waits in a collective that can never be complete.\n"
+                f"  rank {self._rank}: {event.call}\n{sides}\n  Every rank must make the same calls: look for a "
+                "`return`, a `break` or an `if is_main_process` that only some ranks take."
             )
