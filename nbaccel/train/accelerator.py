@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,20 +22,25 @@ from torch.utils.data import DataLoader
 
 from nbaccel.errors import NotPrepared
 from nbaccel.settings import RunSettings
-from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.checkpoint import read_checkpoint, read_generators, restore_generators, write_checkpoint
 from nbaccel.train.collectives import Collectives, holds_only_tensors
 from nbaccel.train.data import PreparedLoader, data_seed, prepare_loader
 from nbaccel.train.exchange import Exchange
+from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
+from nbaccel.train.handlers import Handlers, KwargsHandler
 from nbaccel.train.memory import release_unused
+from nbaccel.train.models import admit, backend_name, compiled, keep_compiled, may_move
 from nbaccel.train.nested import slice_rows
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared, remembered
+from nbaccel.train.profiling import Profiling
 from nbaccel.train.state import PartialState
+from nbaccel.train.stepping import Stepping
 from nbaccel.train.strategies import Strategy, choose_strategy
 from nbaccel.train.tracking import LogWith, Trackers, Tracking
-from nbaccel.train.windows import Accumulating, NoSync
+from nbaccel.train.windows import Accumulating
 from nbaccel.world import World
 
 __all__ = ["Accelerator"]
@@ -47,7 +50,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Tracking):
+class Accelerator(Exchange, Tracking, Stepping, Profiling):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -57,6 +60,12 @@ class Accelerator(Exchange, Tracking):
     even_batches: fill the last round up with the first samples, so that all ranks see equally many batches.
     step_scheduler_with_optimizer: prepared schedulers move with the optimizer; otherwise when they are called.
     device_placement: move prepared models and batches to the device.
+    gradient_accumulation_plugin: the number of steps and the other rules of accumulation, instead of the number.
+    kwargs_handlers: options for DDP, GradScaler, autocast, the process group and the profiler, one of each at most.
+    dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor".
+    on_nan: what happens to a loss that is not finite. "warn" says so once, with step and rank; "skip" leaves out
+    steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
+    The latter two wait for the device in every step.
     log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
     own, or several of those. project_dir: where those that write files do so.
 
@@ -80,8 +89,24 @@ class Accelerator(Exchange, Tracking):
         even_batches: bool = True,
         log_with: LogWith = None,
         project_dir: str | os.PathLike[str] | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        on_nan: str = "warn",
     ) -> None:
-        self._asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu)
+        self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
+            raise ValueError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps} and a gradient_accumulation_plugin with "
+                f"num_steps={self._rules.num_steps}: give one of them"
+            )
+        if on_nan not in ON_NAN:
+            raise ValueError(f"on_nan must be one of {', '.join(map(repr, ON_NAN))}, got {on_nan!r}")
+        self._handlers = Handlers.of(kwargs_handlers)
+        self._on_nan = on_nan
+        self._dynamo_backend = backend_name(dynamo_backend)
+        steps = gradient_accumulation_steps if self._rules.num_steps is None else self._rules.num_steps
+        self._asked = RunSettings(mixed_precision, steps, cpu=cpu)
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -147,14 +172,48 @@ class Accelerator(Exchange, Tracking):
             return self._prepare_loader(thing, move)
         return thing
 
-    def _prepare_model(self, model: Module, move: bool) -> Module:
+    def prepare_model(
+        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Module:
+        """`model` on the device, in the run's precision, spread by its strategy. Collective where there are peers.
+
+        device_placement: whether to move it; by default as the Accelerator was told. Quantised models and those
+        that lie on several devices stay where they are.
+        evaluation_mode: for inference only: gradients will not synchronise, and no rank waits for another.
+
+        Raises:
+            ValueError: a model spread over several devices, in several processes.
+        """
+        self._join_world()
+        return self._prepare_model(
+            model, self.device_placement if device_placement is None else device_placement, evaluation_mode
+        )
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """`optimizer` as one that steps when gradients are synchronised. On every rank.
+
+        device_placement: accepted as Accelerate does; an optimizer's state follows its parameters.
+        """
+        self._join_world()
+        return self._prepare_optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        """`scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
+        self._join_world()
+        prepared: PreparedScheduler = self._prepare_scheduler(scheduler)
+        return prepared
+
+    def _prepare_model(self, model: Module, move: bool, evaluation_mode: bool = False) -> Module:
         if any(model is known for known in self._prepared.models):
             return model
-        if move:
+        model = admit(model, self.world, self.device)
+        if move and may_move(model):
             model.to(self.device)
         restore_forward(self._strategy.unwrap(model))  # of another precision, before
         self._precision.wrap_forward(self._strategy.unwrap(model))
-        model = self._strategy.setup(model)
+        if not evaluation_mode:
+            model = self._strategy.setup(model)
+        model = compiled(model, self._dynamo_backend)
         self._prepared.models.append(model)
         return model
 
@@ -164,7 +223,8 @@ class Accelerator(Exchange, Tracking):
                 return remembered(optimizer, self._prepared.optimizers)
             optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
         return remembered(
-            PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy), self._prepared.optimizers
+            PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy, self._watch),
+            self._prepared.optimizers,
         )
 
     def _prepare_loader(self, loader: DataLoader[Any], move: bool) -> PreparedLoader:
@@ -199,12 +259,7 @@ class Accelerator(Exchange, Tracking):
         scheduler = PreparedScheduler(thing, self._prepared.optimizers, self._accumulation, moves)
         return remembered(scheduler, self._prepared.schedulers)
 
-    # -- the step
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the batch in hand ends a step: its backward synchronises, and optimizers step."""
-        return self._accumulation.window.sync
+    # -- accumulation, as it was chosen
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -216,74 +271,6 @@ class Accelerator(Exchange, Tracking):
         self._bind()
         self._asked = replace(self._asked, gradient_accumulation_steps=steps)
         self._accumulation.steps = steps
-
-    def accumulate(self, *models: Module) -> AbstractContextManager[None]:
-        """One batch of an accumulation window; gradients synchronise at the window's last batch.
-
-        The last batch of a prepared loader always ends its window. Without `models` all prepared ones are meant.
-        """
-        if not self._is_ready:
-            self._make_ready("accumulate", models)
-        context = self._accumulating
-        context.models = models or self._prepared.models
-        return context
-
-    def no_sync(self, *models: Module) -> AbstractContextManager[None]:
-        """While entered, backward leaves gradients unsynchronised, for windows that the program counts itself."""
-        if not self._is_ready:
-            self._make_ready("no_sync", models)
-        return NoSync(self._accumulation, self._strategy, models or self._prepared.models)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
-
-        Collective at a window's end.
-        """
-        if not self._is_ready:
-            self._make_ready("backward")
-        accumulation = self._accumulation
-        window = accumulation.window
-        divisor = window.divisor if accumulation.depth else accumulation.enter_bare_backward()
-        if divisor != 1:
-            loss = loss / divisor
-        self._strategy.backward(self._precision.scale(loss), **kwargs)
-        if window.sync and not accumulation.is_held:
-            accumulation.clock.train()
-
-    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """The run's precision for code outside of a prepared model's forward; it nests."""
-        self._equip()
-        return self._precision.autocast(enabled)
-
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the gradients of the whole window to `max_norm`; returns their norm before.
-
-        Inside a window, where gradients are not complete, nothing is clipped; the norm so far is returned.
-        """
-        parameters = self._clippable(parameters, "clip_grad_norm_")
-        if self.sync_gradients:
-            self._precision.unscale(parameters, [prepared.optimizer for prepared in self._prepared.optimizers])
-            return self._strategy.clip_grad_norm_(parameters, max_norm, norm_type)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        return norm / self._precision.scale(torch.ones_like(norm))
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
-        parameters = self._clippable(parameters, "clip_grad_value_")
-        if self.sync_gradients:
-            self._precision.unscale(parameters, [prepared.optimizer for prepared in self._prepared.optimizers])
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
-    def _clippable(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[Tensor]:
-        if not self._is_ready:
-            self._make_ready(call)
-        return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer found infinite fp16 gradients."""
-        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     # -- values of all ranks
 
@@ -307,16 +294,18 @@ class Accelerator(Exchange, Tracking):
 
     # -- models, memory, the end
 
-    def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True) -> Module:
-        """The user's own module, out of DDP and ``torch.compile``.
+    def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
+        """The user's own module, out of DDP; `model` itself stays as it is.
 
-        keep_fp32_wrapper: False also takes autocast off its forward.
+        keep_fp32_wrapper: False also takes autocast off its forward, for good.
+        keep_torch_compile: what was compiled is given compiled; False gives the bare module, whose state has no
+        ``_orig_mod.`` in its names.
         """
         self._equip()
         inner = self._strategy.unwrap(model)
         if not keep_fp32_wrapper:
             restore_forward(inner)
-        return inner
+        return keep_compiled(model, inner) if keep_torch_compile else inner
 
     def save_state(self, output_dir: str | os.PathLike[str]) -> str:
         """Write everything prepared, and the random generators, into the folder `output_dir`.
@@ -400,7 +389,7 @@ class Accelerator(Exchange, Tracking):
             return
         self._prepared.forget()
         self._settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
-        self._accumulation = Accumulation(self._settings.gradient_accumulation_steps or 1)
+        self._accumulation = Accumulation(self._settings.gradient_accumulation_steps or 1, self._rules)
         self._is_equipped = False
 
     def _equip(self) -> None:
@@ -408,8 +397,9 @@ class Accelerator(Exchange, Tracking):
         self._bind()
         if self._is_equipped:
             return
-        self._precision: Precision = make_precision(self.mixed_precision, self.device)
-        self._strategy: Strategy = choose_strategy(self.state.world, self.device)
+        self._precision: Precision = make_precision(self.mixed_precision, self.device, self._handlers)
+        self._strategy: Strategy = choose_strategy(self.state.world, self.device, handlers=self._handlers)
+        self._watch: LossWatch = make_watch(self._on_nan, self._accumulation.clock, self._precision, self._strategy)
         self._accumulating = Accumulating(self._accumulation, self._strategy)
         self._is_equipped = True
 

@@ -6,11 +6,41 @@ cannot disturb another loop's window. Nothing here knows models, strategies or t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.events import StepEntered, StepsEnded, emit
 
-__all__ = ["Accumulation", "StepClock", "Window"]
+__all__ = ["Accumulation", "GradientAccumulationPlugin", "StepClock", "Window"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientAccumulationPlugin:
+    """The rules of accumulation; the names are Accelerate's, but for `scale_last_window`.
+
+    num_steps: batches per optimizer step; None is what the launch was told, else 1.
+    adjust_scheduler: prepared schedulers count the batches inside a window as calls (``_step_count``); the rates
+    are the same either way.
+    sync_with_dataloader: the last batch of a loader ends its window. False: windows run on from one epoch into the
+    next, as if the loader had no end.
+    sync_each_batch: exchange gradients at every batch, which needs less memory with sharded models and more time;
+    optimizers still step once per window.
+    scale_last_window: a last window of m < N batches is divided by m, so that each of its samples weighs as much as
+    it should. False divides by N as Accelerate does: the same numbers, under-scaled.
+
+    >>> GradientAccumulationPlugin(num_steps=4).scale_last_window
+    True
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    scale_last_window: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
 
 
 class StepClock:
@@ -72,13 +102,22 @@ class Window:
     position: batches of the open window that went before; 0 when no window is open.
     divisor: what losses of the open window are divided by; 0 before the first `accumulate`.
     sync: whether this batch's backward synchronises gradients and optimizers step.
+    is_scaled: a window is divided by its real length, not by what it should have had.
+    ends_with_source: the loader's last batch ends the window.
     """
 
-    __slots__ = ("batches_left", "divisor", "is_last", "position", "source", "sync")
+    __slots__ = ("batches_left", "divisor", "ends_with_source", "is_last", "is_scaled", "position", "source", "sync")
 
-    def __init__(self, source: Any = None, batches_left: int | None = None) -> None:
+    def __init__(
+        self,
+        source: Any = None,
+        batches_left: int | None = None,
+        rules: GradientAccumulationPlugin = GradientAccumulationPlugin(),
+    ) -> None:
         self.source = source
         self.batches_left = batches_left
+        self.ends_with_source = rules.sync_with_dataloader
+        self.is_scaled = rules.scale_last_window and self.ends_with_source  # else every window is whole
         self.is_last = False
         self.position = 0
         self.divisor = 0
@@ -90,15 +129,15 @@ class Window:
         That factor is 1 except where the window turns out to be shorter or longer than foreseen when it was
         opened (a loader without length that ended): then all its losses shall weigh one over its real length.
         """
-        if self.position == 0:
+        if self.position == 0 or not self.is_scaled:
             left = self.batches_left
-            self.divisor = steps if left is None or left > steps else left
+            self.divisor = steps if left is None or left > steps or not self.is_scaled else left
         self.position += 1
-        self.sync = self.is_last or self.position >= steps
+        self.sync = self.position >= steps or (self.is_last and self.ends_with_source)
         if not self.sync:
             return 1.0
         length, self.position = self.position, 0
-        if length == self.divisor:
+        if length == self.divisor or not self.is_scaled:
             return 1.0
         factor = self.divisor / length
         self.divisor = length
@@ -110,8 +149,8 @@ class _Outside(Window):
 
     __slots__ = ("_clock",)
 
-    def __init__(self, clock: StepClock) -> None:
-        super().__init__()
+    def __init__(self, clock: StepClock, rules: GradientAccumulationPlugin) -> None:
+        super().__init__(rules=rules)
         self._clock = clock
 
     def advance(self, steps: int) -> float:
@@ -123,27 +162,31 @@ class _Outside(Window):
 class Accumulation:
     """The windows that are open in this process, and the clock they share.
 
-    steps: batches per optimizer step; may be changed between windows.
+    steps: batches per optimizer step; may be changed between windows.  rules: all else that was chosen.
     window: that of the innermost loop; the one to ask ``window.sync``.
     depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
     """
 
-    def __init__(self, steps: int = 1) -> None:
+    def __init__(self, steps: int = 1, rules: GradientAccumulationPlugin | None = None) -> None:
         self.steps = steps
+        self.rules = rules or GradientAccumulationPlugin()
         self.clock = StepClock()
         self.depth = 0
         self.is_held = False
-        self.window: Window = _Outside(self.clock)
+        self.window: Window = _Outside(self.clock, self.rules)
         self._outside = self.window
         self._open: list[Window] = []
+        self._carried: dict[Any, int] = {}  # where windows that run on into the next epoch were left, by loader
 
     def open(self, source: Any, batches_left: int | None) -> Window:
         """The window of a new iteration over `source`, which becomes the innermost one.
 
         An earlier iteration over the same loader that somebody still holds is given up.
         """
-        self._open = [window for window in self._open if window.source is not source]
-        self.window = Window(source, batches_left)
+        for window in [window for window in self._open if window.source is source]:
+            self._give_up(window)
+        self.window = Window(source, batches_left, self.rules)
+        self.window.position = self._carried.pop(source, 0)
         self._open.append(self.window)
         return self.window
 
@@ -151,10 +194,15 @@ class Accumulation:
         """The iteration ended, was left by ``break`` or by an exception: its window is gone."""
         if window not in self._open:
             return
-        self._open.remove(window)
+        self._give_up(window)
         self.window = self._open[-1] if self._open else self._outside
         if not self._open:
             self.clock.leave()
+
+    def _give_up(self, window: Window) -> None:
+        self._open.remove(window)
+        if not self.rules.sync_with_dataloader and window.source is not None:
+            self._carried[window.source] = window.position
 
     def enter_bare_backward(self) -> int:
         """A backward outside of `accumulate`: what its loss is divided by. The window is the program's own loop."""
@@ -165,4 +213,5 @@ class Accumulation:
     def forget(self) -> None:
         """Drop every open window: nothing is prepared any more."""
         self._open.clear()
-        self.window = self._outside = _Outside(self.clock)
+        self._carried.clear()
+        self.window = self._outside = _Outside(self.clock, self.rules)

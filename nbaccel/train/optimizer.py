@@ -6,26 +6,37 @@ accumulation says whether this batch ends a step, the strategy and the precision
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
 from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.finite import LossWatch
 from nbaccel.train.precision import Precision
 from nbaccel.train.strategies.base import Strategy
 
-__all__ = ["PreparedOptimizer", "PreparedScheduler"]
+__all__ = ["SKIPS_IN_A_ROW", "PreparedOptimizer", "PreparedScheduler"]
+
+SKIPS_IN_A_ROW = 50
+"""After so many skipped steps in a row the user hears of it. A sound fp16 training skips a handful at its start."""
 
 
 class PreparedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation window.
 
-    optimizer: the user's own.  step_was_skipped: the last step found infinite fp16 gradients.
+    optimizer: the user's own.
+    step_was_skipped: the last step was left out, because its gradients were infinite (fp16) or not finite (on_nan).
     """
 
     def __init__(
-        self, optimizer: Optimizer, accumulation: Accumulation, precision: Precision, strategy: Strategy
+        self,
+        optimizer: Optimizer,
+        accumulation: Accumulation,
+        precision: Precision,
+        strategy: Strategy,
+        watch: LossWatch,
     ) -> None:
         # No super().__init__(): parameters, state and hooks are the wrapped optimizer's.
         self.optimizer = optimizer
@@ -33,13 +44,33 @@ class PreparedOptimizer(Optimizer):
         self.accumulation = accumulation
         self._precision = precision
         self._strategy = strategy
+        self._watch = watch
+        self._skips_in_a_row = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self.accumulation.window.sync:
             return None
-        value, taken = self._strategy.step(self.optimizer, self._precision, closure)
-        self.step_was_skipped = not taken
+        value, taken = None, False
+        if self._watch.lets_step(self.optimizer):
+            value, taken = self._strategy.step(self.optimizer, self._precision, closure)
+        if taken:
+            self.step_was_skipped = False
+            self._skips_in_a_row = 0
+        else:
+            self._skip()
         return value
+
+    def _skip(self) -> None:
+        self.step_was_skipped = True
+        self._skips_in_a_row += 1
+        world = self._strategy.world
+        if self._skips_in_a_row == SKIPS_IN_A_ROW and world.is_main_process:  # all ranks skip alike
+            step = self.accumulation.clock.step
+            warnings.warn(
+                f"{SKIPS_IN_A_ROW} optimizer steps in a row were skipped on all {world.world_size} rank(s), the last "
+                f"one in step {step}: {self._precision.explain_skips()}",
+                stacklevel=3,
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.accumulation.window.sync:
@@ -96,6 +127,9 @@ class PreparedScheduler:
 
     One optimizer step on n ranks consumes n batches, so a schedule that was counted in batches of one process
     is moved n times; not when the loader split its batches among the ranks (Accelerate's rule).
+
+    A schedule with an end (OneCycleLR) moves until that end. Accelerate, which counts the batches inside a window
+    against it, stops at 1/N of the cycle when that was planned in optimizer steps.
     """
 
     def __init__(
@@ -113,6 +147,8 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self.accumulation.window.sync:
+            if self.accumulation.rules.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                self.scheduler._step_count += 1
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nbaccel.settings import PRECISIONS
+from nbaccel.train.handlers import AutocastKwargs, Handlers
 from nbaccel.train.nested import map_children
 
 __all__ = ["Bf16", "Fp16", "Precision", "make_precision", "restore_forward", "to_fp32"]
@@ -27,13 +28,18 @@ class Precision:
 
     name = "no"
 
-    def __init__(self, device: torch.device) -> None:
+    skips_infinite = False
+    """Whether `step` itself leaves out a step whose gradients are not finite."""
+
+    def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
         self.device = device
+        self.handlers = handlers or Handlers()
 
     def move_to(self, device: torch.device) -> None:
         self.device = device
 
-    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The context that chooses number formats; by the handler that the run was given, or by `options`."""
         return nullcontext()
 
     def wrap_forward(self, model: torch.nn.Module) -> None:
@@ -42,8 +48,11 @@ class Precision:
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
-    def unscale(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-        """Bring the gradients of the optimizers that own `parameters` to true size; once per step."""
+    def unscale(self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor] | None = None) -> None:
+        """Bring the gradients of `optimizers` to true size, once per step.
+
+        parameters: only of the optimizers that own one of these.
+        """
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Step `optimizer`: what it returned, and whether it took the step."""
@@ -55,6 +64,10 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""
 
+    def explain_skips(self) -> str:
+        """Why steps were skipped, and what to do: the end of a warning's sentence."""
+        return "their gradients were not finite. Lower the learning rate, clip gradients, or look at the data."
+
 
 class Bf16(Precision):
     """bfloat16 autocast: fp32's range, so no scaling of gradients."""
@@ -62,8 +75,11 @@ class Bf16(Precision):
     name = "bf16"
     dtype = torch.bfloat16
 
-    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled)
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        chosen = options or self.handlers.autocast
+        return torch.autocast(
+            self.device.type, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+        )
 
     def wrap_forward(self, model: torch.nn.Module) -> None:
         if not isinstance(model.forward, _AutocastForward):
@@ -75,34 +91,51 @@ class Fp16(Bf16):
 
     One scaler serves all optimizers and is updated before the first loss after a step, not after each
     optimizer's step: the scale may not change between two optimizers whose gradients share it.
+    The scale halves with every skipped step, but not below `GradScalerKwargs.min_scale`.
     """
 
     name = "fp16"
     dtype = torch.float16
+    skips_infinite = True
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.scaler = torch.amp.GradScaler(device.type)
+    def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
+        super().__init__(device, handlers)
+        self.scaler = self._make_scaler()
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
+        self._has_skipped = False  # since the last update of the scale
+
+    def _make_scaler(self) -> torch.amp.GradScaler:
+        scaling = self.handlers.scaler
+        return torch.amp.GradScaler(
+            self.device.type,
+            init_scale=scaling.init_scale,
+            growth_factor=scaling.growth_factor,
+            backoff_factor=scaling.backoff_factor,
+            growth_interval=scaling.growth_interval,
+            enabled=scaling.enabled,
+        )
 
     def move_to(self, device: torch.device) -> None:
-        if device.type != self.device.type:
-            state = self.scaler.state_dict()
-            self.scaler = torch.amp.GradScaler(device.type)
-            self.scaler.load_state_dict(state)
+        is_other = device.type != self.device.type
         super().move_to(device)
+        if is_other:
+            state = self.scaler.state_dict()
+            self.scaler = self._make_scaler()
+            self.scaler.load_state_dict(state)
 
     def scale(self, loss: Tensor) -> Tensor:
         if self._stepped:
             self._update()
         return self.scaler.scale(loss)
 
-    def unscale(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-        wanted = {id(parameter) for parameter in parameters}
+    def unscale(self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor] | None = None) -> None:
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for optimizer in optimizers:
             owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if id(optimizer) not in self._unscaled and any(id(parameter) in wanted for parameter in owned):
+            is_meant = wanted is None or any(id(parameter) in wanted for parameter in owned)
+            has_gradients = any(parameter.grad is not None for parameter in owned)  # else torch's scaler refuses
+            if is_meant and has_gradients and id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
                 self._unscaled.add(id(optimizer))
 
@@ -122,10 +155,15 @@ class Fp16(Bf16):
             found = self.scaler._found_inf_per_device(optimizer).values()
             taken = [] if any(flag.item() for flag in found) else taken
         self._stepped.add(id(optimizer))
+        self._has_skipped |= not taken
         return value, bool(taken)
 
     def _update(self) -> None:
         self.scaler.update()
+        min_scale = self.handlers.scaler.min_scale
+        if self._has_skipped and self.scaler.get_scale() < min_scale:  # read only then: it waits for the device
+            self.scaler.update(min_scale)
+        self._has_skipped = False
         self._stepped.clear()
         self._unscaled.clear()
 
@@ -136,6 +174,13 @@ class Fp16(Bf16):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scaler.load_state_dict(state)
+
+    def explain_skips(self) -> str:
+        return (
+            f"their fp16 gradients were infinite or NaN, and the loss scale is down to {self.scaler.get_scale():g}. "
+            "The loss itself is probably infinite: lower the learning rate, clip gradients, or use "
+            "mixed_precision='bf16'."
+        )
 
 
 class _AutocastForward:
@@ -172,7 +217,7 @@ def restore_forward(model: torch.nn.Module) -> None:
 _KINDS: dict[str, type[Precision]] = {"no": Precision, "fp16": Fp16, "bf16": Bf16}
 
 
-def make_precision(name: str, device: torch.device) -> Precision:
+def make_precision(name: str, device: torch.device, handlers: Handlers | None = None) -> Precision:
     """The precision called `name`.
 
     Raises:
@@ -180,4 +225,4 @@ def make_precision(name: str, device: torch.device) -> Precision:
     """
     if name not in _KINDS:
         raise ValueError(f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}")
-    return _KINDS[name](device)
+    return _KINDS[name](device, handlers)

@@ -63,7 +63,7 @@ class Accumulating:
         if factor != 1.0:
             _multiply_gradients(self.models, factor)
         if self._strategy.has_peers:
-            self._hold(not window.sync)
+            self._hold(not (window.sync or accumulation.rules.sync_each_batch))
         accumulation.depth += 1
 
     def __exit__(self, *exception: object) -> None:

@@ -203,7 +203,7 @@ def _unwrapped() -> bool:
     model = torch.nn.Linear(1, 1)
     prepared = accelerator.prepare(model)
     return (
-        accelerator.unwrap_model(torch.compile(prepared, backend="eager")) is model
+        accelerator.unwrap_model(torch.compile(prepared, backend="eager"), keep_torch_compile=False) is model
         and accelerator.unwrap_model(model) is model
     )
 

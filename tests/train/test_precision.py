@@ -119,6 +119,7 @@ def _fp16_steps(infinite_at: int) -> tuple[list[bool], list[float], list[float]]
     return skipped, rates, weights
 
 
+@pytest.mark.filterwarnings("ignore:the loss is")
 def test_a_skipped_fp16_step_moves_neither_weights_nor_scheduler() -> None:
     skipped, rates, weights = _fp16_steps(1)
     assert skipped == [False, True, False]
@@ -126,6 +127,7 @@ def test_a_skipped_fp16_step_moves_neither_weights_nor_scheduler() -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
+@pytest.mark.filterwarnings("ignore:the loss is")
 def test_a_step_that_one_rank_must_skip_is_skipped_by_all() -> None:
     first, second = run_ranks(2, _fp16_steps, 1)
     assert first == second

@@ -6,10 +6,11 @@ from importlib import import_module
 
 import torch
 
+from nbaccel.train.handlers import Handlers
 from nbaccel.train.strategies.base import Strategy
 from nbaccel.world import World
 
-__all__ = ["Strategy", "choose_strategy"]
+__all__ = ["Strategy", "choose_strategy", "strategy_names"]
 
 _REGISTRY = {
     "single": "nbaccel.train.strategies.base:Strategy",
@@ -17,7 +18,9 @@ _REGISTRY = {
 }
 
 
-def choose_strategy(world: World, device: torch.device, name: str | None = None) -> Strategy:
+def choose_strategy(
+    world: World, device: torch.device, name: str | None = None, handlers: Handlers | None = None
+) -> Strategy:
     """The strategy called `name`; without a name, the plainest that keeps the ranks of `world` one training.
 
     Raises:
@@ -28,4 +31,9 @@ def choose_strategy(world: World, device: torch.device, name: str | None = None)
         raise ValueError(f"strategy must be one of {', '.join(map(repr, _REGISTRY))}, got {chosen!r}")
     module, _, kind = _REGISTRY[chosen].partition(":")
     strategy: type[Strategy] = getattr(import_module(module), kind)
-    return strategy(world, device)
+    return strategy(world, device, handlers)
+
+
+def strategy_names() -> tuple[str, ...]:
+    """What `choose_strategy` takes."""
+    return tuple(_REGISTRY)

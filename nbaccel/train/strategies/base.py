@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from nbaccel.train.handlers import Handlers
 from nbaccel.train.precision import Precision
 from nbaccel.world import World
 
@@ -23,9 +24,10 @@ class Strategy:
     has_peers = False
     """Whether gradients are exchanged with other ranks at all."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None) -> None:
         self.world = world
         self.device = device
+        self.handlers = handlers or Handlers()
 
     def setup(self, model: Module) -> Module:
         """`model`, on its device already, made part of this strategy. Collective."""
@@ -43,6 +45,10 @@ class Strategy:
         """While entered, backward leaves gradients of `model` unsynchronised."""
         return nullcontext()
 
+    def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
+        """While entered, backward synchronises gradients of `model`, also those of a forward under `no_sync`."""
+        return nullcontext()
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Collective where gradients synchronise during the backward."""
         loss.backward(**kwargs)
@@ -53,6 +59,17 @@ class Strategy:
     def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Step `optimizer`: what it returned, and whether it took the step."""
         return precision.step(optimizer, closure)
+
+    def has_finite_gradients(self, optimizer: Optimizer) -> bool:
+        """No synchronised gradient of `optimizer` is NaN or infinite; alike on all ranks. Waits for the device."""
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        # The largest magnitude: unlike a sum it cannot overflow by itself, and NaN wins against every number.
+        return not gradients or bool(torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite())
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

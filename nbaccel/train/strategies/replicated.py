@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from nbaccel.train.handlers import Handlers
 from nbaccel.train.strategies.base import Strategy, without_compile
+from nbaccel.train.strategies.complaints import explain_twice_ready, explain_unused
+from nbaccel.train.strategies.compression import compress_gradients
+from nbaccel.world import World
 
-__all__ = ["Replicated"]
+__all__ = ["Replica", "Replicated"]
+
+
+class Replica(DistributedDataParallel):
+    """DDP that names the parameters it complains about."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            explained = explain_unused(error, self.module, dist.get_rank(), dist.get_world_size())
+            if explained is None:
+                raise
+            raise explained from error
 
 
 class Replicated(Strategy):
@@ -20,11 +40,36 @@ class Replicated(Strategy):
 
     has_peers = True
 
+    def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None) -> None:
+        super().__init__(world, device, handlers)
+        self._replicas: list[weakref.ref[Replica]] = []
+
     def setup(self, model: Module) -> Module:
         if _is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a module without gradients, and there is nothing to average
-        device_ids = [self.device] if next(model.parameters()).device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=device_ids)
+        replica = Replica(
+            model,
+            device_ids=[self.device] if next(model.parameters()).device.type == "cuda" else None,
+            **self._options(),
+        )
+        compress_gradients(replica, self.handlers.ddp, self.device)
+        self._replicas.append(weakref.ref(replica))
+        return replica
+
+    def _options(self) -> dict[str, Any]:
+        """What DDP is to be told: its defaults are its own, and some options are renamed from one torch to the next."""
+        chosen = self.handlers.ddp.to_kwargs()
+        return {name: value for name, value in chosen.items() if not name.startswith("comm_")}
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        try:
+            loss.backward(**kwargs)
+        except RuntimeError as error:
+            modules = [replica.module for reference in self._replicas if (replica := reference()) is not None]
+            explained = explain_twice_ready(error, modules, self.world.rank, self.world.world_size)
+            if explained is None:
+                raise
+            raise explained from error
 
     def keeps_together(self, model: Module) -> bool:
         return _is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters())
@@ -35,6 +80,10 @@ class Replicated(Strategy):
             return _NoReduce(module)
         no_sync = getattr(module, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
+
+    def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
+        module = without_compile(model)
+        return _Reduce(module) if isinstance(module, DistributedDataParallel) else nullcontext()
 
     def reduce_gradients(self, model: Module) -> None:
         for parameter in model.parameters():
@@ -67,6 +116,28 @@ class _NoReduce:
 
     def __exit__(self, *exception: object) -> None:
         self._module.require_backward_grad_sync = self._before
+
+
+class _Reduce:
+    """Let the next backward reduce gradients, although its forward ran under `no_sync`.
+
+    DDP prepares its reducer in the forward, and then only when gradients are to be reduced; here that is made up
+    for. It is told of no outputs, hence expects a gradient for every parameter.
+    """
+
+    __slots__ = ("_before", "_module")
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        module = self._module
+        self._before = (module.require_backward_grad_sync, module.require_forward_param_sync)
+        module.require_backward_grad_sync = module.require_forward_param_sync = True
+        module.reducer.prepare_for_backward([])
+
+    def __exit__(self, *exception: object) -> None:
+        self._module.require_backward_grad_sync, self._module.require_forward_param_sync = self._before
 
 
 def _is_parallel(model: Module) -> bool:

@@ -1,0 +1,123 @@
+"""Watches for losses and gradients that are not finite, and decides what happens then. Runs in ranks.
+
+`LossWatch` itself is ``on_nan="warn"``: it reads a loss where that is free (on the CPU), else once a second, and
+warns once. The other two need to know before every optimizer step, so they wait for the device there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nbaccel.train.accumulation import StepClock
+from nbaccel.train.precision import Precision
+from nbaccel.train.strategies import Strategy
+
+__all__ = ["ON_NAN", "LossWatch", "make_watch"]
+
+_DEVICE_EVERY_S = 1.0
+"""How often a loss on a device is read: that drains the device's queue, some 50 us that nobody sees once a second."""
+
+_ADVICE = (
+    "Look at this batch's data, lower the learning rate or clip gradients; torch.autograd.set_detect_anomaly(True) "
+    "names the operation."
+)
+
+
+class LossWatch:
+    """Warns once, with step and rank, about a loss that is not finite; training goes on."""
+
+    def __init__(self, clock: StepClock, precision: Precision, strategy: Strategy) -> None:
+        self._clock = clock
+        self._precision = precision
+        self._strategy = strategy
+        self._every_s = 0.0 if strategy.device.type == "cpu" else _DEVICE_EVERY_S
+        self._due_s = 0.0
+        self._has_warned = False
+
+    def see(self, loss: Tensor) -> None:
+        """The loss that `backward` was given, before it is divided or scaled."""
+        if self._every_s:
+            now_s = time.monotonic()
+            if now_s < self._due_s:
+                return
+            self._due_s = now_s + self._every_s
+        value = loss.item() if loss.numel() == 1 else loss.detach().sum().item()
+        if not math.isfinite(value):
+            self._found(value)
+
+    def lets_step(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` may step now, with the gradients it has. Alike on all ranks."""
+        return True
+
+    def _found(self, value: float) -> None:
+        fate = "the gradient scaler skips it" if self._precision.skips_infinite else "weights that take it become NaN"
+        self._warn_once(
+            f"the loss is {value} in step {self._where()}: {fate}. Training goes on; Accelerator(on_nan='skip') leaves "
+            f"such steps out, on_nan='stop' raises. {_ADVICE}",
+            depth=4,
+        )
+
+    def _warn_once(self, message: str, depth: int) -> None:
+        """depth: calls between here and the user's line."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, stacklevel=depth + 1)
+
+    def _where(self) -> str:
+        world = self._strategy.world
+        return f"{self._clock.step} on rank {world.rank} of {world.world_size}"
+
+
+class _Skip(LossWatch):
+    """Leaves out steps whose gradients are not finite: on every rank alike, since those are synchronised."""
+
+    def see(self, loss: Tensor) -> None:
+        """The gradients will tell."""
+
+    def lets_step(self, optimizer: Optimizer) -> bool:
+        if self._strategy.has_finite_gradients(optimizer):
+            return True
+        self._warn_once(
+            f"gradients are not finite in step {self._where()}: the step is skipped, and so will be others like it "
+            f"(optimizer_step_was_skipped tells). {_ADVICE}",
+            depth=3,
+        )
+        return False
+
+
+class _Stop(LossWatch):
+    """Raises before the weights take a step that is not finite: with synchronised gradients on every rank."""
+
+    def __init__(self, clock: StepClock, precision: Precision, strategy: Strategy) -> None:
+        super().__init__(clock, precision, strategy)
+        self._every_s = 0.0
+        self._bad: float | None = None
+
+    def _found(self, value: float) -> None:
+        self._bad = value
+
+    def lets_step(self, optimizer: Optimizer) -> bool:
+        if self._bad is not None:
+            bad, self._bad = self._bad, None
+            raise FloatingPointError(f"the loss is {bad} in step {self._where()}. The weights are as before. {_ADVICE}")
+        # Scaled fp16 gradients overflow now and then in sound trainings: the scaler's business.
+        if not self._precision.skips_infinite and not self._strategy.has_finite_gradients(optimizer):
+            raise FloatingPointError(
+                f"gradients are not finite in step {self._where()}, although the loss there is: another rank's loss "
+                f"or the backward is not. The weights are as before. {_ADVICE}"
+            )
+        return True
+
+
+ON_NAN: dict[str, type[LossWatch]] = {"warn": LossWatch, "skip": _Skip, "stop": _Stop}
+
+
+def make_watch(on_nan: str, clock: StepClock, precision: Precision, strategy: Strategy) -> LossWatch:
+    """The watch called `on_nan`; "skip" is the gradient scaler's own doing under fp16."""
+    kind = LossWatch if on_nan == "skip" and precision.skips_infinite else ON_NAN[on_nan]
+    return kind(clock, precision, strategy)

@@ -1,0 +1,196 @@
+"""Handlers: what is passed on to torch's DDP, GradScaler, autocast, process group and profiler. Built anywhere.
+
+The names and fields are those of `accelerate.utils`, so that programs keep their ``kwargs_handlers=[...]``. They
+are values: nothing here calls torch, and whoever is configured by one reads its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, Literal
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "Handlers",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+]
+
+
+class KwargsHandler:
+    """What every handler is: a frozen dataclass of options."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The options that differ from their defaults, by name.
+
+        >>> GradScalerKwargs(growth_interval=100).to_kwargs()
+        {'growth_interval': 100}
+        """
+        standard = type(self)()
+        options = [option.name for option in fields(self)]  # type: ignore[arg-type]  # every subclass is a dataclass
+        return {name: value for name in options if (value := getattr(self, name)) != getattr(standard, name)}
+
+
+class DDPCommunicationHookType(StrEnum):
+    """How DDP sends gradients: as they are, in half precision, or as low-rank factors (PowerSGD, arXiv:1905.13727)."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+def _hook_type(
+    name: str, value: DDPCommunicationHookType | str, choices: Sequence[DDPCommunicationHookType]
+) -> DDPCommunicationHookType:
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name} must be one of {', '.join(repr(choice.value) for choice in choices)}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of torch's `DistributedDataParallel`; used with more than one process.
+
+    dim, broadcast_buffers, bucket_cap_mb (MiB), find_unused_parameters, check_reduction, gradient_as_bucket_view,
+    static_graph: as torch documents them.
+    comm_hook: how gradients are sent.  comm_wrapper: NO, FP16 or BF16, in which `comm_hook` sends what it sends.
+    comm_state_option: arguments of torch's `PowerSGDState`, such as ``{"matrix_approximation_rank": 2}``.
+
+    >>> DistributedDataParallelKwargs(comm_hook="fp16").comm_hook
+    <DDPCommunicationHookType.FP16: 'fp16'>
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        hook = _hook_type("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
+        wrappers = [DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
+        wrapper = _hook_type("comm_wrapper", self.comm_wrapper, wrappers)
+        object.__setattr__(self, "comm_hook", hook)
+        object.__setattr__(self, "comm_wrapper", wrapper)
+
+
+@dataclass(frozen=True, slots=True)
+class GradScalerKwargs(KwargsHandler):
+    """Options of torch's `GradScaler`; used with ``mixed_precision="fp16"``.
+
+    min_scale: the scale does not fall below this. torch's own would reach 0.0 after 166 skipped steps, and train on
+    without gradients.
+
+    >>> GradScalerKwargs(init_scale=1024.0).growth_interval
+    2000
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_scale <= self.init_scale:
+            raise ValueError(f"min_scale must lie above 0 and at most at init_scale {self.init_scale:g}, got "
+                             f"{self.min_scale:g}")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastKwargs(KwargsHandler):
+    """Options of ``torch.autocast``, for prepared models and for `Accelerator.autocast`.
+
+    enabled: False computes in full precision.  cache_enabled: None leaves torch's choice.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of ``torch.distributed.init_process_group``, where we form the group.
+
+    backend: "gloo", "nccl", ...; None chooses by device.
+    init_method: where the ranks meet; None is as they were launched.
+    timeout: of a collective; None is torch's.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKwargs(KwargsHandler):
+    """Options of ``torch.profiler.profile``, for `Accelerator.profile`.
+
+    activities: "cpu", "cuda", "xpu", ...; None is what torch finds.
+    schedule_option: arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first (in steps).
+    on_trace_ready: called with the profiler after each cycle of the schedule.
+    record_shapes, profile_memory, with_stack, with_flops, with_modules: as torch documents them.
+    output_trace_dir: a folder, made if missing, for ``profile_{rank}.json`` (open it in chrome://tracing).
+    """
+
+    activities: Sequence[Activity] | None = None
+    schedule_option: Mapping[str, int] | None = None
+    on_trace_ready: Callable[[Any], Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """One handler of each kind: those that were given, and torch's defaults for the others."""
+
+    ddp: DistributedDataParallelKwargs = DistributedDataParallelKwargs()
+    scaler: GradScalerKwargs = GradScalerKwargs()
+    autocast: AutocastKwargs = AutocastKwargs()
+    group: InitProcessGroupKwargs = InitProcessGroupKwargs()
+    profile: ProfileKwargs = ProfileKwargs()
+
+    @classmethod
+    def of(cls, given: Sequence[KwargsHandler] | None) -> Handlers:
+        """The handlers of ``kwargs_handlers=[...]``, in any order.
+
+        Raises:
+            TypeError: something that is no handler of ours.
+            ValueError: two handlers of one class.
+        """
+        places = {type(known.default): known.name for known in fields(cls)}
+        chosen: dict[str, KwargsHandler] = {}
+        for handler in given or ():
+            kind = type(handler)
+            if kind not in places:
+                known = ", ".join(sorted(place.__name__ for place in places))
+                raise TypeError(
+                    f"kwargs_handlers takes {known} of nbaccel.utils, got {kind.__module__}.{kind.__qualname__}"
+                )
+            if places[kind] in chosen:
+                raise ValueError(f"kwargs_handlers has two {kind.__name__}: which one holds? Give one")
+            chosen[places[kind]] = handler
+        return cls(**chosen)  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""Models as people bring them: in DataParallel, quantised, spread over devices, compiled. Runs in ranks.
+
+Says what `prepare` may do with a model before a strategy takes it, and refuses what cannot be trained here. It
+reads attributes by which transformers, bitsandbytes and accelerate mark such models and imports none of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel.train.strategies.base import without_compile
+from nbaccel.world import World
+
+__all__ = ["admit", "backend_name", "compiled", "keep_compiled", "may_move"]
+
+_QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer", "quantization_method")
+"""Attributes that are set, and true, on a model with quantised weights."""
+
+_NOWHERE = frozenset({"meta", "disk"})
+
+
+def admit(model: Module, world: World, device: torch.device) -> Module:
+    """`model` as it can be prepared in this rank: out of ``nn.DataParallel``.
+
+    Raises:
+        ValueError: it is spread over several devices, and so are the ranks.
+    """
+    if isinstance(model, DataParallel):
+        if world.is_main_process:
+            warnings.warn(
+                "the model was wrapped in nn.DataParallel; prepare took it out, since every process drives one "
+                "device here. Leave the wrapper out.",
+                stacklevel=4,
+            )
+        model = model.module
+    if world.is_distributed:
+        _refuse_spread(model, world, device)
+        _warn_of_neighbour(model, world, device)
+    return model
+
+
+def may_move(model: Module) -> bool:
+    """Whether ``model.to(device)`` is ours to call: not on quantised models, nor on ones that are spread."""
+    return not _is_quantised(model) and len(_devices(model)) <= 1
+
+
+def backend_name(chosen: str | None) -> str | None:
+    """``torch.compile``'s name of a `dynamo_backend`, which Accelerate spells in capitals; None to compile nothing."""
+    name = str(getattr(chosen, "value", chosen)).lower()
+    return None if name in ("none", "no") else name
+
+
+def compiled(model: Module, backend: str | None) -> Module:
+    """`model` compiled by `backend`, if there is one and it is not compiled already."""
+    if backend is None or _is_compiled(model):
+        return model
+    wrapped: Module = torch.compile(model, backend=backend)  # type: ignore[assignment]  # a module gives a module
+    return wrapped
+
+
+def keep_compiled(model: Module, inner: Module) -> Module:
+    """`inner`, the user's own module inside `model`, compiled where `model` is."""
+    if _is_compiled(model):
+        # The wrapper around DDP must stay as it is, for the training; this one shares its compiler.
+        return model if without_compile(model) is inner else type(model)(inner, model.dynamo_ctx)
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model if without_compile(model) is inner else inner
+
+
+def _is_compiled(model: Module) -> bool:
+    """Whether `model` is what ``torch.compile`` returned."""
+    return "_orig_mod" in model._modules
+
+
+def _refuse_spread(model: Module, world: World, device: torch.device) -> None:
+    spread = _devices(model)
+    if len(spread) > 1:
+        raise ValueError(
+            f"{_name(model)} is spread over {', '.join(sorted(spread))}, and there are {world.world_size} processes "
+            f"that need a whole model each: load it on one device (no device_map='auto'; device_map={{'': "
+            f"accelerator.device}}), or start one process (-n 1)."
+        )
+    if _is_quantised(model) and spread and spread != {str(device)} and device.type != "cpu":
+        raise ValueError(
+            f"{_name(model)} is quantised and lies on {spread.pop()}, so it cannot be moved to {device} of rank "
+            f"{world.rank}: load it there, device_map={{'': accelerator.device}}."
+        )
+
+
+def _warn_of_neighbour(model: Module, world: World, device: torch.device) -> None:
+    foreign = {place for place in _devices(model) if place.startswith("cuda") and place != str(device)}
+    if foreign and device.type == "cuda":
+        warnings.warn(
+            f"rank {world.rank} of {world.world_size} made {_name(model)} on {foreign.pop()}, where another rank "
+            f"trains: prepare moves it to {device}, but what it took there is not given back. Leave .cuda() out, or "
+            "use .to(accelerator.device).",
+            stacklevel=5,
+        )
+
+
+def _is_quantised(model: Module) -> bool:
+    inner = without_compile(model)
+    config = getattr(inner, "config", None)
+    if getattr(config, "quantization_config", None) is not None:
+        return True
+    return any(bool(getattr(inner, mark, None)) for mark in _QUANTISED_MARKS)
+
+
+def _devices(model: Module) -> set[str]:
+    """Where the model lies: by transformers' map if it has one, else by its parameters."""
+    mapped = getattr(without_compile(model), "hf_device_map", None)
+    if isinstance(mapped, dict):
+        places = {_device_name(place) for place in mapped.values()}
+    else:
+        places = {str(parameter.device) for parameter in model.parameters()}
+    return {place for place in places if place not in _NOWHERE}
+
+
+def _device_name(place: object) -> str:
+    return f"cuda:{place}" if isinstance(place, int) else str(place)
+
+
+def _name(model: Module) -> str:
+    return type(without_compile(model)).__name__

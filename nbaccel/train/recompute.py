@@ -1,0 +1,65 @@
+"""Gradient checkpointing: activations computed again in the backward instead of kept. Runs in ranks.
+
+Less memory for one more forward. torch's own non-reentrant checkpoint does the work, the only kind that goes with
+DDP, accumulation and frozen inputs; this file finds where to put it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import Module, ModuleList, Sequential
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["recompute_activations"]
+
+
+def recompute_activations(model: Module, blocks: Iterable[Module] | None = None) -> None:
+    """Recompute each of `blocks`, or where none are named those that `model` is visibly made of.
+
+    Raises:
+        ValueError: no blocks were given, and none were found.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if blocks is None and enable is not None:
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    chosen = list(_members(model)) if blocks is None else list(blocks)
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList or Sequential to recompute block by block: name the blocks, "
+            "accelerator.gradient_checkpointing(model, blocks=[model.encoder, model.decoder])"
+        )
+    for block in chosen:
+        if not isinstance(block.forward, _Recomputed):
+            block.forward = _Recomputed(block, block.forward)
+
+
+def _members(module: Module) -> Iterator[Module]:
+    """What the outermost lists of `module` hold, where it has parameters (an activation is cheap to keep)."""
+    if isinstance(module, ModuleList | Sequential):
+        yield from (member for member in module if any(True for _ in member.parameters()))
+        return
+    for child in module.children():
+        yield from _members(child)
+
+
+class _Recomputed:
+    """A block's forward under checkpoint while training. A class, so that such models can be pickled."""
+
+    def __init__(self, block: Module, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward, updated=())
+        self.block = block
+        self.forward = forward
+
+    def __nbaccel_unwrap__(self) -> Callable[..., Any]:
+        """What travels from a rank to the notebook in this object's place."""
+        return self.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()):
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,193 @@
+"""Stepping: the calls of a training step, as the user makes them on an `Accelerator`. Runs in ranks.
+
+Each is a few lines over the parts: accumulation decides when gradients synchronise, the precision scales, the
+strategy runs backwards and steps, the watch looks at losses. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.control import ProcessControl
+from nbaccel.train.finite import LossWatch
+from nbaccel.train.handlers import AutocastKwargs
+from nbaccel.train.optimizer import PreparedOptimizer
+from nbaccel.train.precision import Precision
+from nbaccel.train.prepared import Prepared
+from nbaccel.train.recompute import recompute_activations
+from nbaccel.train.strategies import Strategy
+from nbaccel.train.windows import Accumulating, NoSync
+
+__all__ = ["Stepping"]
+
+
+class Stepping(ProcessControl):
+    """`accumulate`, `backward`, clipping and their kin."""
+
+    _accumulation: Accumulation
+    _accumulating: Accumulating
+    _precision: Precision
+    _prepared: Prepared
+    _strategy: Strategy
+    _watch: LossWatch
+    _is_ready: bool
+    """Whether this process may train; else `_make_ready` is asked first."""
+
+    @abstractmethod
+    def _equip(self) -> None:
+        """Make the parts above, unless they are made."""
+
+    @abstractmethod
+    def _make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
+        """Find this process's world before its first step, or refuse to train in it."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the batch in hand ends a step: its backward synchronises, and optimizers step."""
+        return self._accumulation.window.sync
+
+    def accumulate(self, *models: Module) -> AbstractContextManager[None]:
+        """One batch of an accumulation window; gradients synchronise at the window's last batch.
+
+        The last batch of a prepared loader ends its window, unless the `GradientAccumulationPlugin` says otherwise.
+        Without `models` all prepared ones are meant.
+        """
+        if not self._is_ready:
+            self._make_ready("accumulate", models)
+        context = self._accumulating
+        context.models = models or self._prepared.models
+        return context
+
+    def no_sync(self, *models: Module) -> AbstractContextManager[None]:
+        """While entered, backward leaves gradients unsynchronised, for windows that the program counts itself."""
+        if not self._is_ready:
+            self._make_ready("no_sync", models)
+        return NoSync(self._accumulation, self._strategy, models or self._prepared.models)
+
+    def hold_gradients(self, model: Module) -> AbstractContextManager[None]:
+        """`no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
+        if not self._is_ready:
+            self._make_ready("hold_gradients", [model])
+        return self._strategy.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
+        """While entered, backward synchronises all gradients of `model`, also of forwards made under `no_sync`.
+
+        For several forwards whose backwards come later: the last backward is the one to synchronise. Collective.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+        >>> with accelerator.no_sync(model):
+        ...     losses = [model(torch.ones(1, 1)).sum() for _ in range(2)]
+        ...     accelerator.backward(losses[0])
+        >>> with accelerator.trigger_sync_in_backward(model):
+        ...     accelerator.backward(losses[1])
+        """
+        if not self._is_ready:
+            self._make_ready("trigger_sync_in_backward", [model])
+        return self._strategy.sync_in_backward(model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
+
+        kwargs go to ``loss.backward``. A loss that is NaN or infinite is reported, see `Accelerator`'s `on_nan`.
+        Collective at a window's end.
+        """
+        if not self._is_ready:
+            self._make_ready("backward")
+        accumulation = self._accumulation
+        window = accumulation.window
+        divisor = window.divisor if accumulation.depth else accumulation.enter_bare_backward()
+        self._watch.see(loss)
+        if divisor != 1:
+            loss = loss / divisor
+        self._strategy.backward(self._precision.scale(loss), **kwargs)
+        if window.sync and not accumulation.is_held:
+            accumulation.clock.train()
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None, *, enabled: bool = True
+    ) -> AbstractContextManager[Any]:
+        """The run's precision for code outside of a prepared model's forward; it nests.
+
+        autocast_handler: options of this block; by default those of ``kwargs_handlers``.
+        enabled: False is short for ``AutocastKwargs(enabled=False)``.
+
+        >>> from nbaccel import Accelerator
+        >>> with Accelerator(mixed_precision="bf16").autocast():
+        ...     torch.nn.Linear(1, 1)(torch.ones(1, 1)).dtype
+        torch.bfloat16
+        """
+        self._equip()
+        if autocast_handler is None and not enabled:
+            autocast_handler = AutocastKwargs(enabled=False)
+        return self._precision.autocast(autocast_handler)
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Bring the gradients of `optimizer` (one, several, or None for all prepared ones) to true size.
+
+        Only fp16 scales them. Once per step whatever is called how often; clipping does it by itself. Call it
+        where `sync_gradients` is true.
+        """
+        self._equip()
+        if optimizer is None:
+            optimizer = self._prepared.optimizers
+        given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self._precision.unscale([one.optimizer if isinstance(one, PreparedOptimizer) else one for one in given])
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the gradients of the whole window to `max_norm`; returns their norm before, a 0-d tensor.
+
+        Inside a window, where gradients are not complete, nothing is clipped; the norm so far is returned.
+        """
+        parameters = self._clippable(parameters, "clip_grad_norm_")
+        if self.sync_gradients:
+            self._unscale_those_of(parameters)
+            return self._strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        return norm / self._precision.scale(torch.ones_like(norm))
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
+        parameters = self._clippable(parameters, "clip_grad_value_")
+        if self.sync_gradients:
+            self._unscale_those_of(parameters)
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _clippable(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[Tensor]:
+        if not self._is_ready:
+            self._make_ready(call)
+        return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+    def _unscale_those_of(self, parameters: Sequence[Tensor]) -> None:
+        self._precision.unscale([prepared.optimizer for prepared in self._prepared.optimizers], parameters)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was left out: infinite fp16 gradients, or `on_nan`."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    def gradient_checkpointing(self, model: Module, blocks: Iterable[Module] | None = None) -> Module:
+        """Let `model` compute activations again in its backward instead of keeping them; the same `model` is returned.
+
+        A model with a ``gradient_checkpointing_enable`` of its own (transformers) is told so. In others each of
+        `blocks` is recomputed as a whole: by default the members of their outermost ``ModuleList``s and
+        ``Sequential``s. Before or after `prepare`; works with DDP and accumulation, since nothing is reentrant.
+
+        Raises:
+            ValueError: no blocks were given, and none were found.
+        """
+        self._equip()
+        recompute_activations(self._strategy.unwrap(model), blocks)
+        return model

@@ -1,0 +1,75 @@
+"""DDP's two complaints about parameters, said again with their names and the remedy. Runs in ranks.
+
+torch tells indices, since its reducer knows no names. Both errors come up on every rank that has the fault; this
+file only words them and raises nothing itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch.nn import Module
+
+__all__ = ["explain_twice_ready", "explain_unused"]
+
+_UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+_TWICE = re.compile(r"Parameter at index (\d+).* has been marked as ready twice")
+_SHOWN = 8
+
+
+def explain_unused(error: RuntimeError, module: Module, rank: int, world_size: int) -> RuntimeError | None:
+    """The error for parameters that took no part in the loss; None where `error` is about something else."""
+    text = str(error)
+    if "Expected to have finished reduction in the prior iteration" not in text:
+        return None
+    names = _reduced_names(module)
+    found = _UNUSED.search(text)
+    unused = [names[int(index)] for index in found.group(1).split() if int(index) < len(names)] if found else []
+    which = f"{len(unused)} of {len(names)} parameters ({_shortened(unused)})" if unused else "some parameters"
+    return RuntimeError(
+        f"rank {rank} of {world_size}: {which} of {type(module).__name__} got no gradient in the last backward, and "
+        "DDP still waits for them.\n"
+        "  Use them in the loss, freeze them before prepare (requires_grad_(False)), or let DDP look for unused ones "
+        "in every step:\n"
+        "    Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
+    )
+
+
+def explain_twice_ready(
+    error: RuntimeError, modules: Sequence[Module], rank: int, world_size: int
+) -> RuntimeError | None:
+    """The error for a parameter whose gradient was complete twice; None where `error` is about something else.
+
+    modules: those that might be meant; torch does not say which.
+    """
+    text = str(error)
+    if "Expected to mark a variable ready only once" not in text:
+        return None
+    found = _TWICE.search(text)
+    index = int(found.group(1)) if found else -1
+    names = [
+        f"{_reduced_names(module)[index]} of {type(module).__name__}"
+        for module in modules
+        if 0 <= index < len(_reduced_names(module))
+    ]
+    which = " or ".join(names) or "a parameter"
+    return RuntimeError(
+        f"rank {rank} of {world_size}: the gradient of {which} was complete twice in one backward, so DDP would "
+        "reduce it twice.\n"
+        "  The parameter is used again inside a checkpointed block, or outside of the model's forward. Checkpoint "
+        "with use_reentrant=False; accelerator.gradient_checkpointing(model) does. If the graph is the same in every "
+        "step:\n"
+        "    Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])"
+    )
+
+
+def _reduced_names(module: Module) -> list[str]:
+    """The parameters that DDP counts, in its order."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in ignored]
+
+
+def _shortened(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

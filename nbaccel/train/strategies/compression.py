@@ -1,0 +1,60 @@
+"""How DDP sends gradients: torch's communication hooks, by the names of `DDPCommunicationHookType`. Runs in ranks.
+
+They change numerics: half-precision hooks round the averaged gradient, PowerSGD (arXiv:1905.13727) sends a low-rank
+approximation with error feedback and keeps per-rank state, which checkpoints do not hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel.train.handlers import DDPCommunicationHookType as Hook, DistributedDataParallelKwargs
+
+__all__ = ["compress_gradients"]
+
+
+def compress_gradients(
+    module: DistributedDataParallel, options: DistributedDataParallelKwargs, device: torch.device
+) -> None:
+    """Register the hook that `options` name; without one, gradients are sent as they are.
+
+    Raises:
+        ValueError: the process group's backend cannot run this hook.
+    """
+    if options.comm_hook is Hook.NO:
+        if options.comm_wrapper is not Hook.NO:
+            raise ValueError(
+                f"comm_wrapper={options.comm_wrapper.value!r} wraps a comm_hook, and there is none: "  # type: ignore[union-attr]
+                f"use comm_hook={options.comm_wrapper.value!r}"  # type: ignore[union-attr]
+            )
+        return
+    state, hook = _hook(options)
+    wrap = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}.get(
+        Hook(options.comm_wrapper)
+    )
+    try:
+        module.register_comm_hook(state, hook if wrap is None else wrap(hook))
+    except TypeError as error:  # torch's word for a backend without bf16
+        raise ValueError(
+            f"comm_hook={Hook(options.comm_hook).value!r} does not work on {device.type} with the "
+            f"{dist.get_backend()} backend ({error}). Use 'fp16' or 'power_sgd', or leave the hook out."
+        ) from error
+
+
+def _hook(options: DistributedDataParallelKwargs) -> tuple[Any, Any]:
+    """The hook's state and function."""
+    if options.comm_hook is Hook.FP16:
+        return None, default_hooks.fp16_compress_hook
+    if options.comm_hook is Hook.BF16:
+        return None, default_hooks.bf16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # brings numpy, so only when chosen
+
+    state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option)
+    if options.comm_hook is Hook.BATCHED_POWER_SGD:
+        return state, powerSGD_hook.batched_powerSGD_hook
+    return state, powerSGD_hook.powerSGD_hook
