@@ -11,7 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Event", "Metric", "Sink", "StepEntered", "StepsEnded", "Waiting", "emit", "outlet"]
+__all__ = [
+    "CollectiveEntered",
+    "Event",
+    "Metric",
+    "Sink",
+    "StepEntered",
+    "StepsEnded",
+    "Waiting",
+    "emit",
+    "outlet",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +61,13 @@ class StepsEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveEntered(Event):
+    """The rank enters a collective of ours. Every rank enters the same ones, so counting them compares ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting(Event):
-    """The rank is in a collective of ours and its peers are not; emitted again while that lasts.
+    """The rank waits in the collective that it entered last; emitted again while that lasts.
 
     call: the collective in words.  seconds: for how long, so far.
 

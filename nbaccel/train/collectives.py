@@ -1,14 +1,13 @@
 """Collectives over nested containers: gather, reduce, broadcast, pad, barrier. Run in ranks, by every rank.
 
 `Collectives` itself is one process alone: values come back as they went in. `GroupCollectives` talks through
-torch's default process group. Its first calls carry a fingerprint (operation, dtypes, shapes), so that ranks
-which met in different calls hear of it on all sides; torch would hang, or mix their bytes up.
+torch's default process group; its first calls are compared between the ranks (`Fingerprints`). It decides what is
+sent; how, and how long to wait, is the `Transport`'s business.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,39 +15,29 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nbaccel.errors import CollectiveMismatch
-from nbaccel.train.nested import children, map_children
+from nbaccel.train.fingerprints import CHECKED_CALLS, Fingerprints, Shape
+from nbaccel.train.nested import leaves, map_children
+from nbaccel.train.objects import join, pack, unpack
+from nbaccel.train.transport import Transport
 from nbaccel.world import World
 
-__all__ = ["CHECKED_CALLS", "Collectives", "GroupCollectives", "holds_only_tensors"]
+__all__ = ["CHECKED_CALLS", "Collectives", "GroupCollectives", "holds_only_tensors", "holds_tensors"]
 
-CHECKED_CALLS = 16
-"""How many calls of a group carry a fingerprint. A program that mixes its collectives up does so at once."""
-
-_FINGERPRINT_BYTES = 512
-_DIGEST_BYTES = 8
-
-# torch 2.13 gave it a new name; the old one warns there.
-_all_gather: Callable[[Tensor, Tensor], Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_SENDABLE = frozenset({
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
-})  # fmt: skip
-"""What every backend can send as it is; other dtypes are gathered as bytes."""
-
-_REDUCTIONS = ("sum", "mean", "max", "min")
+_REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class Collectives:
     """One process alone."""
 
     def gather(self, value: Any) -> Any:
-        """Every tensor in `value`, those of all ranks joined along the first dimension, on every rank."""
+        """Every tensor in `value`, those of all ranks joined along the first dimension, on every rank.
+
+        A value without any tensor is gathered as `gather_objects` does; None stays None.
+        """
         return value
 
     def gather_uneven(self, value: Any) -> Any:
-        """`gather` for first dimensions that may differ between ranks; one more exchange per tensor."""
+        """`gather` for first dimensions that may differ between ranks; one more small exchange."""
         return value
 
     def gather_objects(self, value: Any) -> Any:
@@ -56,7 +45,10 @@ class Collectives:
         return value
 
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Every tensor in `value` summed, averaged or compared over the ranks; `value` itself is not changed."""
+        """Every tensor in `value` summed, averaged or compared over the ranks; `value` itself is not changed.
+
+        Sums and means of booleans count them.
+        """
         _refuse_unknown(reduction)
         return value if scale == 1.0 else _map_tensors("reduce", lambda tensor: tensor * scale, value)
 
@@ -64,9 +56,21 @@ class Collectives:
         """Every tensor in `value` as rank `source` has it."""
         return value
 
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+        """The picklable entries of the list `values` as rank `source` has them; the list is changed in place."""
+        return values
+
     def pad(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Every tensor in `value` as long along `dim` as the longest of all ranks."""
         return value
+
+    def any(self, flag: bool, call: str = "any") -> bool:
+        """Whether `flag` is true on any rank.  call: what the ranks are in, for messages."""
+        return flag
+
+    def announce(self, call: str, text: str = "") -> list[str]:
+        """What every rank says, by rank, cut to half a kilobyte.  call: what the ranks are in, for messages."""
+        return [text]
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
@@ -75,135 +79,133 @@ class Collectives:
 class GroupCollectives(Collectives):
     """The ranks of torch's default process group.
 
-    device: where the group's backend can send from; fingerprints and sizes travel there.
-    debug: check every call, not only the first ones.
+    device: this rank's.  debug: compare every call, not only the first ones.
     """
 
     def __init__(self, world: World, device: torch.device, debug: bool = False) -> None:
         self._world = world
         self._device = device
-        self._unchecked_from = None if debug else CHECKED_CALLS
-        self._calls = 0
+        self._transport = Transport(world.world_size, device)
+        self._fingerprints = Fingerprints(self._transport, debug)
+        self._check = self._fingerprints.check
+
+    @property
+    def calls(self) -> int:
+        """How many collectives this group has seen."""
+        return self._fingerprints.calls
 
     def gather(self, value: Any) -> Any:
+        if not holds_tensors(value):
+            return self.gather_objects(value)
         self._check("gather", value)
         return _map_tensors("gather", self._gather_one, value)
 
     def gather_uneven(self, value: Any) -> Any:
-        self._check("gather_uneven", value, any_rows=True)
-        return _map_tensors("gather", self._gather_rows, value)
+        self._check("gather_uneven", value, Shape.ROWS_VARY)
+        rows_of = iter(self._sizes([tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(value)]))
+        return _map_tensors("gather", lambda tensor: self._gather_rows(tensor, next(rows_of)), value)
 
     def gather_objects(self, value: Any) -> Any:
-        self._check("gather_objects")
-        return _merge(self._exchange_objects(value))
+        self._check("gather_object")
+        data, is_sent = _packed(value)
+        (sizes,) = self._sizes([len(data) if is_sent else -len(data)])
+        received = self._gather_rows(_as_tensor(data), [abs(size) for size in sizes]).numpy().tobytes()
+        ends = [sum(map(abs, sizes[: rank + 1])) for rank in range(len(sizes))]
+        parts = [received[end - abs(size) : end] for end, size in zip(ends, sizes, strict=True)]
+        _refuse_unsent("gather_object", {rank: parts[rank] for rank, size in enumerate(sizes) if size < 0})
+        return join([unpack(part, self._device) for part in parts])
 
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         _refuse_unknown(reduction)
         self._check(f"reduce {reduction}", value)
-        operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
-        if reduction == "mean":
-            scale = scale / self._world.world_size
-
-        def one(tensor: Tensor) -> Tensor:
-            reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(reduced, operation)
-            return reduced if scale == 1.0 else reduced * scale
-
-        return _map_tensors("reduce", one, value)
+        return _map_tensors("reduce", lambda tensor: self._reduce_one(tensor, reduction, scale), value)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
+        self._refuse_unknown_rank(source)
         self._check(f"broadcast from {source}", value)
+        return _map_tensors("broadcast", lambda tensor: self._transport.broadcast(tensor, source), value)
 
-        def one(tensor: Tensor) -> Tensor:
-            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(copy, source)
-            return copy
-
-        return _map_tensors("broadcast", one, value)
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+        self._refuse_unknown_rank(source)
+        call = "broadcast_object_list"
+        self._check(f"{call} of {len(values)} from {source}")
+        is_source = self._world.rank == source
+        data, is_sent = _packed(values) if is_source else (b"", True)
+        size = int(self._transport.broadcast(torch.tensor(len(data) if is_sent else -len(data)), source))
+        sent = _as_tensor(data) if is_source else torch.empty(abs(size), dtype=torch.uint8)
+        received = self._transport.broadcast(sent, source).numpy().tobytes()
+        _refuse_unsent(call, {source: received} if size < 0 else {})
+        if not is_source:
+            values[:] = unpack(received, self._device)
+        return values
 
     def pad(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        self._check(f"pad along {dim}", value, any_shape=True)
+        self._check(f"pad_across_processes along {dim}", value, Shape.ANY)
+        sizes_of = iter(self._sizes([_size(tensor, dim) for tensor in _tensors(value)]))
 
         def one(tensor: Tensor) -> Tensor:
-            if not -tensor.ndim <= dim < tensor.ndim:
-                return tensor
-            missing = max(self._sizes(tensor, dim)) - tensor.shape[dim]
+            missing = max(next(sizes_of)) - _size(tensor, dim)
             return _pad(tensor, dim, missing, pad_index, pad_first) if missing else tensor
 
         return _map_tensors("pad_across_processes", one, value)
 
+    def any(self, flag: bool, call: str = "any") -> bool:
+        self._check(call)
+        return bool(self._transport.read_all(torch.tensor(int(flag))).any())
+
+    def announce(self, call: str, text: str = "") -> list[str]:
+        self._check(call)
+        return self._fingerprints.exchange(text)
+
     def barrier(self) -> None:
-        if self._check("wait_for_everyone"):
-            return  # the exchange of fingerprints was a barrier
-        dist.barrier(device_ids=[self._device.index] if self._device.type == "cuda" else None)
+        if not self._check("wait_for_everyone"):  # else the comparison was a barrier
+            self._transport.barrier()
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         rows = tensor.detach()
-        rows = rows.contiguous() if rows.ndim else rows[None]
-        sent = rows if rows.dtype in _SENDABLE else rows.view(torch.uint8)
-        joined = sent.new_empty((self._world.world_size * sent.shape[0], *sent.shape[1:]))
-        _all_gather(joined, sent)
-        return joined if sent is rows else joined.view(rows.dtype)
+        return self._transport.all_gather(rows.contiguous() if rows.ndim else rows[None])
 
-    def _gather_rows(self, tensor: Tensor) -> Tensor:
-        rows = tensor.detach() if tensor.ndim else tensor.detach()[None]
-        sizes = self._sizes(rows, 0)
+    def _gather_rows(self, tensor: Tensor, sizes: list[int]) -> Tensor:
+        """`_gather_one` for first dimensions of `sizes`, by rank."""
+        rows = tensor if tensor.ndim else tensor[None]
         longest = max(sizes)
+        if min(sizes) == longest:
+            return self._gather_one(rows)
         padded = _pad(rows, 0, longest - rows.shape[0], 0, False) if rows.shape[0] < longest else rows
-        parts = self._gather_one(padded).split(longest) if longest else ()
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]) if parts else rows
+        parts = self._gather_one(padded).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    def _sizes(self, tensor: Tensor, dim: int) -> list[int]:
-        """How long `tensor` is along `dim` on each rank."""
-        size = torch.tensor([tensor.shape[dim]], device=self._device)
-        sizes: list[int] = self._gather_one(size).tolist()
-        return sizes
+    def _reduce_one(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
+        if reduction == "none":
+            return tensor
+        if reduction in ("max", "min"):
+            compared = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.MIN
+            reduced = self._transport.all_reduce(tensor, compared)
+        else:
+            counted = tensor.long() if tensor.dtype is torch.bool else tensor
+            reduced = self._transport.all_reduce(counted, dist.ReduceOp.SUM)
+            if reduction == "mean":
+                reduced = reduced / self._world.world_size
+        return reduced if scale == 1.0 else reduced * scale
 
-    def _exchange_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self._world.world_size
-        dist.all_gather_object(values, value)
-        return values
+    def _sizes(self, sizes: list[int]) -> list[list[int]]:
+        """For each of this rank's `sizes`, what it is on every rank."""
+        by_rank: list[list[int]] = self._transport.read_all(torch.tensor(sizes)).tolist()
+        return [list(size) for size in zip(*by_rank, strict=True)]
 
-    def _check(self, operation: str, value: Any = None, any_rows: bool = False, any_shape: bool = False) -> bool:
-        """Compare this call with the other ranks'; False when it was not one of those that are compared.
+    def _refuse_unknown_rank(self, source: int) -> None:
+        if not 0 <= source < self._world.world_size:
+            raise ValueError(f"from_process must lie in 0..{self._world.world_size - 1}, got {source}")
 
-        Raises:
-            CollectiveMismatch: on every rank, naming what each of them called.
-        """
-        if self._calls == self._unchecked_from:
-            return False
-        self._calls += 1
-        mine = f"{operation} {_describe(value, any_rows, any_shape)}".strip()
-        everyone = self._exchange(mine)
-        if any(theirs != everyone[0] for theirs in everyone):
-            raise CollectiveMismatch(self._mismatch([text for text, _ in everyone]))
-        return True
 
-    def _exchange(self, text: str) -> list[tuple[str, bytes]]:
-        """What every rank says: its beginning, and a digest of all of it."""
-        data = text.encode()
-        digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
-        shown = data[: _FINGERPRINT_BYTES - _DIGEST_BYTES].ljust(_FINGERPRINT_BYTES - _DIGEST_BYTES)
-        said = torch.frombuffer(bytearray(digest + shown), dtype=torch.uint8).to(self._device)
-        rows = self._gather_one(said[None]).cpu().numpy()
-        texts = [row.tobytes() for row in rows]
-        return [(t[_DIGEST_BYTES:].decode(errors="replace").rstrip(), t[:_DIGEST_BYTES]) for t in texts]
-
-    def _mismatch(self, texts: list[str]) -> str:
-        sides = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
-        return (
-            f"the ranks met in different collectives (call {self._calls} of this process group); nothing was "
-            f"exchanged.\n{sides}\n  Every rank must make the same call with the same shapes. For first dimensions "
-            "that differ call accelerator.pad_across_processes first; a call under `if is_main_process` belongs "
-            "outside of it."
-        )
+def holds_tensors(value: Any) -> bool:
+    """Whether there is a tensor anywhere in `value`."""
+    return isinstance(value, Tensor) or any(isinstance(leaf, Tensor) for leaf in leaves(value))
 
 
 def holds_only_tensors(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    below = [child for _, child in children(value)]
-    return bool(below) and all(holds_only_tensors(child) for child in below)
+    """Whether `value` can be gathered as tensors: there are some, and beside them nothing but None."""
+    return holds_tensors(value) and all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves(value))
 
 
 def _refuse_unknown(reduction: str) -> None:
@@ -211,9 +213,15 @@ def _refuse_unknown(reduction: str) -> None:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}")
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
 def _map_tensors(operation: str, function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
+    if value is None:
+        return None
     rebuilt = map_children(lambda child: _map_tensors(operation, function, child), value)
     if rebuilt is value:
         raise TypeError(
@@ -223,17 +231,9 @@ def _map_tensors(operation: str, function: Callable[[Tensor], Tensor], value: An
     return rebuilt
 
 
-def _describe(value: Any, any_rows: bool, any_shape: bool) -> str:
-    """dtype and shape of each tensor: ``{x: float32[4, 3], y: int64[4]}``."""
-    if isinstance(value, Tensor):
-        if any_shape:
-            shape = "..."
-        else:
-            shape = ", ".join(map(str, value.shape))
-            shape = ", ".join(["any", *map(str, value.shape[1:])]) if any_rows else shape
-        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
-    below = [f"{name}: {_describe(child, any_rows, any_shape)}" for name, child in children(value)]
-    return "{" + ", ".join(below) + "}" if below else ""
+def _size(tensor: Tensor, dim: int) -> int:
+    """How long `tensor` is along `dim`; 0 where it has no such dimension, and nothing to be padded."""
+    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
 
 
 def _pad(tensor: Tensor, dim: int, missing: int, pad_index: float, pad_first: bool) -> Tensor:
@@ -242,17 +242,20 @@ def _pad(tensor: Tensor, dim: int, missing: int, pad_index: float, pad_first: bo
     return F.pad(tensor, amounts, value=pad_index)
 
 
-def _merge(values: list[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor):
-        return torch.cat([tensor if tensor.ndim else tensor[None] for tensor in values])
-    if isinstance(first, Mapping):
-        return {key: _merge([value[key] for value in values]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_chain(values))
-    return values
+def _packed(value: Any) -> tuple[bytes, bool]:
+    """`value` as bytes and True, or the reason why that cannot be and False. Before any collective: nobody hangs."""
+    try:
+        return pack(value), True
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".encode(), False
 
 
-def _chain(values: list[Any]) -> Iterator[Any]:
-    for value in values:
-        yield from value
+def _refuse_unsent(call: str, reasons: dict[int, bytes]) -> None:
+    """Raise, on every rank, what kept some ranks' objects from being sent."""
+    if reasons:
+        sides = "\n".join(f"  rank {rank}: {reason.decode()}" for rank, reason in reasons.items())
+        raise TypeError(f"{call} sends what can be pickled, and one rank's object cannot be:\n{sides}")
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

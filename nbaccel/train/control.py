@@ -1,27 +1,36 @@
 """ProcessControl: who this process is and what only some processes do. The face that states and Accelerators share.
 
 Runs in ranks, in scripts, and alone in a kernel. It decides nothing: `world`, `device` and `collectives` are the
-host's.
+host's. What depends on the rank is asked when a function is called, not when it is decorated: a function that was
+decorated in the notebook's kernel does the right thing in the ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from nbaccel.errors import PeerFailed
 from nbaccel.train.collectives import Collectives
+from nbaccel.train.distributed_type import DistributedType
 from nbaccel.train.sharing import share
 from nbaccel.world import World
 
 __all__ = ["ProcessControl"]
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 class ProcessControl(ABC):
     """Names that programs written for Accelerate find on `PartialState` and on `Accelerator` alike."""
+
+    _is_triggered = False
 
     @property
     @abstractmethod
@@ -37,6 +46,8 @@ class ProcessControl(ABC):
     @abstractmethod
     def collectives(self) -> Collectives:
         """How this process talks to its peers; forms the process group where there is none. Collective then."""
+
+    # -- who
 
     @property
     def num_processes(self) -> int:
@@ -62,21 +73,128 @@ class ProcessControl(ABC):
     def is_last_process(self) -> bool:
         return self.world.is_last_process
 
-    def wait_for_everyone(self) -> None:
-        """Return once every rank is here. Collective."""
-        self.collectives.barrier()
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world.is_distributed
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together, for programs that compare it: ``DistributedType.MULTI_GPU``."""
+        return DistributedType.of(self.world, self.device)
+
+    # -- only some processes
+
+    def on_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        """Decorator: the function runs on rank 0 and is None elsewhere.
+
+        >>> from nbaccel import PartialState
+        >>> @PartialState().on_main_process
+        ... def report() -> str:
+        ...     return "done"
+        >>> report()
+        'done'
+        """
+        return _only_where(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        """Decorator: the function runs on the first process of each node and is None elsewhere."""
+        return _only_where(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        """Decorator: the function runs on the last rank and is None elsewhere."""
+        return _only_where(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorator with an argument, ``@state.on_process(process_index=1)``: the function runs on that rank.
+
+        A process that is alone runs it whatever the number, as in Accelerate.
+        """
+        index = _required("process_index", process_index)
+        return _decorator(lambda: not self.use_distributed or self.process_index == index, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorator with an argument: the function runs on the process of that local number, on each node.
+
+        A process that is alone runs it whatever the number, as in Accelerate.
+        """
+        index = _required("local_process_index", local_process_index)
+        return _decorator(lambda: not self.use_distributed or self.local_process_index == index, function)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on the main process of each node."""
         if self.is_local_main_process:
             print(*values, **options)
 
+    # -- one after the other, or all at once
+
+    def wait_for_everyone(self) -> None:
+        """Return once every rank is here. Collective."""
+        self.collectives.barrier()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that rank 0 runs first, and the others when it is through; for caches and downloads. Collective.
+
+        Raises:
+            PeerFailed: on the other ranks, which do not enter the block, when it failed on rank 0.
+
+        >>> from nbaccel import PartialState
+        >>> with PartialState().main_process_first():
+        ...     data = list(range(3))  # a download; the other ranks find it in the cache
+        """
+        return self._first("main_process_first", self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """`main_process_first`, with one first process on each node. Collective, over all nodes."""
+        return self._first("local_main_process_first", self.is_local_main_process)
+
+    @contextmanager
+    def _first(self, call: str, is_first: bool) -> Iterator[None]:
+        # Those who go first end the others' wait, also when they fail.
+        if not is_first:
+            said = self.collectives.announce(call)
+            failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+            if failed:
+                raise PeerFailed(f"rank {self.process_index} did not enter its {call} block. It failed on {failed}")
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            self.collectives.announce(call, f"{type(error).__name__}: {error}")
+            raise
+        self.collectives.announce(call)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this rank, to be seen by all at the next `check_trigger`; for early stopping."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has raised its flag since the last check; lowers it. Collective, in every step or none.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> accelerator.set_trigger()
+        >>> accelerator.check_trigger(), accelerator.check_trigger()
+        (True, False)
+        """
+        mine, self._is_triggered = self._is_triggered, False
+        return self.collectives.any(mine, "check_trigger")
+
+    # -- everyone a part
+
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's share of `inputs`; the first ranks get one more when they do not divide evenly.
 
-        inputs: a list, tuple, range, tensor, array, or a mapping of those with equal lengths.
+        inputs: a list, tuple, range, tensor, array, data frame, dataset, or a mapping of those with equal lengths
+        (each rank gets a new mapping); other iterables are read into a list, the same one on every rank.
         apply_padding: repeat the last element so that every rank has equally many.
+        Raises:
+            TypeError: a string, a set, or something else that cannot be cut into parts.
+            ValueError: values of a mapping with different lengths.
 
         >>> from nbaccel import PartialState
         >>> with PartialState().split_between_processes(["a", "b"]) as mine:
@@ -85,3 +203,23 @@ class ProcessControl(ABC):
         """
         world = self.world
         yield share(inputs, world.rank, world.world_size, apply_padding) if world.is_distributed else inputs
+
+
+def _only_where(is_here: Callable[[], bool], function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    @wraps(function)
+    def only_here(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        return function(*args, **kwargs) if is_here() else None
+
+    return only_here
+
+
+def _decorator(is_here: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+    if function is None:
+        return lambda decorated: _only_where(is_here, decorated)
+    return _only_where(is_here, function)
+
+
+def _required(name: str, value: int | None) -> int:
+    if value is None:
+        raise ValueError(f"which process? Give the decorator its number: {name}=0")
+    return value

@@ -1,13 +1,19 @@
 """Exchange: values of all ranks, over nested containers. The face that states and Accelerators share. Runs in ranks.
 
-Every method here is collective: every rank calls it, in the same order.
+Every method here is collective: every rank calls it, in the same order. A process that is alone gets back what it
+gave.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch  # noqa: F401  # its name in the examples
+
+from nbaccel.train.collectives import holds_only_tensors
 from nbaccel.train.control import ProcessControl
+from nbaccel.train.nested import map_children, slice_rows
 
 __all__ = ["Exchange"]
 
@@ -18,15 +24,70 @@ class Exchange(ProcessControl):
     def gather(self, value: Any) -> Any:
         """Every tensor in `value`, those of all ranks joined along the first dimension, on every rank. Collective.
 
+        value: tensors in any nesting, of equal shapes on all ranks; scalars give one entry per rank, None stays
+        None. A value without any tensor, such as a list of generated texts, is gathered by pickle: lists joined,
+        mappings joined by key, other values listed by rank.
         Raises:
-            CollectiveMismatch: the ranks called it with different structures or shapes.
+            CollectiveMismatch: the ranks called it with different structures, dtypes or shapes.
+            TypeError: tensors mixed with something else, or an object that cannot be pickled on some rank.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().gather({"loss": torch.ones(2)})
+        {'loss': tensor([1., 1.])}
         """
         return self.collectives.gather(value)
 
+    def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without the samples that only fill up the loader's last round: each sample once. Collective.
+
+        Objects other than tensors are gathered by pickle, one list entry per sample.
+        use_gather_object: do that also with tensors, whose shapes may differ between samples then.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().gather_for_metrics(["cat", "dog"])
+        ['cat', 'dog']
+        """
+        may_be_uneven, samples = self._last_round()
+        if use_gather_object or not holds_only_tensors(value):
+            joined = self.collectives.gather_objects(value)
+            return joined if samples is None else _first_samples(joined, samples)
+        joined = self.collectives.gather_uneven(value) if may_be_uneven else self.collectives.gather(value)
+        return joined if samples is None else slice_rows(joined, 0, samples)
+
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Every tensor in `value` reduced over the ranks by "sum", "mean", "max" or "min". Collective."""
+        """Every tensor in `value` reduced over the ranks by "sum", "mean", "max" or "min". Collective.
+
+        scale: what the result is multiplied with.  `value` is not changed; booleans are counted.
+        Raises:
+            CollectiveMismatch: the ranks called it with different structures, dtypes or shapes.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().reduce(torch.tensor([2.0, 4.0]), "mean", scale=0.5)
+        tensor([1., 2.])
+        """
         return self.collectives.reduce(value, reduction, scale)
 
     def pad_across_processes(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Every tensor in `value` padded along `dim` to the longest of all ranks. Collective."""
+        """Every tensor in `value` padded along `dim` to the longest of all ranks. Collective.
+
+        pad_index: what is filled in.  pad_first: in front instead of behind.
+        A tensor without that dimension stays as it is.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().pad_across_processes(torch.ones(2)).shape
+        torch.Size([2])
+        """
         return self.collectives.pad(value, dim, pad_index, pad_first)
+
+    def _last_round(self) -> tuple[bool, int | None]:
+        """Whether ranks may hold differently many samples, and how many of all ranks' are real; None for all.
+
+        A state knows no loader; an Accelerator does.
+        """
+        return False, None
+
+
+def _first_samples(joined: Any, samples: int) -> Any:
+    if isinstance(joined, Mapping):
+        return map_children(lambda child: _first_samples(child, samples), joined)
+    return joined[:samples] if hasattr(joined, "__getitem__") else joined

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["children", "concatenate", "count_rows", "map_children", "slice_rows"]
+__all__ = ["children", "concatenate", "count_rows", "is_container", "leaves", "map_children", "slice_rows"]
 
 
 def map_children(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` rebuilt with `function` applied to each direct child; `value` itself when it is no container.
 
     Tuples stay tuples, named tuples named; a mapping or dataclass of any class is copied and refilled, so
-    classes whose constructor takes other arguments (transformers' ``ModelOutput``) keep their type.
+    classes whose constructor takes other arguments (transformers' ``ModelOutput``) keep their type. A mapping that
+    cannot be refilled becomes a dict.
 
     >>> map_children(abs, {"a": -1, "b": -2})
     {'a': 1, 'b': 2}
@@ -30,6 +31,8 @@ def map_children(function: Callable[[Any], Any], value: Any) -> Any:
         return {key: function(child) for key, child in value.items()}
     if kind is list or kind is tuple:
         return kind([function(child) for child in value])
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return {key: function(child) for key, child in value.items()}
     if isinstance(value, Mapping):
         refilled: Any = copy.copy(value)
         for key, child in value.items():
@@ -59,6 +62,26 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """What is at the ends of a container, in the order in which `map_children` visits it.
+
+    >>> list(leaves({"a": (1, 2), "b": [3]}))
+    [1, 2, 3]
+    """
+    below = [child for _, child in children(value)]
+    if not below and not is_container(value):
+        yield value
+    for child in below:
+        yield from leaves(child)
+
+
+def is_container(value: Any) -> bool:
+    """Whether `map_children` would look inside."""
+    return isinstance(value, (Mapping, list, tuple)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
 def count_rows(value: Any) -> int | None:
     """How many samples a collated batch holds: the first dimension of its first tensor. None without one."""
     if isinstance(value, torch.Tensor):
@@ -79,16 +102,20 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     return map_children(lambda child: slice_rows(child, start, stop), value)
 
 
-def concatenate(values: Sequence[Any]) -> Any:
-    """Collated batches of one structure joined along the samples."""
+def concatenate(values: Sequence[Any], dim: int = 0) -> Any:
+    """Collated batches of one structure joined along the samples, or their tensors along another dimension.
+
+    >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
+    torch.Size([3, 2])
+    """
     first = values[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(list(values)) if first.ndim else first
+        return torch.cat(list(values), dim) if first.ndim else first
     if _lists_samples(first):
         return type(first)(sample for value in values for sample in value)
     parts = iter([[child for _, child in children(value)] for value in values])
     columns = iter(list(zip(*parts, strict=True)))
-    return map_children(lambda _: concatenate(next(columns)), first)
+    return map_children(lambda _: concatenate(next(columns), dim), first)
 
 
 def _lists_samples(value: Any) -> bool:

@@ -1,46 +1,130 @@
-"""Sharing: inputs cut into one part per rank, for inference and evaluation. Pure; runs in ranks."""
+"""Sharing: inputs cut into one part per rank, for inference and evaluation. Pure; runs in ranks.
+
+Whatever it is given is cut correctly or refused: a rank never gets the whole, which would be the same work N times.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections import UserList
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from nbaccel.train.nested import map_children
 
 __all__ = ["share"]
+
+_SLICED = (list, tuple, range, UserList)
+"""Sequences whose slices are of their own kind; others (deque has no slices at all) are read into a list."""
 
 
 def share(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
     """The part of `inputs` that is `rank`'s; see `ProcessControl.split_between_processes`.
 
+    >>> share(range(5), rank=0, world_size=2, apply_padding=False)
+    range(0, 3)
+    >>> share({"x": [1, 2, 3]}, rank=1, world_size=2, apply_padding=True)
+    {'x': [3, 3]}
+    """
+    inputs = _readable(inputs)
+    return _Part.of(_length(inputs), rank, world_size, apply_padding).of_inputs(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Samples `start` to `stop`, and the last one of all `repeats` times more."""
+
+    start: int
+    stop: int
+    repeats: int
+
+    @classmethod
+    def of(cls, total: int, rank: int, world_size: int, apply_padding: bool) -> _Part:
+        length, extra = divmod(total, world_size)
+        start = rank * length + min(rank, extra)
+        is_short = extra > 0 and rank >= extra
+        return cls(start, start + length + (rank < extra), int(apply_padding and is_short))
+
+    def of_inputs(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return map_children(self.of_inputs, inputs)
+        if isinstance(inputs, torch.Tensor):
+            part = inputs[self.start : self.stop]
+            return torch.cat([part, inputs[-1:]]) if self.repeats else part
+        if _is_array(inputs):
+            part = inputs[self.start : self.stop]
+            return sys.modules["numpy"].concatenate([part, inputs[-1:]]) if self.repeats else part
+        if hasattr(inputs, "iloc"):  # pandas: by position, whatever the index
+            return inputs.iloc[self._numbers(len(inputs))]
+        if _is_table(inputs):
+            return inputs.select(self._numbers(len(inputs)))
+        if isinstance(inputs, Dataset):
+            return Subset(inputs, self._numbers(len(inputs)))  # type: ignore[arg-type]
+        part = inputs[self.start : self.stop]
+        if not self.repeats:
+            return part
+        return part + inputs[-1:] if isinstance(part, (list, tuple)) else [*part, *inputs[-1:]]
+
+    def _numbers(self, total: int) -> list[int]:
+        return [*range(self.start, self.stop), *[total - 1] * self.repeats]
+
+
+def _readable(inputs: Any) -> Any:
+    """`inputs` in a form that has a length and an order; every rank must come to the same one.
+
     Raises:
-        TypeError: `inputs` has no order to cut by.
-        ValueError: values of a mapping with different lengths.
+        TypeError: there is none.
     """
     if isinstance(inputs, Mapping):
-        lengths = {key: len(values) for key, values in inputs.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"split_between_processes needs values of equal length, got {lengths}")
-        return {key: share(values, rank, world_size, apply_padding) for key, values in inputs.items()}
-    if isinstance(inputs, (str, bytes)) or not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
+        return map_children(_readable, inputs)
+    kind = type(inputs).__name__
+    if isinstance(inputs, (str, bytes, bytearray)):
+        raise TypeError(f"split_between_processes does not cut a {kind} into pieces: give it a list, [{kind}]")
+    if isinstance(inputs, (set, frozenset)):
         raise TypeError(
-            f"split_between_processes cannot cut a {type(inputs).__name__} into parts: give it a list, "
-            "a tuple, a tensor or an array"
+            f"split_between_processes cannot split a {kind}: its order differs between processes. "
+            "Give it sorted(...) of it"
         )
-    length, extra = divmod(len(inputs), world_size)
-    start = rank * length + min(rank, extra)
-    part = inputs[start : start + length + (rank < extra)]
-    missing = (length + bool(extra)) - len(part)
-    return _repeat_last(part, inputs, missing) if apply_padding and missing and len(inputs) else part
+    if isinstance(inputs, IterableDataset):
+        raise TypeError(
+            f"split_between_processes would read all of {kind} in every process. Prepare a DataLoader over it: "
+            "accelerator.prepare(DataLoader(dataset)) gives each process its samples"
+        )
+    if _is_sliced(inputs):
+        return inputs
+    if isinstance(inputs, Iterable) and getattr(inputs, "ndim", None) != 0:
+        return list(inputs)
+    raise TypeError(
+        f"split_between_processes cannot cut a {kind} into parts: give it a list, a tuple, a tensor, an array, "
+        "a dataset or a mapping of those"
+    )
 
 
-def _repeat_last(part: Any, inputs: Any, times: int) -> Any:
-    last = inputs[-1:]
-    if isinstance(part, torch.Tensor):
-        return torch.cat([part, *[last] * times])
-    if isinstance(part, (list, tuple)):
-        return part + last * times
-    if "numpy" in sys.modules and isinstance(part, sys.modules["numpy"].ndarray):
-        return sys.modules["numpy"].concatenate([part, *[last] * times])
-    return [*part, *list(last) * times]
+def _is_sliced(inputs: Any) -> bool:
+    if isinstance(inputs, torch.Tensor) or _is_array(inputs):
+        return bool(inputs.ndim)
+    if isinstance(inputs, _SLICED):
+        return True
+    return hasattr(inputs, "__len__") and (isinstance(inputs, Dataset) or hasattr(inputs, "iloc") or _is_table(inputs))
+
+
+def _is_array(inputs: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(inputs, sys.modules["numpy"].ndarray)
+
+
+def _is_table(inputs: Any) -> bool:
+    """Hugging Face's `datasets.Dataset` and its like, whose rows are taken with `select`."""
+    return hasattr(inputs, "select") and hasattr(inputs, "column_names")
+
+
+def _length(inputs: Any) -> int:
+    if not isinstance(inputs, Mapping):
+        return len(inputs)
+    lengths = {key: _length(values) for key, values in inputs.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"split_between_processes needs values of equal length, got {lengths}")
+    return next(iter(lengths.values()), 0)

@@ -2,12 +2,13 @@
 
 It works under our launcher, under torchrun, alone in a script and in a notebook kernel. In a process without
 peers nothing is touched until it is used, so a state that was made in a kernel may be forked or pickled into a
-rank, where it finds the rank's own world.
+rank, where it finds the rank's own world. States share nothing: a second one does not disturb the first.
 """
 
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,17 +16,20 @@ import torch.distributed as dist
 
 from nbaccel.errors import NoSuchDevice
 from nbaccel.settings import RunSettings
-from nbaccel.train.collectives import Collectives, GroupCollectives
+from nbaccel.train.collectives import Collectives
 from nbaccel.train.exchange import Exchange
+from nbaccel.train.process_group import GroupOptions, process_group
 from nbaccel.world import World
 
-__all__ = ["PartialState", "current_world"]
+__all__ = ["AcceleratorState", "PartialState", "current_world"]
 
 
 class PartialState(Exchange):
     """This process's place in a run.
 
-    cpu: stay on the CPU although there are devices; by default what the launcher was told.
+    cpu: stay on the CPU although there are devices; by default as the process group, or as the launcher was told.
+    backend, timeout, init_method: of the process group, if it is formed here, as ``init_process_group`` takes them;
+    by default what fits the device, torch's, and where the launcher lets the ranks meet.
 
     In a rank the process group is formed here, by all ranks together; a group that the program made itself is
     used, and left alone at the end.
@@ -35,13 +39,22 @@ class PartialState(Exchange):
     (1, True)
     """
 
-    def __init__(self, cpu: bool | None = None) -> None:
+    def __init__(
+        self,
+        cpu: bool | None = None,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        init_method: str | None = None,
+    ) -> None:
         self._cpu = cpu
+        self._options = GroupOptions(backend, timeout, init_method)
         self._pid = 0
         self._world = World()
         self._device: torch.device | None = None
         if current_world().is_distributed:
             self.form_group()
+            process_group.warn_of_others(self._options)
 
     @property
     def world(self) -> World:
@@ -57,14 +70,30 @@ class PartialState(Exchange):
         world = self.world
         if self._device is None:
             cpu = self._cpu if self._cpu is not None else bool(RunSettings.from_env().cpu)
-            self._device = torch.device("cpu") if cpu else _choose_device(world)
+            joined = process_group.device if self._cpu is None else None
+            self._device = torch.device("cpu") if cpu else joined or _choose_device(world)
         return self._device
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that this process would compute on if nobody had asked for the CPU."""
+        return _choose_device(self.world)
+
+    def set_device(self) -> None:
+        """Make `device` torch's current one; for programs that call it, since ours is chosen at first use."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    @property
+    def initialized(self) -> bool:
+        """Always true; for programs that ask."""
+        return True
 
     @property
     def collectives(self) -> Collectives:
         """How this process talks to its peers; forms the process group where there is none. Collective then."""
         world = self.world
-        return _process.join(world, self.device) if world.is_distributed else _ALONE
+        return process_group.join(world, self.device, self._options) if world.is_distributed else _ALONE
 
     def look_again(self) -> None:
         """Find out anew who this process is: the program may have made a process group since."""
@@ -75,13 +104,42 @@ class PartialState(Exchange):
         """Form the process group, if there are peers and it does not exist. Collective then."""
         _ = self.collectives
 
-    def destroy_process_group(self) -> None:
-        """Leave the process group that we made; a later collective forms a new one. Every rank should call it."""
-        _process.leave()
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the process group that we made; a later collective forms a new one. Every rank should call it.
+
+        group: another group of torch's, which is destroyed instead.
+        """
+        if group is None:
+            process_group.leave()
+        else:
+            dist.destroy_process_group(group)
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Nothing: states share nothing that could be reset. Notebooks for Accelerate call it before a new start."""
 
     def __repr__(self) -> str:
         world = self.world
-        return f"PartialState(rank {world.rank} of {world.world_size}, device {self.device})"
+        return f"{type(self).__name__}(rank {world.rank} of {world.world_size}, device {self.device})"
+
+
+class AcceleratorState(PartialState):
+    """A `PartialState` that also knows the precision; what ``accelerator.state`` is.
+
+    mixed_precision: "no", "fp16" or "bf16"; by default what the launch was told, else "no".
+    The other arguments are `PartialState`'s.
+
+    >>> AcceleratorState(mixed_precision="bf16").mixed_precision
+    'bf16'
+    """
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool | None = None, **options: Any) -> None:
+        self._asked = RunSettings(mixed_precision)
+        super().__init__(cpu, **options)
+
+    @property
+    def mixed_precision(self) -> str:
+        return self._asked.over(RunSettings.from_env()).mixed_precision or "no"
 
 
 def current_world() -> World:
@@ -95,60 +153,6 @@ def current_world() -> World:
     return World(rank, world_size, rank, world_size)  # made by hand, mp.spawn for one: a single node
 
 
-class _Process:
-    """The process group's owner.
-
-    torch has one default group per process, whoever asks for it. So this one fact is the process's and not an
-    instance's: whether we made that group (then we end it), by which store, and how often; a group that is
-    formed again must not read the addresses that the one before left in the store.
-    """
-
-    def __init__(self) -> None:
-        self._group: Any = None
-        self._talk: GroupCollectives | None = None
-        self._store: Any = None
-        self._world: World | None = None
-        self._formed = 0
-        self._retired: Any = None
-
-    def join(self, world: World, device: torch.device) -> GroupCollectives:
-        if self._talk is not None and self._group is dist.group.WORLD:
-            return self._talk
-        if not dist.is_initialized():
-            self._form(world, device)
-        self._group = dist.group.WORLD
-        self._talk = GroupCollectives(world, device, debug=bool(RunSettings.from_env().debug))
-        return self._talk
-
-    def leave(self) -> None:
-        if self._world is not None and dist.is_initialized() and self._group is dist.group.WORLD:
-            # The last reference must not be dropped yet, by us or by a DDP module that dies a moment later: gloo's
-            # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
-            # drop the last collective's tensors (a hang, now and then). At the next end they are idle.
-            self._retired = self._group
-            dist.destroy_process_group()
-        self._group = self._talk = None
-
-    def _form(self, world: World, device: torch.device) -> None:
-        if self._store is None or self._world != world:
-            self._store = next(iter(dist.rendezvous("env://", timeout=dist.default_pg_timeout)))[0]
-            self._world = world
-        self._formed += 1
-        on_cuda = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_cuda else "gloo",
-            store=dist.PrefixStore(f"nbaccel/{self._formed}", self._store),
-            rank=world.rank,
-            world_size=world.world_size,
-            device_id=device if on_cuda else None,
-        )
-        if not on_cuda:
-            # gloo returns on each rank when that rank's connections stand. One that is done quickly could leave while
-            # a peer still connects, and the peer would fail.
-            dist.barrier()
-
-
-_process = _Process()
 _ALONE = Collectives()
 
 

@@ -74,7 +74,7 @@ def test_reduce_knows_its_operations_and_does_not_change_its_input() -> None:
 
 
 def test_an_unknown_reduction_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="reduction must be one of 'sum', 'mean', 'max', 'min', got 'product'"):
+    with pytest.raises(ValueError, match="reduction must be one of 'sum', 'mean', 'max', 'min', 'none', got 'product'"):
         Accelerator().reduce(torch.ones(1), "product")
 
 
@@ -149,10 +149,10 @@ def _late_mismatch(debug: bool) -> int:
     for _ in range(CHECKED_CALLS):
         accelerator.reduce(torch.ones(1))
     if not debug:
-        return accelerator.state.collectives._calls
+        return accelerator.state.collectives.calls
     with pytest.raises(CollectiveMismatch):
         accelerator.gather(torch.ones(1 + accelerator.process_index))
-    return accelerator.state.collectives._calls
+    return accelerator.state.collectives.calls
 
 
 def test_the_first_calls_are_checked_and_in_debug_mode_all() -> None:
@@ -160,12 +160,12 @@ def test_the_first_calls_are_checked_and_in_debug_mode_all() -> None:
     assert run_ranks(2, _late_mismatch, True) == [CHECKED_CALLS + 1] * 2
 
 
-def _gather_text() -> str:
+def _gather_a_mixture() -> str:
     with pytest.raises(TypeError) as caught:
-        Accelerator().gather({"x": "text"})
+        Accelerator().gather({"x": torch.ones(1), "y": "text"})
     return str(caught.value)
 
 
-def test_gather_of_something_else_than_tensors_says_what_takes_it() -> None:
-    for message in run_ranks(2, _gather_text):
+def test_gather_of_tensors_and_something_else_says_what_takes_it() -> None:
+    for message in run_ranks(2, _gather_a_mixture):
         assert "got str. gather_for_metrics takes any picklable object" in message

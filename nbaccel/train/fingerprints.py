@@ -1,0 +1,100 @@
+"""Fingerprints: do all ranks make the same call? Compared before a collective, by every rank. Runs in ranks.
+
+torch itself would hang, or mix the bytes of two calls up. Comparing costs one more small exchange, so only the first
+calls of a process group are compared, and all in debug mode: a program that mixes its collectives up does so at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbaccel.errors import CollectiveMismatch
+from nbaccel.events import CollectiveEntered, emit
+from nbaccel.train.nested import children, is_container
+from nbaccel.train.transport import Transport
+
+__all__ = ["CHECKED_CALLS", "Fingerprints", "Shape"]
+
+CHECKED_CALLS = 16
+"""How many calls of a group are compared without debug mode."""
+
+_TEXT_BYTES = 512
+_DIGEST_BYTES = 8
+_ENTERED = CollectiveEntered()
+
+
+class Shape(Enum):
+    """What of a tensor's shape must be equal on all ranks."""
+
+    ALL = "all dimensions"
+    ROWS_VARY = "all dimensions but the first"
+    ANY = "none"
+
+
+class Fingerprints:
+    """Counts the calls of one process group, and compares them.
+
+    debug: compare every call, not only the first ones.
+    """
+
+    def __init__(self, transport: Transport, debug: bool) -> None:
+        self._transport = transport
+        self._compared = None if debug else CHECKED_CALLS
+        self.calls = 0
+
+    def check(self, operation: str, value: Any = None, shape: Shape = Shape.ALL) -> bool:
+        """Enter a collective; False when it was not compared with the other ranks'.
+
+        Raises:
+            CollectiveMismatch: on every rank, naming what each of them called.
+        """
+        emit(_ENTERED)
+        self.calls += 1
+        if self._compared is not None and self.calls > self._compared:
+            self._transport.call = operation
+            return False
+        mine = operation if value is None else f"{operation} {_describe(value, shape)}"
+        self._transport.call = f"{mine} (call {self.calls} of this process group)"
+        everyone = self._exchange(mine)
+        if any(theirs != everyone[0] for theirs in everyone):
+            raise CollectiveMismatch(self._mismatch([text for text, _ in everyone]))
+        return True
+
+    def exchange(self, text: str) -> list[str]:
+        """What every rank says, cut to half a kilobyte."""
+        return [said for said, _ in self._exchange(text)]
+
+    def _exchange(self, text: str) -> list[tuple[str, bytes]]:
+        """What every rank says: its beginning, and a digest of all of it."""
+        data = text.encode()
+        digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+        shown = data[: _TEXT_BYTES - _DIGEST_BYTES].ljust(_TEXT_BYTES - _DIGEST_BYTES)
+        said = torch.frombuffer(bytearray(digest + shown), dtype=torch.uint8)
+        rows = [row.tobytes() for row in self._transport.read_all(said).numpy()]
+        return [(row[_DIGEST_BYTES:].decode(errors="replace").rstrip(), row[:_DIGEST_BYTES]) for row in rows]
+
+    def _mismatch(self, texts: list[str]) -> str:
+        sides = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        return (
+            f"the ranks met in different collectives (call {self.calls} of this process group); nothing was "
+            f"exchanged.\n{sides}\n  Every rank must make the same call with the same shapes. For first dimensions "
+            "that differ call accelerator.pad_across_processes first; a call under `if is_main_process` belongs "
+            "outside of it."
+        )
+
+
+def _describe(value: Any, shape: Shape) -> str:
+    """dtype and shape of each tensor: ``{x: float32[4, 3], y: int64[4]}``; the class of anything else."""
+    if isinstance(value, Tensor):
+        sizes = list(map(str, value.shape))
+        if shape is Shape.ROWS_VARY:
+            sizes[:1] = ["any"]
+        return f"{str(value.dtype).removeprefix('torch.')}[{'...' if shape is Shape.ANY else ', '.join(sizes)}]"
+    if not is_container(value):
+        return type(value).__name__
+    return "{" + ", ".join(f"{name}: {_describe(child, shape)}" for name, child in children(value)) + "}"

@@ -1,0 +1,132 @@
+"""Transport: one tensor to or from all ranks of the default process group, and the wait for them. Runs in ranks.
+
+torch's own wait is silent and, for gloo, deaf to interrupts. This one looks up twice a second: Python handles its
+signals, and a `Waiting` event asks whoever listens whether the peers will ever come. It knows tensors only; what
+they mean, and whether all ranks agree, is `Collectives`' business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbaccel.events import Waiting, emit
+
+__all__ = ["Transport"]
+
+_LOOK_UP = timedelta(seconds=0.5)
+_DEVICE_POLL_S = 50e-6
+
+# torch 2.13 gave it a new name; the old one warns there.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_SENDABLE = frozenset({
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+})  # fmt: skip
+"""What every backend can send and add as it is."""
+
+_ADDED_AS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""In what the others are reduced; what is not here is a tiny float, reduced as float32, or torch's to refuse."""
+
+
+class Transport:
+    """The ranks of torch's default process group, as somewhere to send tensors.
+
+    device: this rank's. Tensors elsewhere are brought to where the backend can send from, and the answer back.
+    call: the collective under way, in words, for `Waiting`.
+    """
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.world_size = world_size
+        self.device = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        self.call = ""
+        self._kind = self.device.type
+        is_on_host = self._kind == "cpu"
+        self._wait: Callable[[Any, str], None] = _wait_on_host if is_on_host else _wait_for_device
+        self._finish: Callable[[Any, str], None] = _wait_on_host if is_on_host else _let_the_device_wait
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """`rows` of all ranks, joined along the first dimension; their shapes must be equal."""
+        sent = rows if rows.dtype in _SENDABLE else rows.view(torch.uint8)
+        if sent.device.type != self._kind:
+            sent = sent.to(self.device)
+        joined = sent.new_empty((self.world_size * sent.shape[0], *sent.shape[1:]))
+        self._finish(_all_gather(joined, sent, async_op=True), self.call)
+        return _like(joined, rows)
+
+    def read_all(self, numbers: Tensor) -> Tensor:
+        """A small tensor of each rank, stacked, on the host, for its program to read."""
+        sent = numbers.to(self.device)
+        joined = sent.new_empty((self.world_size, *sent.shape))
+        self._wait(_all_gather(joined, sent[None], async_op=True), self.call)
+        return joined.cpu()
+
+    def all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+        """`tensor` of all ranks added or compared; a new tensor, of its dtype and on its device."""
+        if tensor.dtype in _SENDABLE or tensor.is_complex():
+            reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            reduced = tensor.detach().to(_ADDED_AS.get(tensor.dtype, torch.float32))
+        if reduced.device.type != self._kind:
+            reduced = reduced.to(self.device)
+        self._finish(dist.all_reduce(reduced, operation, async_op=True), self.call)
+        return reduced.to(device=tensor.device, dtype=tensor.dtype)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """`tensor` as rank `source` has it; a new tensor. Dtypes and shapes must be equal."""
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        sent = copy if copy.dtype in _SENDABLE else (copy if copy.ndim else copy[None]).view(torch.uint8)
+        if sent.device.type != self._kind:
+            sent = sent.to(self.device)
+        self._finish(dist.broadcast(sent, source, async_op=True), self.call)
+        return _like(sent, tensor).reshape(tensor.shape)
+
+    def barrier(self) -> None:
+        """Return once every rank has called this."""
+        ids = [self.device.index] if self._kind == "cuda" else None
+        self._wait(dist.barrier(device_ids=ids, async_op=True), self.call)
+
+
+def _wait_on_host(work: Any, call: str) -> None:
+    """Return once gloo is done; look up now and then while it is not."""
+    waited_s = 0.0
+    while True:
+        try:
+            work.wait(_LOOK_UP)
+            return
+        except RuntimeError:  # "Operation timed out!": only this wait, the work goes on
+            if work.is_completed():
+                work.wait()  # raises what went wrong, if anything did
+                return
+        waited_s += _LOOK_UP.total_seconds()
+        emit(Waiting(call, waited_s))
+
+
+def _wait_for_device(work: Any, call: str) -> None:
+    """The same for NCCL, which aborts its communicator when a wait with a time limit expires; so it is polled."""
+    began = time.monotonic()
+    look_up_s = due_s = _LOOK_UP.total_seconds()
+    while not work.is_completed():
+        time.sleep(_DEVICE_POLL_S)
+        waited_s = time.monotonic() - began
+        if waited_s > due_s:
+            due_s += look_up_s
+            emit(Waiting(call, waited_s))
+    work.wait()
+
+
+def _let_the_device_wait(work: Any, call: str) -> None:
+    """On a device, what is computed next waits for the collective, and the program goes on."""
+    work.wait()
+
+
+def _like(sent: Tensor, original: Tensor) -> Tensor:
+    received = sent if sent.dtype == original.dtype else sent.view(original.dtype)
+    return received if received.device == original.device else received.to(original.device)
