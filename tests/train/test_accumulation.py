@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,10 +10,15 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
+from nbaccel.testing import run_ranks
+from nbaccel.train.accumulation import GradientAccumulationPlugin as Rules
+from peers import toolkit
 
 
-def _setup(steps: int = 4, batches: int = 6) -> tuple[Accelerator, torch.nn.Module, Any, Any]:
-    accelerator = Accelerator(gradient_accumulation_steps=steps)
+def _setup(
+    steps: int = 4, batches: int = 6, rules: Rules | None = None
+) -> tuple[Accelerator, torch.nn.Module, Any, Any]:
+    accelerator = Accelerator(gradient_accumulation_plugin=rules or Rules(num_steps=steps))
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loader = DataLoader(TensorDataset(torch.ones(batches, 1)), batch_size=1)
@@ -121,3 +127,128 @@ def test_an_exception_inside_accumulate_leaves_the_next_block_clean() -> None:
                 raise ZeroDivisionError
     assert accelerator._accumulation.depth == 0
     assert _syncs(accelerator, model, loader) == [False, False, False, True, False, True]
+
+
+def test_plugin_and_number_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 and a gradient_accumulation_plugin with"):
+        Accelerator(gradient_accumulation_steps=2, gradient_accumulation_plugin=Rules(num_steps=3))
+
+
+def test_the_plugin_brings_the_number_or_leaves_it_to_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
+    assert Accelerator(gradient_accumulation_plugin=Rules(num_steps=3)).gradient_accumulation_steps == 3
+    assert Accelerator(gradient_accumulation_plugin=Rules()).gradient_accumulation_steps == 5
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+        Rules(num_steps=0)
+
+
+def _program(name: str, batches: int = 5, steps: int = 4, **rules: bool) -> tuple[list[bool], list[float], float]:
+    """Two epochs in the spelling of both toolkits: where gradients synchronise, those gradients, the weight."""
+    torch.manual_seed(0)
+    tools = toolkit(name)
+    accelerator = tools.Accelerator(
+        cpu=True, gradient_accumulation_plugin=tools.GradientAccumulationPlugin(num_steps=steps, **rules)
+    )
+    model = torch.nn.Linear(1, 1, bias=False)
+    ranks = accelerator.num_processes
+    data = torch.arange(1.0, 1 + batches * ranks)[:, None]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(data), batch_size=1))
+    syncs, gradients = [], []
+    for _ in range(2):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().sum())
+                syncs.append(accelerator.sync_gradients)
+                if accelerator.sync_gradients:
+                    gradients.append(next(model.parameters()).grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return syncs, gradients, next(model.parameters()).item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "rules", [{}, {"sync_with_dataloader": False}, {"sync_each_batch": True}], ids=["plain", "endless", "each"]
+)
+def test_without_scaling_of_the_last_window_the_numbers_are_accelerates(ranks: int, rules: dict[str, bool]) -> None:
+    theirs = run_ranks(ranks, lambda: _program("accelerate", **rules))
+    ours = run_ranks(ranks, lambda: _program("nbaccel", scale_last_window=False, **rules))
+    assert ours == theirs
+
+
+def test_the_last_window_is_divided_by_its_length_unless_that_is_switched_off() -> None:
+    assert _ones("scaled")[1] == [1.0, 1.0]
+    assert _ones("as accelerate", scale_last_window=False)[1] == [1.0, 0.25]
+
+
+def _ones(_: str, **rules: bool) -> tuple[list[bool], list[float]]:
+    accelerator = Accelerator(gradient_accumulation_plugin=Rules(num_steps=4, **rules))
+    model = torch.nn.Linear(1, 1, bias=False)
+    loader = DataLoader(TensorDataset(torch.ones(5, 1)), batch_size=1)
+    model, loader = accelerator.prepare(model, loader)
+    syncs, gradients = [], []
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            syncs.append(accelerator.sync_gradients)
+            if accelerator.sync_gradients:
+                gradients.append(model.weight.grad.item())
+                model.weight.grad = None
+    return syncs, gradients
+
+
+def test_windows_may_run_on_into_the_next_epoch() -> None:
+    accelerator, model, _, loader = _setup(4, 6, Rules(num_steps=4, sync_with_dataloader=False))
+    assert _syncs(accelerator, model, loader) == [False, False, False, True, False, False]
+    assert _syncs(accelerator, model, loader) == [False, True, False, False, False, True]
+    assert _syncs(accelerator, model, loader, stop_after=3) == [False, False, False]
+    assert _syncs(accelerator, model, loader, stop_after=1) == [True]
+
+
+def test_an_accelerator_whose_windows_run_on_can_be_pickled() -> None:
+    accelerator, model, _, loader = _setup(4, 6, Rules(num_steps=4, sync_with_dataloader=False))
+    _syncs(accelerator, model, loader)
+    accelerator, model, loader = pickle.loads(pickle.dumps((accelerator, model, loader)))
+    assert _syncs(accelerator, model, loader) == [False, True, False, False, False, True]
+
+
+def _gradient_inside_a_window(sync_each_batch: bool) -> float:
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=Rules(num_steps=2, sync_each_batch=sync_each_batch), kwargs_handlers=[]
+    )
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 1), 2.0 * accelerator.process_index)).sum())
+        assert not accelerator.sync_gradients
+    return model.module.weight.grad.item()
+
+
+def test_gradients_may_be_exchanged_at_every_batch() -> None:
+    assert run_ranks(2, _gradient_inside_a_window, False) == [0.0, 1.0]
+    assert run_ranks(2, _gradient_inside_a_window, True) == [0.5, 0.5]
+
+
+def _late_backwards() -> tuple[float, float]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    with accelerator.no_sync(model):
+        losses = [model(torch.full((1, 1), float(accelerator.process_index + step))).sum() for step in range(3)]
+        for loss in losses[:2]:
+            accelerator.backward(loss)
+    alone = model.module.weight.grad.item()
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(losses[2])
+    return alone, model.module.weight.grad.item()
+
+
+def test_a_backward_can_be_told_to_synchronise_what_no_sync_held_back() -> None:
+    assert run_ranks(2, _late_backwards) == [(1.0, 4.5), (3.0, 4.5)]
+
+
+def test_synchronising_later_means_nothing_in_one_process() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert model.weight.grad.item() == 1.0

@@ -1,0 +1,34 @@
+"""Both toolkits by name, for programs in the spelling they share. Call it in ranks: Accelerate keeps global state."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from importlib import import_module
+from types import SimpleNamespace
+
+__all__ = ["TOOLKITS", "toolkit"]
+
+TOOLKITS = ("accelerate", "nbaccel")
+
+_OURS = {
+    "AutocastKwargs": "nbaccel.train.handlers",
+    "DistributedDataParallelKwargs": "nbaccel.train.handlers",
+    "GradScalerKwargs": "nbaccel.train.handlers",
+    "GradientAccumulationPlugin": "nbaccel.train.accumulation",
+    "LocalSGD": "nbaccel.train.local_sgd",
+    "ProfileKwargs": "nbaccel.train.handlers",
+}
+_THEIRS = {"LocalSGD": "accelerate.local_sgd"}
+
+
+def toolkit(name: str) -> SimpleNamespace:
+    """The Accelerator of `name` and the classes that go with it; Accelerate's warnings are its own."""
+    if name == "nbaccel":
+        homes = _OURS
+    else:
+        warnings.simplefilter("ignore")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        homes = {kind: _THEIRS.get(kind, "accelerate.utils") for kind in _OURS}
+    classes = {kind: getattr(import_module(home), kind) for kind, home in homes.items()}
+    return SimpleNamespace(Accelerator=import_module(name).Accelerator, **classes)
