@@ -24,19 +24,19 @@ from nbaccel.errors import NotPrepared
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.checkpoint import read_checkpoint, read_generators, restore_generators, write_checkpoint
-from nbaccel.train.collectives import Collectives, holds_only_tensors
+from nbaccel.train.collectives import Collectives
 from nbaccel.train.data import PreparedLoader, data_seed, prepare_loader
 from nbaccel.train.exchange import Exchange
 from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
+from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
 from nbaccel.train.memory import release_unused
 from nbaccel.train.models import admit, backend_name, compiled, keep_compiled, may_move
-from nbaccel.train.nested import slice_rows
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared, remembered
 from nbaccel.train.profiling import Profiling
-from nbaccel.train.state import PartialState
+from nbaccel.train.state import AcceleratorState
 from nbaccel.train.stepping import Stepping
 from nbaccel.train.strategies import Strategy, choose_strategy
 from nbaccel.train.tracking import LogWith, Trackers, Tracking
@@ -117,7 +117,7 @@ class Accelerator(Exchange, Tracking, Stepping, Profiling):
         self._bound_to: World | None = None
         self._is_ready = False  # this process may train; see _make_ready
         _watch_forks(self)
-        self.state = PartialState(cpu=cpu)
+        self.state = AcceleratorState(mixed_precision, cpu)
         self._bind()
 
     # -- who and where
@@ -274,23 +274,18 @@ class Accelerator(Exchange, Tracking, Stepping, Profiling):
 
     # -- values of all ranks
 
-    def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without the samples that only fill up the loader's last round: each sample once. Collective.
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the accumulation stands, for programs that read it."""
+        self._bind()
+        return GradientState(self._accumulation)
 
-        Objects other than tensors are gathered by pickle: lists joined, mappings joined by key.
-        """
-        collectives = self.state.collectives
-        window = self._accumulation.window
-        loader: PreparedLoader | None = window.source
-        if use_gather_object or not holds_only_tensors(value):
-            joined = collectives.gather_objects(value)
-        elif loader is not None and loader.may_be_uneven:
-            joined = collectives.gather_uneven(value)
-        else:
-            joined = collectives.gather(value)
-        if loader is not None and window.is_last and loader.remainder > 0:
-            return slice_rows(joined, 0, loader.remainder)
-        return joined
+    def _last_round(self) -> tuple[bool, int | None]:
+        loader: PreparedLoader | None = self._accumulation.window.source
+        if loader is None:
+            return False, None
+        is_filled_up = self._accumulation.window.is_last and loader.remainder > 0
+        return loader.may_be_uneven, loader.remainder if is_filled_up else None
 
     # -- models, memory, the end
 
