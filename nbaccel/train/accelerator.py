@@ -25,11 +25,12 @@ from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.checkpoint import read_checkpoint, read_generators, restore_generators, write_checkpoint
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.data import PreparedLoader, data_seed, prepare_loader
+from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
 from nbaccel.train.exchange import Exchange
 from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
+from nbaccel.train.loading import Loading
 from nbaccel.train.memory import release_unused
 from nbaccel.train.models import admit, backend_name, compiled, keep_compiled, may_move
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
@@ -50,7 +51,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Tracking, Stepping, Profiling):
+class Accelerator(Exchange, Tracking, Stepping, Loading, Profiling):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -63,6 +64,7 @@ class Accelerator(Exchange, Tracking, Stepping, Profiling):
     gradient_accumulation_plugin: the number of steps and the other rules of accumulation, instead of the number.
     kwargs_handlers: options for DDP, GradScaler, autocast, the process group and the profiler, one of each at most.
     dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor".
+    dataloader_config: how prepared loaders are dealt to the ranks, instead of split_batches and even_batches.
     on_nan: what happens to a loss that is not finite. "warn" says so once, with step and rank; "skip" leaves out
     steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
     The latter two wait for the device in every step.
@@ -92,6 +94,7 @@ class Accelerator(Exchange, Tracking, Stepping, Profiling):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
         on_nan: str = "warn",
     ) -> None:
         self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
@@ -107,8 +110,9 @@ class Accelerator(Exchange, Tracking, Stepping, Profiling):
         self._dynamo_backend = backend_name(dynamo_backend)
         steps = gradient_accumulation_steps if self._rules.num_steps is None else self._rules.num_steps
         self._asked = RunSettings(mixed_precision, steps, cpu=cpu)
-        self.split_batches = split_batches
-        self.even_batches = even_batches
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration(
+            split_batches=split_batches, even_batches=even_batches
+        )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.device_placement = device_placement
         self.project_dir = project_dir
@@ -117,7 +121,7 @@ class Accelerator(Exchange, Tracking, Stepping, Profiling):
         self._bound_to: World | None = None
         self._is_ready = False  # this process may train; see _make_ready
         _watch_forks(self)
-        self.state = AcceleratorState(mixed_precision, cpu)
+        self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
         self._bind()
 
     # -- who and where
@@ -226,25 +230,6 @@ class Accelerator(Exchange, Tracking, Stepping, Profiling):
             PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy, self._watch),
             self._prepared.optimizers,
         )
-
-    def _prepare_loader(self, loader: DataLoader[Any], move: bool) -> PreparedLoader:
-        if isinstance(loader, PreparedLoader):
-            if loader.accumulation is self._accumulation:
-                return remembered(loader, self._prepared.loaders)
-            loader = loader.loader
-        seed = data_seed(loader)
-        if self.num_processes > 1:
-            seed = int(self.state.collectives.broadcast(torch.tensor(seed, device=self.device)))
-        prepared = prepare_loader(
-            loader,
-            self.state.world,
-            self._accumulation,
-            self.device if move else None,
-            seed,
-            even=self.even_batches,
-            split=self.split_batches,
-        )
-        return remembered(prepared, self._prepared.loaders)
 
     def _prepare_scheduler(self, thing: Any) -> Any:
         if isinstance(thing, PreparedScheduler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.data import (
 from nbaccel import Accelerator, World
 from nbaccel.testing import run_ranks
 from nbaccel.train.accumulation import Accumulation
-from nbaccel.train.data import PreparedLoader, prepare_loader, to_device
+from nbaccel.train.data import DataLoaderConfiguration, Facts, PreparedLoader, prepare_loader, to_device
 
 
 def _dealt(
@@ -49,13 +50,16 @@ def _prepare(
     loader: DataLoader[Any], rank: int, world_size: int, *, even: bool = True, split: bool = False
 ) -> PreparedLoader:
     world = World(rank, world_size, rank, world_size)
-    return prepare_loader(loader, world, Accumulation(), None, 7, even=even, split=split)
+    configuration = DataLoaderConfiguration(split, dispatch_batches=False, even_batches=even, data_seed=7)
+    facts = [Facts.of(loader)] * world_size
+    with warnings.catch_warnings(category=UserWarning, action="ignore"):
+        return prepare_loader(loader, world, Accumulation(), configuration, facts, torch.device("cpu"))
 
 
 def _inner(prepared: PreparedLoader, epoch: int = 0) -> Any:
     """Its batches, without asking whether this process is in that world."""
-    prepared.batch_sampler.set_epoch(epoch) if hasattr(prepared.batch_sampler, "set_epoch") else None
-    return prepared._iterate()
+    prepared.set_epoch(epoch)
+    return prepared._iterate(prepared._next_position())
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,7 @@ def test_a_stream_is_dealt_like_a_dataset_with_a_length(samples: int, split: boo
     streamed = []
     for rank in range(2):
         prepared = _prepare(DataLoader(_Stream(samples), batch_size=4), rank, 2, split=split)
-        streamed.append([batch.tolist() for batch in prepared._iterate()])
+        streamed.append([batch.tolist() for batch in _inner(prepared)])
         assert prepared.end_of_dataloader
     assert streamed == _dealt(samples, 4, split=split)
 
@@ -189,7 +193,13 @@ def _orders(seed: int) -> list[list[int]]:
     accelerator = Accelerator()
     torch.manual_seed(seed + accelerator.process_index)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(16)), 4, shuffle=True))
-    return [[index for batch in loader for index in batch[0].tolist()] for _ in range(2)]
+    epochs = []
+    for _ in range(2):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1] += batch[0].tolist()
+            accelerator.wait_for_everyone()
+    return epochs
 
 
 def test_ranks_share_rank_0s_seed_for_the_order_of_data() -> None:
@@ -225,7 +235,7 @@ def test_a_batch_that_cannot_be_split_is_an_error_with_the_numbers() -> None:
 def test_a_distributed_sampler_of_ones_own_is_not_dealt_twice() -> None:
     dataset = TensorDataset(torch.arange(8))
     loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=2, rank=1, shuffle=False))
-    assert [batch[0].tolist() for batch in _prepare(loader, 1, 2)._iterate()] == [[1, 3], [5, 7]]
+    assert [batch[0].tolist() for batch in _inner(_prepare(loader, 1, 2))] == [[1, 3], [5, 7]]
 
 
 def test_a_prepared_loader_is_a_loader_and_shows_the_users_attributes() -> None:
@@ -286,7 +296,8 @@ def test_set_epoch_reaches_dataset_and_sampler() -> None:
 def _metrics(samples: int, batch_size: int, even: bool, split: bool, streamed: bool) -> tuple[list[int], list[Any]]:
     accelerator = Accelerator(even_batches=even, split_batches=split)
     dataset: Any = _Stream(samples) if streamed else list(range(samples))
-    loader = accelerator.prepare(DataLoader(dataset, batch_size))
+    with warnings.catch_warnings(category=UserWarning, action="ignore"):  # of samples that are repeated
+        loader = accelerator.prepare(DataLoader(dataset, batch_size))
     tensors, objects = [], []
     for batch in loader:
         tensors += accelerator.gather_for_metrics({"ids": batch})["ids"].tolist()

@@ -1,0 +1,29 @@
+"""Data: which rank sees which batch, and what a training loop is told about its loader. Runs in ranks.
+
+`prepare` chooses a source (`sources`, `dispatch`), which deals by a shard (`shard`) in an order that all ranks share
+(`order`); `loader` is what the loop iterates, `position` how far it has come, `placement` how batches reach the
+device.
+"""
+
+from __future__ import annotations
+
+from nbaccel.train.data.configuration import DataLoaderConfiguration
+from nbaccel.train.data.loader import PreparedLoader
+from nbaccel.train.data.order import SharedOrder, data_seed
+from nbaccel.train.data.placement import to_device
+from nbaccel.train.data.prepare import Facts, prepare_loader, skip_first_batches
+from nbaccel.train.data.shard import BatchShard, Shard, StreamShard
+
+__all__ = [
+    "BatchShard",
+    "DataLoaderConfiguration",
+    "Facts",
+    "PreparedLoader",
+    "Shard",
+    "SharedOrder",
+    "StreamShard",
+    "data_seed",
+    "prepare_loader",
+    "skip_first_batches",
+    "to_device",
+]

@@ -1,0 +1,272 @@
+"""Dispatch: rank 0 reads a loader, and every rank receives its batches. Runs in ranks; every batch is a collective.
+
+Used where ranks would not read the same stream. Per round there are two collectives: a header of five numbers, and
+one scatter of bytes that holds structure and tensors together, so that mixed dtypes and objects cost no more.
+The loader of the other ranks is never touched.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from nbaccel.errors import NbaccelError
+from nbaccel.train.data.order import SharedOrder, tell_epoch
+from nbaccel.train.data.position import DatasetStates, Position
+from nbaccel.train.data.shard import NOTHING, StreamShard
+from nbaccel.train.data.sources import Source, rebuilt
+from nbaccel.world import World
+
+__all__ = ["DispatchSource", "SliceFunction"]
+
+SliceFunction = Callable[..., Any]
+"""``slice_fn(batch, data_slice, process_index=r, num_processes=n)``: the part of rank r of a whole round's batch."""
+
+_BATCH, _END, _FAILURE = range(3)
+
+_ALIGNMENT = 16
+"""Bytes; at least any element's size, so that a tensor can be a view of what arrived."""
+
+
+class DispatchSource(Source):
+    """Batches of rank 0's loader.
+
+    In rounds of one batch per rank, rank r gets batches r, r + n, ...; with `split` every batch is cut into n equal
+    parts. The samples of the last, incomplete round are dealt in equal parts, filled up with the epoch's first
+    samples so that n divides them; without `even` the ranks get what there is; with `drop_last` it is dropped.
+
+    length: batches of rank 0's loader; None where unknown.
+    device: where the process group's backend can send from.
+    keeps_on_host: the batches are wanted on the CPU.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        world: World,
+        device: torch.device,
+        length: int | None,
+        slice_function: SliceFunction | None,
+        *,
+        order: SharedOrder | None,
+        even: bool,
+        split: bool,
+        keeps_on_host: bool,
+    ) -> None:
+        super().__init__(loader)
+        self._world = world
+        self.even = even
+        self._order = order
+        self._batches = length
+        self._wire = _Wire(device, world, keeps_on_host)
+        self._remainder = -1
+        if not world.is_main_process:
+            self.states = DatasetStates(None)
+        read = loader if order is None else rebuilt(loader, order)
+        self.shard = _RoundShard(read, self.states, world, slice_function, even=even, split=split)
+
+    @property
+    def stride(self) -> int:  # type: ignore[override]
+        return self.shard.stride
+
+    @property
+    def is_stream(self) -> bool:
+        return True
+
+    @property
+    def remainder(self) -> int:
+        return self._remainder
+
+    @property
+    def may_be_uneven(self) -> bool:
+        return self.shard.may_be_uneven or self.loader.num_workers > 1
+
+    def lengths(self, skip: int = 0) -> list[int] | None:
+        return None if self._batches is None else self.shard.lengths_of(self._batches - skip)
+
+    def order(self) -> dict[str, Any]:
+        return super().order() if self._world.is_main_process and self._order is None else {}
+
+    def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+        self._remainder = -1
+        return self._deal(position) if self._world.is_main_process else self._receive()
+
+    def _deal(self, position: Position) -> Iterator[tuple[Any, bool]]:
+        """On rank 0: read, send, and keep the own part."""
+        tell_epoch(position.epoch, self.loader.dataset, self._order or self.loader.sampler)
+        sent = 0
+        for parts, parcels, is_last in self._packed(self._rounds(position)):
+            self._remainder = self.shard.remainder
+            self._wire.send(_BATCH, parcels, is_last, self._remainder)
+            sent += 1
+            if parts[0] is not NOTHING:
+                yield parts[0], is_last
+        if not sent:
+            self._wire.send(_END, self._to_everyone(NOTHING))
+
+    def _packed(
+        self, rounds: Iterator[tuple[list[Any], list[Any], bool]]
+    ) -> Iterator[tuple[list[Any], list[_Parcel], bool]]:
+        """Each round's parts, and what is sent of them; ranks that wait for a batch hear of a failure to read one."""
+        try:
+            for members, first, is_last in rounds:
+                parts = [self.shard.part(members, first, is_last, rank) for rank in range(self._world.world_size)]
+                yield parts, [_Parcel.pack(part) for part in parts[1:]], is_last
+        except Exception as error:
+            self._wire.send(_FAILURE, self._to_everyone(f"{type(error).__name__}: {error}"))
+            raise
+
+    def _to_everyone(self, value: Any) -> list[_Parcel]:
+        return [_Parcel.pack(value)] * (self._world.world_size - 1)
+
+    def _rounds(self, position: Position) -> Iterator[tuple[list[Any], list[Any], bool]]:
+        by_state = position.dataset is not None and bool(self.states)
+        if by_state:
+            self.states.restore(position.dataset)
+        self.shard.skip = 0 if by_state else position.batches
+        return self.shard.rounds()
+
+    def _receive(self) -> Iterator[tuple[Any, bool]]:
+        is_last = False
+        while not is_last:
+            kind, part, is_last, self._remainder = self._wire.receive()
+            if kind == _END:
+                return
+            if kind == _FAILURE:
+                raise NbaccelError(f"rank 0 failed while it read a batch for all ranks: {part}")
+            if part is not NOTHING:
+                yield part, is_last
+
+
+class _RoundShard(StreamShard):
+    """A shard that cuts rounds for every rank, the last one into equal parts."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        states: DatasetStates,
+        world: World,
+        slice_function: SliceFunction | None,
+        *,
+        even: bool,
+        split: bool,
+    ) -> None:
+        super().__init__(loader, states, world, even=even, split=split)
+        self._slice_function = slice_function
+
+    def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
+        if self._slice_function is None or (is_last and not self._is_complete(members)):
+            return super().part(members, first, is_last, rank)
+        whole = self._join(members)
+        length = (self._size(whole) or 0) // self.world_size
+        return self._cut_for(whole, length, rank)
+
+    def lengths_of(self, batches: int) -> list[int]:
+        """How many batches each rank gets of `batches` of rank 0's loader."""
+        rounds, extra = divmod(max(0, batches), self.stride)
+        if self.drop_last:
+            return [rounds] * self.world_size
+        return [rounds + (bool(extra) if self.even else rank < extra) for rank in range(self.world_size)]
+
+    def _fill(self, members: list[Any], first: list[Any], rank: int) -> Any:
+        have = self._count(members)
+        if have < 0:
+            return super()._fill(members, first, rank)
+        length = -(-have // self.world_size)
+        return self._cut_for(self._filled_up(members, first, have, length * self.world_size), length, rank)
+
+    def _cut_for(self, whole: Any, length: int, rank: int) -> Any:
+        start, stop = length * rank, length * (rank + 1)
+        if self._slice_function is None:
+            return self._cut(whole, start, stop)
+        return self._slice_function(whole, slice(start, stop), process_index=rank, num_processes=self.world_size)
+
+
+class _Wire:
+    """Objects with tensors in them, from rank 0 to each rank, over the process group. Collective."""
+
+    def __init__(self, device: torch.device, world: World, keeps_on_host: bool) -> None:
+        self._device = device
+        self._world = world
+        self._keeps_on_host = keeps_on_host
+
+    def send(self, kind: int, packed: list[_Parcel], is_last: bool = False, remainder: int = -1) -> None:
+        """On rank 0: to each other rank its parcel."""
+        head = max(len(parcel.structure) for parcel in packed)
+        head += -head % _ALIGNMENT
+        size = head + max(parcel.tensor_bytes for parcel in packed)
+        header = torch.tensor([kind, is_last, remainder, head, size], dtype=torch.int64)
+        dist.broadcast(header.to(self._device), 0)
+        sent = [torch.empty(size, dtype=torch.uint8), *(parcel.as_bytes(head, size) for parcel in packed)]
+        own = torch.empty(size, dtype=torch.uint8, device=self._device)
+        dist.scatter(own, [parcel.to(self._device) for parcel in sent], 0)
+
+    def receive(self) -> tuple[int, Any, bool, int]:
+        """On another rank: kind, part, whether it is the last one, remainder."""
+        header = torch.empty(5, dtype=torch.int64, device=self._device)
+        dist.broadcast(header, 0)
+        kind, is_last, remainder, head, size = header.tolist()
+        arrived = torch.empty(size, dtype=torch.uint8, device=self._device)
+        dist.scatter(arrived, None, 0)
+        part = _unpack(arrived.cpu() if self._keeps_on_host else arrived, head)
+        return kind, part, bool(is_last), remainder
+
+
+class _Parcel(pickle.Pickler):
+    """A pickle whose tensors are put aside; it keeps their places among the bytes that follow it."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self.structure = b""
+        self.tensor_bytes = 0
+        self._tensors: list[tuple[int, torch.Tensor]] = []
+
+    @classmethod
+    def pack(cls, value: Any) -> _Parcel:
+        """`value`, or that there is NOTHING."""
+        buffer = io.BytesIO()
+        parcel = cls(buffer)
+        parcel.dump(value)
+        parcel.structure = buffer.getvalue()
+        return parcel
+
+    def persistent_id(self, thing: Any) -> Any:
+        if thing is NOTHING:
+            return "nothing"
+        if type(thing) is not torch.Tensor or thing.layout is not torch.strided or thing.is_quantized:
+            return None
+        flat = thing.detach().contiguous().reshape(-1).view(torch.uint8)
+        offset = self.tensor_bytes
+        self._tensors.append((offset, flat))
+        self.tensor_bytes += flat.numel() + -flat.numel() % _ALIGNMENT
+        return offset, flat.numel(), thing.dtype, tuple(thing.shape)
+
+    def as_bytes(self, head: int, size: int) -> torch.Tensor:
+        """The structure, tensors from `head` on, `size` bytes in all."""
+        packed = torch.zeros(size, dtype=torch.uint8)
+        packed[: len(self.structure)] = torch.frombuffer(bytearray(self.structure), dtype=torch.uint8)
+        for offset, flat in self._tensors:
+            packed[head + offset : head + offset + flat.numel()] = flat
+        return packed
+
+
+class _Unparcel(pickle.Unpickler):
+    def __init__(self, structure: bytes, tensors: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._tensors = tensors
+
+    def persistent_load(self, place: Any) -> Any:
+        if place == "nothing":
+            return NOTHING
+        offset, size, dtype, shape = place
+        return self._tensors[offset : offset + size].view(dtype).view(shape)
+
+
+def _unpack(arrived: torch.Tensor, head: int) -> Any:
+    return _Unparcel(arrived[:head].cpu().numpy().tobytes(), arrived[head:]).load()

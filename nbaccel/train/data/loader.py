@@ -1,0 +1,320 @@
+"""PreparedLoader: what a training loop iterates. Runs in ranks.
+
+It takes this rank's batches from its source, on its device, opens a window of accumulation per iteration, counts
+epochs and positions, and can be resumed inside an epoch. Which rank gets which batch is the source's decision.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from nbaccel.errors import NotPrepared
+from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.data.order import tell_epoch
+from nbaccel.train.data.placement import place
+from nbaccel.train.data.position import Position, Progress
+from nbaccel.train.data.sources import Source
+from nbaccel.train.state import current_world
+from nbaccel.world import World
+
+__all__ = ["PreparedLoader"]
+
+
+class PreparedLoader(DataLoader[Any]):
+    """A loader whose batches are this rank's, on its device, and whose end the accumulation knows.
+
+    Attributes it does not define are those of the user's loader, which stays reachable as `loader`.
+
+    loader: the user's own.  end_of_dataloader: the batch in hand is the last one.
+    iteration: the number of the epoch that is under way, or comes next. With several ranks an iteration counts as an
+    epoch if it trained, or the ranks met in it (a gather, a barrier): so a look at the loader on one rank, with
+    ``next(iter(loader))`` or a whole loop, does not change which samples that rank gets in the next epoch.
+    is_joined: uneven lengths are taken care of; see `Accelerator.join_uneven_inputs`.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        source: Source,
+        world: World,
+        accumulation: Accumulation,
+        device: torch.device | None,
+    ) -> None:
+        """What is iterated (`source`), and where batches go (None: nowhere)."""
+        # No super().__init__(): this is the user's loader seen from one rank, not a second loader.
+        self.loader = loader
+        self.world = world
+        self.accumulation = accumulation
+        self.end_of_dataloader = False
+        self.is_joined = False
+        self._source = source
+        self._progress = Progress()
+        self._skip = 0  # this rank's batches that every iteration leaves out
+        self.move_to(device)
+
+    def __nbaccel_unwrap__(self) -> DataLoader[Any]:
+        """What travels from a rank to the notebook in this object's place."""
+        return self.loader
+
+    def move_to(self, device: torch.device | None) -> None:
+        """Where batches go from now on; on the CPU they are there already."""
+        self._device = None if device is None or device.type == "cpu" else device
+
+    # -- iterating
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._refuse_other_world()
+        position = self._next_position()
+        self._refuse_uneven(position)
+        self.end_of_dataloader = False
+        return self._iterate(position)
+
+    def _iterate(self, position: Position) -> Iterator[Any]:
+        accumulation, clock = self.accumulation, self.accumulation.clock
+        source, progress, stride, states = self._source, self._progress, self._source.stride, self._source.states
+        lengths = source.lengths(position.batches)
+        length = None if lengths is None else self._own(lengths)
+        meetings = _Meetings(self.world, counts_anyway=length == 0)
+        steps = clock.step + clock.trained
+        progress.begin(position)
+        window = accumulation.open(self, length)
+        is_whole = False
+        try:
+            for batch, is_last in place(source.open(position), self._device):
+                if is_last:
+                    window.is_last = self.end_of_dataloader = True
+                if window.position == 0:
+                    clock.enter()
+                if states:
+                    progress.note(states.take(), window.position)
+                progress.taken += stride
+                yield batch
+                if window.batches_left is not None:
+                    window.batches_left -= 1
+                if not meetings.were_held:
+                    meetings.look()
+            is_whole = True
+        finally:
+            if progress.begun is position:
+                meetings.look()
+                has_trained = clock.step + clock.trained > steps
+                progress.end(counts=has_trained or (meetings.were_held and (is_whole or progress.taken > 0)))
+            accumulation.close(window)
+
+    def _next_position(self) -> Position:
+        """Where an iteration that starts now begins."""
+        progress = self._progress
+        resumed = progress.resume
+        if resumed is not None and not self._skip:
+            return resumed
+        batches = self._skip * self._source.stride
+        return Position(progress.epoch, batches, self._source.seed, self._source.order(), None, self._batch_size)
+
+    # -- how long
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch; for a loader without the first `n` batches, of the rest."""
+        lengths = self._source.lengths(self._skip * self._source.stride)
+        if lengths is None:
+            raise TypeError(f"this loader has no length: its {type(self.loader.dataset).__name__} has none")
+        return self._own(lengths)
+
+    def _own(self, lengths: list[int]) -> int:
+        return lengths[self.world.rank] if len(lengths) > 1 else lengths[0]
+
+    # -- epochs and positions
+
+    @property
+    def iteration(self) -> int:
+        return self._progress.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self._progress.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`; without this they count up from 0. On every rank.
+
+        A position inside another epoch, which `load_state_dict` has set, is given up.
+        """
+        progress = self._progress
+        progress.epoch = epoch
+        if progress.resume is not None and progress.resume.epoch != epoch:
+            progress.resume = None
+        tell_epoch(epoch, self.loader.dataset, self.loader.sampler, self.loader.batch_sampler)
+
+    def state_dict(self, unseen: int = 0) -> dict[str, Any]:
+        """Where the loop is: epoch, batches had of it, and what its order follows from. Numbers, texts and tensors.
+
+        The batch in hand counts as had; `unseen` of this rank's last batches do not (those of an accumulation window
+        that is still open, whose gradients are in no checkpoint). The state of rank 0 holds for all ranks, for
+        another number of them, and for another batch size if it divides the samples had so far. Reads nothing and
+        waits for nobody.
+        """
+        progress, begun = self._progress, self._progress.begun
+        if begun is None:
+            resumed = progress.resume or Position(progress.epoch, 0, self._source.seed, {}, None, self._batch_size)
+            return resumed.state_dict()
+        batches = begun.batches + progress.taken - unseen * self._source.stride
+        dataset = progress.dataset_before(unseen)
+        return Position(begun.epoch, batches, self._source.seed, begun.order, dataset, self._batch_size).state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where the loop was that `state_dict` describes. On every rank.
+
+        Samples of a dataset with indices that were had are not read again; a stream goes on from its dataset's own
+        state, or is read again up to there if it has none (`state_dict` and `load_state_dict`, without worker
+        processes). An iteration that was at its end yields nothing; the epoch after it is whole again. Random numbers
+        that worker processes draw begin anew.
+
+        >>> from nbaccel import Accelerator
+        >>> loader = Accelerator().prepare(DataLoader(range(8), 2))
+        >>> for batch in loader:
+        ...     state = loader.state_dict()
+        ...     break
+        >>> loader.load_state_dict(state)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [4, 5], [6, 7]]
+        """
+        position = Position.from_state(state, self._batch_size)
+        if position.seed is not None and self._source.seed is not None:
+            self._source.seed = position.seed
+        self._progress.epoch = position.epoch
+        self._progress.resume = position if position.batches else None
+
+    @contextmanager
+    def joined(self, even_batches: bool | None = None) -> Iterator[None]:
+        """While entered, ranks may run out of batches one after the other; `even_batches` holds, unless None."""
+        even, was_joined = self.even_batches, self.is_joined
+        self.is_joined = True
+        if even_batches is not None:
+            self.even_batches = even_batches
+        try:
+            yield
+        finally:
+            self.even_batches, self.is_joined = even, was_joined
+
+    def without_first(self, batches: int) -> PreparedLoader:
+        """This loader without this rank's first `batches`, in every iteration; it counts epochs together with this one.
+
+        A position that `load_state_dict` has set is replaced by it.
+        """
+        if batches < 0:
+            raise ValueError(f"num_batches must be at least 0, got {batches}")
+        rest = copy.copy(self)
+        rest._skip = self._skip + batches
+        self._progress.resume = None
+        return rest
+
+    # -- what programs ask
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]
+        return self._source.batch_sampler
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round is filled up, so that all ranks see equally many batches; may be changed."""
+        return self._source.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._source.even = even
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples that all ranks together take per batch; None where batches have sizes of their own."""
+        size = self._batch_size
+        if size is None or self._source.stride == 1:
+            return size
+        return size * self.world.world_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        return len(self.loader.dataset)  # type: ignore[arg-type]
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last round of all ranks, once it was dealt; -1 where nothing was repeated."""
+        return self._source.remainder
+
+    @property
+    def may_be_uneven(self) -> bool:
+        return self._source.may_be_uneven
+
+    def lengths(self) -> list[int] | None:
+        """Batches of each rank in an epoch, one number where all have equally many; None where that is unknown."""
+        return self._source.lengths(self._skip * self._source.stride)
+
+    @property
+    def _batch_size(self) -> int | None:
+        size: int | None = getattr(self.loader.batch_sampler, "batch_size", self.loader.batch_size)
+        return size
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    # -- refusals
+
+    def _refuse_other_world(self) -> None:
+        world = current_world()
+        if world.world_size != self.world.world_size:
+            raise NotPrepared(
+                f"this loader was prepared for {self.world.world_size} process(es) and is iterated in rank "
+                f"{world.rank} of {world.world_size}: the ranks would see the wrong batches. Prepare it here, before "
+                "the loop:\n    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+            )
+
+    def _refuse_uneven(self, position: Position) -> None:
+        """Before the first step of a loop that would train: with gradients enabled."""
+        if self.is_joined or not torch.is_grad_enabled():
+            return
+        lengths = self._source.lengths(position.batches)
+        if lengths is not None and len(set(lengths)) > 1:
+            longest = lengths.index(max(lengths))
+            counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+            raise ValueError(
+                f"the ranks would see different numbers of batches ({counts}), and rank {longest} would wait for the "
+                "others for ever in its last backward. Leave even_batches=True, loop inside "
+                "`with accelerator.join_uneven_inputs([model]):`, or, for a loop that does not train, inside "
+                "`with torch.no_grad():`"
+            )
+
+
+class _Meetings:
+    """Whether the ranks met in a collective since this was made. Alone, one always meets.
+
+    counts_anyway: also if they did not; the others may have, in batches that this rank has none of.
+    """
+
+    __slots__ = ("_before", "_count", "were_held")
+
+    def __init__(self, world: World, counts_anyway: bool) -> None:
+        self._count = _collective_counter() if world.is_distributed else None
+        self.were_held = counts_anyway or self._count is None
+        self._before = -1 if self._count is None else self._count()
+
+    def look(self) -> None:
+        if not self.were_held and self._count is not None:
+            self.were_held = self._count() != self._before
+
+
+def _collective_counter() -> Callable[[], int] | None:
+    """Tells how many collectives this rank has begun in the default group; None where the backend does not count."""
+    if not dist.is_initialized():
+        return None
+    count: Callable[[], int] = dist.group.WORLD._get_sequence_number_for_group  # type: ignore[union-attr]
+    try:
+        count()
+    except RuntimeError:
+        return None
+    return count

@@ -1,0 +1,192 @@
+"""Order: samplers that draw alike on every rank, whatever they draw from. Runs in ranks.
+
+A `SharedOrder` stands in for the user's sampler. Torch's samplers get a generator that all ranks seed alike; a
+sampler of the user's own, which may draw from any global generator, runs with `PrivateRandomness`. The user's
+sampler and the process's generators stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+__all__ = ["PrivateRandomness", "SharedOrder", "data_seed", "order_states", "replayed", "tell_epoch"]
+
+_EPOCH_STRIDE = 0x9E3779B97F4A7C15
+"""2**64 over the golden ratio: neighbouring epochs of neighbouring seeds do not meet."""
+
+_SEEDABLE_STRIDE = 1
+"""Accelerate's seedable sampler: epoch e has the order of seed + e."""
+
+
+class SharedOrder(Sampler[Any]):
+    """The user's sampler or batch sampler, in the same order on all ranks.
+
+    seed: equal on all ranks; the order of epoch e follows from (seed, e) alone.
+    is_seedable: in the way of Accelerate's seedable sampler.
+    """
+
+    def __init__(self, batches: Any, seed: int, is_seedable: bool = False) -> None:
+        self.seed = seed
+        self._stride = _SEEDABLE_STRIDE if is_seedable else _EPOCH_STRIDE
+        self._generators: list[torch.Generator] = []
+        self._batches = self._with_own_generator(batches)
+        self._private = PrivateRandomness() if _may_draw_anywhere(batches) else None
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        seed = (self.seed + epoch * self._stride) % 2**63
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        if self._private is not None:
+            self._private.seed(seed)
+        tell_epoch(epoch, self._batches, getattr(self._batches, "sampler", None))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches) if self._private is None else self._private.over(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def _with_own_generator(self, batches: Any) -> Any:
+        inner = getattr(batches, "sampler", None)
+        if inner is not None:
+            shared = self._with_own_generator(inner)
+            if shared is not inner:
+                batches = copy.copy(batches)
+                batches.sampler = shared
+        if hasattr(batches, "generator"):
+            batches = copy.copy(batches)
+            batches.generator = torch.Generator()
+            self._generators.append(batches.generator)
+        return batches
+
+
+class PrivateRandomness:
+    """Random numbers of python, numpy and torch's CPU, apart from the process's own.
+
+    >>> private = PrivateRandomness()
+    >>> private.seed(3)
+    >>> with private:
+    ...     first = random.random()
+    >>> private.seed(3)
+    >>> with private:
+    ...     random.random() == first
+    True
+    """
+
+    def __init__(self) -> None:
+        self._seed = 0
+        self._own: tuple[Any, ...] | None = None
+        self._outer: tuple[Any, ...] = ()
+
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        self._own = None
+
+    def __enter__(self) -> None:
+        self._outer = _read_generators()
+        if self._own is None:
+            random.seed(self._seed)
+            torch.default_generator.manual_seed(self._seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(self._seed % 2**32)
+        else:
+            _write_generators(self._own)
+
+    def __exit__(self, *exception: object) -> None:
+        self._own = _read_generators()
+        _write_generators(self._outer)
+
+    def over(self, values: Any) -> Iterator[Any]:
+        """Iterate `values`, which draw from these numbers; the code that takes them does not."""
+        with self:
+            iterator = iter(values)
+        while True:
+            with self:
+                try:
+                    value = next(iterator)
+                except StopIteration:
+                    return
+            yield value
+
+
+def data_seed(loader: DataLoader[Any]) -> int:
+    """The seed of the loader's order on this rank, without drawing a random number. Rank 0's counts."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    generator = getattr(sampler, "generator", None) or loader.generator
+    seed = torch.initial_seed() if generator is None else generator.initial_seed()
+    return seed % 2**63
+
+
+def tell_epoch(epoch: int, *owners: Any) -> None:
+    """Call the `set_epoch` of those that have one: samplers and datasets that shuffle by the epoch."""
+    for owner in owners:
+        if hasattr(owner, "set_epoch"):
+            owner.set_epoch(epoch)
+
+
+@contextmanager
+def replayed(states: dict[str, torch.Tensor], loader: DataLoader[Any]) -> Iterator[None]:
+    """While entered, the generators that a loader draws its order from are as `order_states` read them.
+
+    Afterwards the process's own generator is what it was; a generator of the loader's own goes on from here.
+    """
+    outer = torch.default_generator.get_state()
+    for name, generator in _order_generators(loader).items():
+        if name in states:
+            generator.set_state(states[name])
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(outer)
+
+
+def order_states(loader: DataLoader[Any]) -> dict[str, torch.Tensor]:
+    """The states of the generators that the order of the loader's next epoch follows from."""
+    return {name: generator.get_state() for name, generator in _order_generators(loader).items()}
+
+
+def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    candidates = {"loader": loader.generator, "sampler": getattr(sampler, "generator", None)}
+    own = {name: generator for name, generator in candidates.items() if isinstance(generator, torch.Generator)}
+    return {"process": torch.default_generator, **own}
+
+
+def _may_draw_anywhere(batches: Any) -> bool:
+    """Whether a sampler that torch did not write is involved."""
+    while isinstance(batches, Sampler):
+        if not type(batches).__module__.startswith("torch.utils.data"):
+            return True
+        batches = getattr(batches, "sampler", None)
+    return batches is not None and not isinstance(batches, (list, tuple, range))
+
+
+def _read_generators() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return (
+        random.getstate(),
+        torch.default_generator.get_state(),
+        None if numpy is None else numpy.random.get_state(legacy=False),
+    )
+
+
+def _write_generators(states: tuple[Any, ...]) -> None:
+    python, torch_state, numpy_state = states
+    random.setstate(python)
+    torch.default_generator.set_state(torch_state)
+    if numpy_state is not None:
+        sys.modules["numpy"].random.set_state(numpy_state)

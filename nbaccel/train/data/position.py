@@ -1,0 +1,143 @@
+"""Position: how far an epoch of one loader has come, and what it takes to go on there. Runs in ranks.
+
+Positions count the batches of the user's loader that all ranks together have had, so they hold for another number
+of ranks. Nothing here iterates a loader.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+__all__ = ["DatasetStates", "Position", "Progress"]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where an iteration begins, or how far it has come.
+
+    epoch: the iteration's number.  batches: those of the user's loader that go before, for all ranks together.
+    seed: of the data order; None where the order is that of plain PyTorch.
+    order: states of the generators that this order followed from when the epoch began.
+    dataset: state of the dataset, or of a loader that has one, after those batches; None where there is none.
+    batch_size: of the user's loader; None where batches have sizes of their own.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    seed: int | None = None
+    order: dict[str, torch.Tensor] = field(default_factory=dict)
+    dataset: Any = None
+    batch_size: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], batch_size: int | None) -> Position:
+        """What `state_dict` gave, for a loader with batches of `batch_size`.
+
+        Raises:
+            ValueError: the position falls inside one of this loader's batches.
+        """
+        position = cls(**state)
+        saved = position.batch_size
+        if saved == batch_size or not position.batches or saved is None or batch_size is None:
+            return cls(**{**state, "batch_size": batch_size})
+        batches, rest = divmod(position.batches * saved, batch_size)
+        if rest:
+            samples = position.batches * saved
+            raise ValueError(
+                f"the saved position is {position.batches} batches of {saved} = {samples} samples into epoch "
+                f"{position.epoch}, which is no whole number of batches of {batch_size}. Resume with a batch_size that "
+                f"divides {samples}, or start the epoch again with loader.set_epoch({position.epoch})"
+            )
+        return cls(**{**state, "batches": batches, "batch_size": batch_size})
+
+
+class Progress:
+    """The position of one prepared loader; shared with loaders that `skip_first_batches` made of it.
+
+    epoch: of the iteration under way, or of the next one.
+    begun: where the iteration under way began; None outside of one.
+    taken: batches of the user's loader since then, for all ranks together.
+    resume: where the next iteration is to begin; None for the epoch's first batch.
+    datasets: the dataset's state before the open accumulation window, and after each of its batches.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.begun: Position | None = None
+        self.taken = 0
+        self.resume: Position | None = None
+        self.datasets: list[Any] = []
+
+    def begin(self, position: Position) -> None:
+        self.epoch = position.epoch
+        self.begun = position
+        self.taken = 0
+        self.resume = None
+        self.datasets = [position.dataset]
+
+    def note(self, dataset: Any, window_position: int) -> None:
+        """The state after the batch that is handed out now, as number `window_position` of its window."""
+        if window_position == 0:
+            del self.datasets[:-1]
+        self.datasets.append(dataset)
+
+    def dataset_before(self, unseen: int) -> Any:
+        """The state before the last `unseen` batches, which belong to the open window."""
+        return self.datasets[max(0, len(self.datasets) - 1 - unseen)]
+
+    def end(self, counts: bool) -> None:
+        """The iteration is over; it was an epoch if it `counts`."""
+        if self.begun is not None and counts and self.epoch == self.begun.epoch:
+            self.epoch += 1
+        self.begun = None
+
+
+class DatasetStates:
+    """The state of a dataset after each round that was read; rounds are read before they are handed out.
+
+    owner: the dataset, or a loader that keeps its own state; None where neither has one to resume by, or without
+    a loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any] | None) -> None:
+        self.owner: Any = None if loader is None else _stateful(loader)
+        self._states: deque[Any] = deque()
+
+    def __bool__(self) -> bool:
+        return self.owner is not None
+
+    def noted(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """`rounds`, with the state noted after each was read; as they are where there is no state."""
+        self._states.clear()
+        return rounds if self.owner is None else self._noted(rounds)
+
+    def _noted(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        for round_ in rounds:
+            self._states.append(self.owner.state_dict())
+            yield round_
+
+    def take(self) -> Any:
+        """The state after the oldest round that was not taken yet."""
+        return self._states.popleft()
+
+    def restore(self, state: Any) -> None:
+        self.owner.load_state_dict(state)
+
+
+def _stateful(loader: DataLoader[Any]) -> Any:
+    """What can say where it is. In worker processes there are copies of the dataset, and this one stands still."""
+    is_read_here = isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0
+    candidates = [loader, *([loader.dataset] if is_read_here else [])]
+    for candidate in candidates:
+        if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict"):
+            return candidate
+    return None

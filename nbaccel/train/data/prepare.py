@@ -1,0 +1,227 @@
+"""Prepare: from the user's loader to this rank's. Runs in ranks; chooses the source, and refuses what cannot work.
+
+The choices are those of a `DataLoaderConfiguration`; what the ranks must agree on travels in a `Facts` each.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.data.configuration import DataLoaderConfiguration
+from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
+from nbaccel.train.data.loader import PreparedLoader
+from nbaccel.train.data.order import SharedOrder, data_seed
+from nbaccel.train.data.sources import IndexSource, Source, StreamSource, length_of, rebuilt
+from nbaccel.world import World
+
+__all__ = ["Facts", "prepare_loader", "skip_first_batches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one rank knows about its loader; -1 for what has no length.
+
+    seed: of the data order.  samples: in the dataset.  batches: of the user's loader.
+    """
+
+    seed: int
+    samples: int
+    batches: int
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Facts:
+        samples, batches = length_of(loader.dataset), length_of(loader)
+        return cls(data_seed(loader), -1 if samples is None else samples, -1 if batches is None else batches)
+
+    def as_tensor(self) -> torch.Tensor:
+        """One row, to be gathered."""
+        return torch.tensor([astuple(self)], dtype=torch.int64)
+
+    @classmethod
+    def from_tensor(cls, rows: torch.Tensor) -> list[Facts]:
+        return [cls(*row) for row in rows.tolist()]
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    world: World,
+    accumulation: Accumulation,
+    configuration: DataLoaderConfiguration,
+    facts: Sequence[Facts],
+    device: torch.device,
+    *,
+    moves: bool = True,
+    slice_function: SliceFunction | None = None,
+) -> PreparedLoader:
+    """The loader as this rank of `world` sees it.
+
+    facts: of every rank, in their order.  device: of the rank, where its process group can send from.
+    moves: batches go to that device.  slice_function: how rank 0 cuts the batches it sends, if it does.
+    Raises:
+        ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
+    """
+    source = _Choice(loader, world, configuration, facts).source(device, slice_function, keeps_on_host=not moves)
+    return PreparedLoader(loader, source, world, accumulation, device if moves else None)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    loader: DataLoader[Any]
+    world: World
+    configuration: DataLoaderConfiguration
+    facts: Sequence[Facts]
+
+    def source(self, device: torch.device, slice_function: SliceFunction | None, keeps_on_host: bool) -> Source:
+        loader, world, configuration = self.loader, self.world, self.configuration
+        self._refuse_empty()
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if not world.is_distributed:
+            plain = is_stream or not configuration.use_seedable_sampler or _iterates_itself(loader)
+            return Source(loader) if plain else self._indexed()
+        if _is_dealt_already(loader, world):
+            return Source(loader)
+        even, split = configuration.even_batches, configuration.split_batches
+        dispatches = is_stream if configuration.dispatch_batches is None else configuration.dispatch_batches
+        if dispatches:
+            batches = self.facts[0].batches
+            return DispatchSource(
+                loader,
+                world,
+                device,
+                None if batches < 0 else batches,
+                slice_function,
+                order=None if is_stream or _iterates_itself(loader) else self._order(),
+                even=even,
+                split=split,
+                keeps_on_host=keeps_on_host,
+            )
+        self._refuse_different_datasets()
+        self._warn_of_repeats()
+        if is_stream or _iterates_itself(loader):
+            return StreamSource(loader, self._seed(), world, even=even, split=split)
+        return self._indexed()
+
+    def _indexed(self) -> IndexSource:
+        even, split = self.configuration.even_batches, self.configuration.split_batches
+        return IndexSource(self.loader, self._order(), self.world, even=even, split=split)
+
+    def _order(self) -> SharedOrder:
+        batches = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+        return SharedOrder(batches, self._seed(), self.configuration.use_seedable_sampler)
+
+    def _seed(self) -> int:
+        seed = self.configuration.data_seed
+        return self.facts[0].seed if seed is None else seed
+
+    def _refuse_empty(self) -> None:
+        if self.facts[0].samples == 0 and not isinstance(self.loader.dataset, IterableDataset):
+            raise ValueError(
+                f"the dataset of a prepared loader is empty ({type(self.loader.dataset).__name__} of length 0): there "
+                "is nothing to loop over. Check how it was loaded or filtered."
+            )
+
+    def _refuse_different_datasets(self) -> None:
+        """Each rank deals by its own count: with different ones they would train different numbers of steps."""
+        samples = [fact.samples for fact in self.facts]
+        if len(set(samples)) == 1:
+            return
+        counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(samples))
+        raise ValueError(
+            f"the ranks' datasets have different lengths ({counts}). A prepared loader deals one dataset to all ranks, "
+            "so each rank must load all of it. If these are parts that you made yourself, do not prepare the loader; "
+            "if only rank 0 has the data, use DataLoaderConfiguration(dispatch_batches=True)."
+        )
+
+    def _warn_of_repeats(self) -> None:
+        samples, size, ranks = self.facts[0].samples, self.loader.batch_size, self.world.world_size
+        if size is None or samples < 0 or self.configuration.split_batches or not self.configuration.even_batches:
+            return
+        wanted = ranks * size
+        if samples < wanted and not self.loader.drop_last:
+            warnings.warn(
+                f"the dataset has {samples} samples, fewer than one batch of {size} for each of {ranks} ranks: every "
+                f"epoch is one step, in which {wanted - samples} of {wanted} samples are repeats "
+                "(gather_for_metrics leaves them out). A batch_size of at most "
+                f"{max(1, samples // ranks)} repeats less.",
+                stacklevel=2,
+            )
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """`dataloader` without the first `num_batches` of every iteration; its length shrinks by as many.
+
+    Of a prepared loader it is this rank's batches that are left out, in the same order as without, and its epochs
+    count on in the original. Datasets with indices do not read what is left out; streams do.
+
+    >>> [batch.tolist() for batch in skip_first_batches(DataLoader(range(6), 2), 2)]
+    [[4, 5]]
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.without_first(num_batches)
+    if num_batches < 0:
+        raise ValueError(f"num_batches must be at least 0, got {num_batches}")
+    if isinstance(dataloader.dataset, IterableDataset) or _iterates_itself(dataloader):
+        return _Rest(dataloader, num_batches)
+    batches = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+    return rebuilt(dataloader, _RestOfBatches(batches, num_batches))
+
+
+class _RestOfBatches:
+    """A sampler or batch sampler without its first elements."""
+
+    def __init__(self, batches: Any, skip: int) -> None:
+        self._batches = batches
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        return _without_first(self._batches, self._skip)
+
+    def __len__(self) -> int:
+        return max(0, len(self._batches) - self._skip)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_batches", "_skip"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+class _Rest(DataLoader[Any]):
+    """A loader over a stream without its first batches, which are read."""
+
+    def __init__(self, loader: DataLoader[Any], skip: int) -> None:
+        self._loader = loader  # no super().__init__(): it is the user's loader, seen from its middle
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return _without_first(self._loader, self._skip)
+
+    def __len__(self) -> int:
+        return max(0, len(self._loader) - self._skip)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_loader", "_skip"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _without_first(values: Iterable[Any], skip: int) -> Iterator[Any]:
+    iterator = iter(values)
+    for _ in zip(range(skip), iterator, strict=False):
+        pass
+    return iterator
+
+
+def _is_dealt_already(loader: DataLoader[Any], world: World) -> bool:
+    return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == world.world_size
+
+
+def _iterates_itself(loader: DataLoader[Any]) -> bool:
+    """Whether it is a subclass with an iteration of its own, which dealing indices would pass by."""
+    return type(loader).__iter__ is not DataLoader.__iter__

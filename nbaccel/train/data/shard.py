@@ -1,0 +1,241 @@
+"""Shards: which rank gets which batch of an iterable of batches. Run in ranks; pure, without communication.
+
+A `BatchShard` deals batches of indices before anything is read; a `StreamShard` deals collated batches. How a
+rank comes by its share otherwise (rank 0 sends it) is `dispatch`'s business.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader, Sampler
+
+from nbaccel.train.data.position import DatasetStates
+from nbaccel.train.nested import concatenate, count_rows, slice_rows
+from nbaccel.world import World
+
+__all__ = ["NOTHING", "BatchShard", "Shard", "StreamShard", "look_ahead"]
+
+_T = TypeVar("_T")
+
+NOTHING: Any = object()
+"""What a rank gets where an uneven last round has no batch for it."""
+
+
+class Shard(Iterable[Any]):
+    """One rank's share of an iterable of batches.
+
+    In rounds of one batch per rank, rank r takes batches r, r + n, r + 2n, ...; with `split` every batch is cut into n
+    equal parts instead. In the last, incomplete round
+      - `drop_last` drops it;
+      - `even` fills it up with the epoch's first samples, so that every rank has equally many full batches;
+        `remainder` then says how many samples of that round were real (they come first);
+      - otherwise the ranks get what there is, the last ones nothing.
+    Batches without a known size are repeated whole where the round is filled.
+
+    skip: how many of the batches (not of this rank's alone) the next iteration leaves out.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], world: World, batch_size: int | None, *, even: bool, split: bool, drop_last: bool
+    ) -> None:
+        self.batches = batches
+        self.world_size = world.world_size
+        self.rank = world.rank
+        self.batch_size = batch_size
+        self.even = even
+        self.split = split
+        self.drop_last = drop_last
+        self.skip = 0
+        self.remainder = -1
+        if split and (batch_size is None or batch_size % world.world_size):
+            raise ValueError(
+                f"split_batches needs a batch_size that divides by the {world.world_size} ranks, got {batch_size}"
+            )
+
+    @property
+    def stride(self) -> int:
+        """Batches in a round."""
+        return 1 if self.split else self.world_size
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether ranks may hold batches of different sizes at the same time."""
+        return self.batch_size is None or not (self.even or self.drop_last)
+
+    def __len__(self) -> int:
+        """How many batches this rank gets; TypeError where the batches themselves have no length."""
+        return self.lengths(self.skip)[self.rank]
+
+    def lengths(self, skip: int = 0) -> list[int]:
+        """How many batches each rank gets without the first `skip`; TypeError where the batches have no length."""
+        batches = max(0, len(self.batches) - skip)  # type: ignore[arg-type]
+        if self.split:
+            return [batches - (batches > 0 and self._is_left_out(rank)) for rank in range(self.world_size)]
+        rounds, extra = divmod(batches, self.world_size)
+        if self.drop_last:
+            return [rounds] * self.world_size
+        return [rounds + (bool(extra) if self.even else rank < extra) for rank in range(self.world_size)]
+
+    def __iter__(self) -> Iterator[Any]:
+        for round_ in self.rounds():
+            batch = self.part(*round_, self.rank)
+            if batch is not NOTHING:
+                yield batch
+
+    def deal(self) -> Iterator[tuple[Any, bool]]:
+        """This rank's batches, and whether each is its last one."""
+        if self.even or self.drop_last:
+            return ((self.part(*round_, self.rank), round_[2]) for round_ in self.rounds())
+        return look_ahead(self)  # a rank that gets nothing in the last round must know in the one before
+
+    def rounds(self) -> Iterator[tuple[list[Any], list[Any], bool]]:
+        """Each round's batches, those that fill up, and whether it is the last round, which may be incomplete."""
+        self.remainder = -1
+        batches = iter(self.batches)
+        # The fill is the epoch's first round, also when the epoch is resumed after it.
+        first = list(itertools.islice(batches, min(self.skip, self.stride)))
+        for _ in itertools.islice(batches, self.skip - len(first)):
+            pass
+        for members, is_last in look_ahead(self._read(_rounds(batches, self.stride, whole_only=self.drop_last))):
+            first = first or members
+            if is_last and not self._is_complete(members):
+                self.remainder = self._count(members)
+            yield members, first, is_last
+
+    def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
+        """What `rank` gets of a round; NOTHING where it gets none."""
+        if not is_last or self._is_complete(members):
+            return self._piece(members[0], rank) if self.split else members[rank]
+        return self._fill(members, first, rank) if self.even else self._leftover(members, rank)
+
+    def _is_complete(self, members: list[Any]) -> bool:
+        if len(members) < self.stride:
+            return False
+        return self.batch_size is None or self._size(members[-1]) == self.batch_size
+
+    def _count(self, members: list[Any]) -> int:
+        """The samples in `members`; -1 where they cannot be counted, or nothing is filled up."""
+        sizes = [self._size(batch) for batch in members]
+        return -1 if not self.even or None in sizes else sum(size for size in sizes if size is not None)
+
+    def _fill(self, members: list[Any], first: list[Any], rank: int) -> Any:
+        """A batch of the last round, completed from the `first` round."""
+        have = self._count(members)
+        if self.batch_size is None or have < 0:
+            return [*members, *itertools.islice(itertools.cycle(first), self.world_size)][rank]
+        length = self.batch_size // self.world_size if self.split else self.batch_size
+        filled = self._filled_up(members, first, have, length * self.world_size)
+        return self._cut(filled, length * rank, length * (rank + 1))
+
+    def _filled_up(self, members: list[Any], first: list[Any], have: int, wanted: int) -> Any:
+        parts = list(members)
+        for batch in itertools.cycle(first):
+            if have >= wanted:
+                break
+            parts.append(batch)
+            have += self._size(batch) or 1
+        return self._join(parts)
+
+    def _leftover(self, members: list[Any], rank: int) -> Any:
+        if not self.split:
+            return members[rank] if rank < len(members) else NOTHING
+        piece = self._piece(members[0], rank)
+        return piece if self._size(piece) else NOTHING
+
+    def _piece(self, batch: Any, rank: int) -> Any:
+        assert self.batch_size is not None
+        length = self.batch_size // self.world_size
+        return self._cut(batch, length * rank, length * (rank + 1))
+
+    def _is_left_out(self, rank: int) -> bool:
+        """With `split`: whether the last, short batch is dropped, or ends before the rank's part of it."""
+        sampler = getattr(self.batches, "sampler", None)
+        if self.even or self.drop_last or self.batch_size is None or not isinstance(sampler, Sized):
+            return False
+        tail = len(sampler) % self.batch_size
+        return 0 < tail <= self.batch_size // self.world_size * rank
+
+    # A batch here is a list of indices, at hand already; StreamShard overrides these for collated batches.
+
+    def _read(self, rounds: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        return rounds
+
+    def _size(self, batch: Any) -> int | None:
+        return len(batch) if isinstance(batch, (list, tuple)) else None
+
+    def _join(self, batches: Sequence[Any]) -> Any:
+        return list(itertools.chain.from_iterable(batches))
+
+    def _cut(self, batch: Any, start: int, stop: int) -> Any:
+        return batch[start:stop]
+
+
+class BatchShard(Shard, Sampler[Any]):
+    """A share of index batches: it takes the place of a loader's batch sampler, or of its sampler."""
+
+    def __init__(self, batches: Any, world: World, *, even: bool, split: bool) -> None:
+        super().__init__(
+            batches,
+            world,
+            getattr(batches, "batch_size", None),
+            even=even,
+            split=split,
+            drop_last=bool(getattr(batches, "drop_last", False)),
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.batches, "set_epoch"):
+            self.batches.set_epoch(epoch)
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler that is dealt; for programs that look for it here."""
+        return getattr(self.batches, "sampler", self.batches)
+
+
+class StreamShard(Shard):
+    """A share of collated batches: every rank reads the whole stream and keeps its own.
+
+    The first round stays in memory while the stream is read, for filling up the last one.
+
+    states: of the dataset, noted after each round.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], states: DatasetStates, world: World, *, even: bool, split: bool
+    ) -> None:
+        super().__init__(loader, world, loader.batch_size, even=even, split=split, drop_last=bool(loader.drop_last))
+        self._states = states
+
+    def _read(self, rounds: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        return self._states.noted(rounds)
+
+    def _size(self, batch: Any) -> int | None:
+        return count_rows(batch)
+
+    def _join(self, batches: Sequence[Any]) -> Any:
+        return concatenate(batches)
+
+    def _cut(self, batch: Any, start: int, stop: int) -> Any:
+        return slice_rows(batch, start, stop)
+
+
+def look_ahead(values: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
+    """Each value, and whether it is the last one; known by having read the next."""
+    iterator = iter(values)
+    for current in iterator:
+        for following in iterator:
+            yield current, False
+            current = following
+        yield current, True
+
+
+def _rounds(batches: Iterable[_T], size: int, whole_only: bool) -> Iterator[list[_T]]:
+    iterator = iter(batches)
+    while members := list(itertools.islice(iterator, size)):
+        if whole_only and len(members) < size:
+            return
+        yield members

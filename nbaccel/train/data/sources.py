@@ -1,0 +1,283 @@
+"""Sources: where one rank's batches of one loader come from. Run in ranks; a prepared loader has one.
+
+`Source` is the honest default: the user's loader as it is, for one process and for loaders that deal their own
+batches. `IndexSource` deals indices before anything is read, `StreamSource` reads everything and keeps its share;
+rank 0 reading for all is in `dispatch`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from nbaccel.train.data.order import PrivateRandomness, SharedOrder, order_states, replayed, tell_epoch
+from nbaccel.train.data.position import DatasetStates, Position
+from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead
+from nbaccel.world import World
+
+__all__ = ["IndexSource", "Source", "StreamSource"]
+
+
+class Source:
+    """The user's loader as it is: order and random numbers are those of plain PyTorch.
+
+    stride: batches of the user's loader per batch of this rank.
+    states: of a dataset that can say where it is.
+    """
+
+    stride = 1
+    seed: int | None = None
+    even = True
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.states = DatasetStates(loader)
+
+    @property
+    def batch_sampler(self) -> Any:
+        return self.loader.batch_sampler
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the end shows by reading one batch ahead; elsewhere the length says it."""
+        return isinstance(self.loader.dataset, IterableDataset) or self._length() is None
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last round of all ranks, once it was dealt; -1 where nothing was repeated."""
+        return -1
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether ranks may hold batches of different sizes at the same time."""
+        return False
+
+    def lengths(self, skip: int = 0) -> list[int] | None:
+        """How many batches each rank gets of an iteration that leaves `skip` out; None where that is unknown.
+
+        One number where all ranks get equally many, or only this rank's is known.
+        """
+        length = self._length()
+        return None if length is None else [max(0, length - skip)]
+
+    def order(self) -> dict[str, Any]:
+        """The states of the generators that the next epoch's order follows from."""
+        return order_states(self.loader)
+
+    def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+        """This rank's batches from `position` on, and whether each is its last one."""
+        loader = self.loader
+        tell_epoch(position.epoch, loader.dataset, loader.sampler, loader.batch_sampler)
+        if not position.batches:
+            return self._ended(iter(loader), position)
+        if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
+            return self._ended(self._resumed_stream(position), position)
+        with replayed(position.order, loader) if position.order else nullcontext():
+            batches = _Startable(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+            batches.skip = position.batches
+            iterator = iter(rebuilt(loader, batches))
+            batches.start()
+        return self._ended(iterator, position)
+
+    def _ended(self, batches: Iterator[Any], position: Position) -> Iterator[tuple[Any, bool]]:
+        noted = self.states.noted(batches)
+        lengths = self.lengths(position.batches)
+        return look_ahead(noted) if self.is_stream or lengths is None else count_down(noted, lengths[0])
+
+    def _resumed_stream(self, position: Position) -> Iterator[Any]:
+        """By the dataset's state where there is one; else what goes before is read again."""
+        if position.dataset is not None and self.states:
+            self.states.restore(position.dataset)
+            return iter(self.loader)
+        return itertools.islice(iter(self.loader), position.batches, None)
+
+    def _length(self) -> int | None:
+        return length_of(self.loader)
+
+
+class IndexSource(Source):
+    """Batches of indices, dealt before anything is read: each rank reads its own samples only."""
+
+    def __init__(self, loader: DataLoader[Any], order: SharedOrder, world: World, *, even: bool, split: bool) -> None:
+        super().__init__(loader)
+        self.states = DatasetStates(None)
+        self._order = order
+        self._rank = world.rank
+        self.shard = BatchShard(order, world, even=even and world.is_distributed, split=split)
+        self._rebuilt = rebuilt(loader, self.shard)
+
+    @property
+    def batch_sampler(self) -> Any:
+        return self.shard
+
+    @property
+    def stride(self) -> int:  # type: ignore[override]
+        return self.shard.stride
+
+    @property
+    def seed(self) -> int | None:
+        return self._order.seed
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        self._order.seed = seed or 0
+
+    @property
+    def even(self) -> bool:
+        return self.shard.even
+
+    @even.setter
+    def even(self, even: bool) -> None:
+        self.shard.even = even and self.shard.world_size > 1
+
+    @property
+    def is_stream(self) -> bool:
+        return self._length() is None
+
+    @property
+    def remainder(self) -> int:
+        return self.shard.remainder
+
+    @property
+    def may_be_uneven(self) -> bool:
+        return self.shard.may_be_uneven
+
+    def lengths(self, skip: int = 0) -> list[int] | None:
+        try:
+            return self.shard.lengths(skip)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+        tell_epoch(position.epoch, self.loader.dataset, self.shard)
+        self.shard.skip = position.batches
+        lengths = self.lengths(position.batches)
+        # An epoch that goes on must not draw again what the loader drew when it began.
+        with replayed(position.order, self.loader) if position.batches else nullcontext():
+            iterator = iter(self._rebuilt)
+        return look_ahead(iterator) if lengths is None else count_down(iterator, lengths[self._rank])
+
+    def _length(self) -> int | None:
+        return length_of(self.shard)
+
+
+class StreamSource(Source):
+    """Collated batches that every rank reads, all of them, and keeps its share of.
+
+    seed: the stream's random numbers follow from it, so all ranks read the same one; with worker processes too.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int, world: World, *, even: bool, split: bool) -> None:
+        super().__init__(loader)
+        self.seed: int = seed
+        self.even = even
+        self._private = PrivateRandomness()
+        self.shard = StreamShard(loader, self.states, world, even=even, split=split)
+
+    @property
+    def stride(self) -> int:  # type: ignore[override]
+        return self.shard.stride
+
+    @property
+    def is_stream(self) -> bool:
+        return True
+
+    @property
+    def remainder(self) -> int:
+        return self.shard.remainder
+
+    @property
+    def may_be_uneven(self) -> bool:
+        return self.shard.may_be_uneven or self.loader.num_workers > 1  # each worker ends with a short batch
+
+    def lengths(self, skip: int = 0) -> list[int] | None:
+        return None if self._length() is None else self.shard.lengths(skip)
+
+    def order(self) -> dict[str, Any]:
+        return {}
+
+    def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+        tell_epoch(position.epoch, self.loader.dataset)
+        self._private.seed(self.seed + position.epoch)
+        reads_again = position.dataset is None or not self.states
+        self.shard.skip = position.batches if reads_again else 0
+        if not reads_again:
+            self.states.restore(position.dataset)
+        self.shard.batches = self._private.over(self.loader)
+        return self.shard.deal()
+
+
+class _Startable(Sampler[Any]):
+    """Batches of indices without the first `skip`, whose iteration can be begun ahead of its first use."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self._running: _Started | None = None
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._running = _Started(self._batches, self.skip)
+        return self._running
+
+    def start(self) -> None:
+        """Draw what there is to draw before the first batch."""
+        if self._running is not None:
+            self._running.start()
+
+
+class _Started(Iterator[Any]):
+    def __init__(self, batches: Iterable[Any], skip: int) -> None:
+        self._batches = batches
+        self._skip = skip
+        self._rest: Iterator[Any] | None = None
+
+    def start(self) -> Iterator[Any]:
+        if self._rest is None:
+            self._rest = iter(self._batches)
+            for _ in itertools.islice(self._rest, self._skip):
+                pass
+        return self._rest
+
+    def __next__(self) -> Any:
+        return next(self._rest or self.start())
+
+
+def count_down(values: Iterable[Any], length: int) -> Iterator[tuple[Any, bool]]:
+    """Each value, and whether it is the last one of `length`."""
+    left = length
+    for value in values:
+        left -= 1
+        yield value, left == 0
+
+
+def length_of(thing: Any) -> int | None:
+    """Its length, where it has one."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def rebuilt(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    """The user's loader again, drawing from `batches` in place of its batch sampler, or of its sampler."""
+    draws: dict[str, Any] = {"batch_sampler": batches}
+    if loader.batch_sampler is None:
+        draws = {"sampler": batches, "batch_size": None}
+    return DataLoader(
+        loader.dataset,
+        **draws,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        in_order=loader.in_order,
+    )

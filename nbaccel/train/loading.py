@@ -1,0 +1,200 @@
+"""Loading: the calls about data, as the user makes them on an `Accelerator`. Runs in ranks.
+
+Each is a few lines over the package `data`, where batches are dealt. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.utils.data import DataLoader
+
+from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.control import ProcessControl
+from nbaccel.train.data import DataLoaderConfiguration, Facts, PreparedLoader, prepare_loader, skip_first_batches
+from nbaccel.train.data.dispatch import SliceFunction
+from nbaccel.train.prepared import Prepared, remembered
+
+__all__ = ["Loading"]
+
+
+class Loading(ProcessControl):
+    """`prepare_data_loader`, `skip_first_batches` and their kin."""
+
+    dataloader_config: DataLoaderConfiguration
+    device_placement: bool
+    _accumulation: Accumulation
+    _prepared: Prepared
+
+    @abstractmethod
+    def _join_world(self) -> None:
+        """Take part in the world as it is now. Collective where the process group is formed."""
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is that of all ranks together, instead of each rank's."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all ranks; None: for streams only."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round is filled up, for loaders that are prepared from now on; may be changed."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.dataloader_config = replace(self.dataloader_config, even_batches=even)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self.dataloader_config.use_stateful_dataloader
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: SliceFunction | None = None,
+    ) -> PreparedLoader:
+        """`data_loader` as this rank sees it: its share of the batches, on its device. Collective.
+
+        In rounds of one batch per rank, rank r gets batches r, r + n, r + 2n, ...; the last round is filled up with the
+        first samples. See `DataLoaderConfiguration` for other ways.
+
+        device_placement: whether batches are moved to the device; by default as the Accelerator was told.
+        slice_fn_for_dispatch: where rank 0 reads for all, cuts a round's whole batch for one rank:
+        ``slice_fn(batch, data_slice, process_index=r, num_processes=n)``; called on rank 0.
+
+        Raises:
+            ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
+
+        >>> from nbaccel import Accelerator
+        >>> loader = Accelerator().prepare_data_loader(DataLoader(range(4), batch_size=2))
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3]]
+        """
+        self._join_world()
+        moves = self.device_placement if device_placement is None else device_placement
+        return self._prepare_loader(data_loader, moves, slice_fn_for_dispatch)
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """`dataloader` without the first `num_batches` of this rank; its length shrinks by as many. On every rank.
+
+        The order is that of the same epoch without it, and the epochs count on in `dataloader` itself. It replaces a
+        position that `load_state` has set.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> loader = accelerator.prepare(DataLoader(range(6), batch_size=2))
+        >>> [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
+        [[4, 5]]
+        """
+        rest: DataLoader[Any] = skip_first_batches(dataloader, num_batches)
+        return rest
+
+    def total_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
+        """Optimizer steps of `epochs` passes over `loader`, prepared or not: each pass ends with a step.
+
+        A prepared scheduler moves `num_processes` times per optimizer step (once with `split_batches`), so that it
+        is at its end when as many batches were seen as one process alone would see. What such a scheduler must be
+        told is `total_scheduler_steps`.
+
+        Raises:
+            TypeError: a loader without length.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(gradient_accumulation_steps=4)
+        >>> accelerator.total_steps(DataLoader(range(20), batch_size=2), epochs=3)  # 10 batches: 4 + 4 + 2
+        9
+        """
+        self._join_world()
+        batches = len(loader) if isinstance(loader, PreparedLoader) else self._batches_once_prepared(loader)
+        return epochs * -(-batches // self._accumulation.steps)
+
+    def total_scheduler_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
+        """How often a prepared scheduler moves in `epochs` passes over `loader`; the scheduler's ``total_steps``.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().total_scheduler_steps(DataLoader(range(20), batch_size=2), epochs=3)
+        30
+        """
+        return self.total_steps(loader, epochs) * (1 if self.split_batches else self.num_processes)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Let ranks with fewer batches take part in the others' last steps, with zero gradients. Collective.
+
+        joinables: the prepared models that are trained inside, and other `Joinable` objects.
+        even_batches: overrides that choice for prepared loaders inside; loaders over streams keep theirs.
+
+        Gradients are divided by the number of ranks also in the steps that only some have data for. Collectives other
+        than those of the models (`gather`, `check_trigger`, ...) must not be called inside: a rank that has joined
+        does not answer them. In one process nothing happens.
+
+        >>> import torch
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+        >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+        ...     pass
+        """
+        if self.num_processes == 1:
+            yield
+            return
+        joined = [thing for thing in joinables if isinstance(thing, Joinable)]
+        with ExitStack() as stack:
+            for loader in self._prepared.loaders:
+                stack.enter_context(loader.joined(even_batches))
+            stack.enter_context(Join(joined, enable=bool(joined), throw_on_early_termination=False))
+            yield
+
+    def _prepare_loader(
+        self, loader: DataLoader[Any], move: bool, slice_function: SliceFunction | None = None
+    ) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):
+            if loader.accumulation is self._accumulation:
+                return remembered(loader, self._prepared.loaders)
+            loader = loader.loader
+        prepared = prepare_loader(
+            loader,
+            self.world,
+            self._accumulation,
+            self.dataloader_config,
+            self._facts(loader),
+            self.device,
+            moves=move,
+            slice_function=slice_function,
+        )
+        return remembered(prepared, self._prepared.loaders)
+
+    def _facts(self, loader: DataLoader[Any]) -> list[Facts]:
+        mine = Facts.of(loader)
+        if self.num_processes == 1:
+            return [mine]
+        return Facts.from_tensor(self.collectives.gather(mine.as_tensor().to(self.device)))
+
+    def _batches_once_prepared(self, loader: DataLoader[Any]) -> int:
+        """This rank's batches, without preparing `loader`."""
+        batches, rank, ranks = len(loader), self.process_index, self.num_processes
+        if self.split_batches:
+            return batches
+        rounds, extra = divmod(batches, ranks)
+        if loader.drop_last:
+            return rounds
+        return rounds + (bool(extra) if self.even_batches else rank < extra)
