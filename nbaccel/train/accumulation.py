@@ -19,8 +19,8 @@ class GradientAccumulationPlugin:
     """The rules of accumulation; the names are Accelerate's, but for `scale_last_window`.
 
     num_steps: batches per optimizer step; None is what the launch was told, else 1.
-    adjust_scheduler: prepared schedulers count the batches inside a window as calls (``_step_count``); the rates
-    are the same either way.
+    adjust_scheduler: accepted, and without effect as in Accelerate 1.15: prepared schedulers move with their
+    optimizer's steps.
     sync_with_dataloader: the last batch of a loader ends its window. False: windows run on from one epoch into the
     next, as if the loader had no end.
     sync_each_batch: exchange gradients at every batch, which needs less memory with sharded models and more time;

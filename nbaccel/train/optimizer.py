@@ -127,9 +127,6 @@ class PreparedScheduler:
 
     One optimizer step on n ranks consumes n batches, so a schedule that was counted in batches of one process
     is moved n times; not when the loader split its batches among the ranks (Accelerate's rule).
-
-    A schedule with an end (OneCycleLR) moves until that end. Accelerate, which counts the batches inside a window
-    against it, stops at 1/N of the cycle when that was planned in optimizer steps.
     """
 
     def __init__(
@@ -147,8 +144,6 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self.accumulation.window.sync:
-            if self.accumulation.rules.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                self.scheduler._step_count += 1
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return

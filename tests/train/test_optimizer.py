@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
+from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
+from peers import toolkit
 
 
 def _optimizer() -> torch.optim.Optimizer:
@@ -79,3 +83,125 @@ def test_a_scheduler_moves_once_per_rank_and_step(
     split_batches: bool, with_optimizer: bool, kind: str, moves: int
 ) -> None:
     assert run_ranks(2, _moves, split_batches, with_optimizer, kind) == [moves, moves]
+
+
+def _rates(name: str, steps: int, adjust: bool, kind: str, with_optimizer: bool = True) -> list[tuple[float, int]]:
+    """The rate and the scheduler's own count after each of two epochs of 5 batches."""
+    warnings.simplefilter("ignore")  # a scheduler that follows its calls moves before the optimizer does
+    tools = toolkit(name)
+    accelerator = tools.Accelerator(
+        cpu=True,
+        gradient_accumulation_plugin=tools.GradientAccumulationPlugin(num_steps=steps, adjust_scheduler=adjust),
+        step_scheduler_with_optimizer=with_optimizer,
+    )
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    kinds: dict[str, Any] = {
+        "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        "cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 1.0, total_steps=10 * accelerator.num_processes
+        ),
+    }
+    loader = DataLoader(TensorDataset(torch.ones(5 * accelerator.num_processes, 1)), batch_size=1)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, kinds[kind]())
+    seen = []
+    for _ in range(2):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        seen.append((scheduler.get_last_lr()[0], scheduler.scheduler._step_count))
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("steps", "adjust", "kind", "with_optimizer"),
+    [
+        (1, True, "exponential", True),
+        (2, True, "exponential", True),
+        (2, False, "exponential", True),
+        (2, True, "exponential", False),
+        (2, True, "cycle", True),
+    ],
+)
+def test_rates_and_counts_are_accelerates(
+    ranks: int, steps: int, adjust: bool, kind: str, with_optimizer: bool
+) -> None:
+    theirs, ours = (
+        run_ranks(ranks, _rates, name, steps, adjust, kind, with_optimizer) for name in ("accelerate", "nbaccel")
+    )
+    assert ours == theirs
+
+
+def test_a_cycle_planned_in_optimizer_steps_reaches_its_end() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=6)
+    model, optimizer, cycle = accelerator.prepare(model, optimizer, cycle)
+    for _ in range(6 * 4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            cycle.step()
+    assert cycle.scheduler.last_epoch == 6
+
+
+def test_a_scheduler_that_watches_a_metric_gets_it() -> None:
+    accelerator = Accelerator()
+    optimizer = _optimizer()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    optimizer, plateau = accelerator.prepare(optimizer, plateau)
+    for loss in (1.0, 2.0):
+        optimizer.step()
+        plateau.step(loss)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_optimizer_and_scheduler_can_be_prepared_one_by_one() -> None:
+    accelerator = Accelerator()
+    optimizer = accelerator.prepare_optimizer(_optimizer())
+    scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+    assert (type(optimizer), type(scheduler)) == (PreparedOptimizer, PreparedScheduler)
+    assert scheduler.optimizers == [optimizer]
+    assert accelerator.prepare(optimizer, scheduler) == (optimizer, scheduler)
+
+
+def _gan(precision: str) -> list[float]:
+    """One generator, one discriminator, an optimizer and a schedule each, in the usual order of calls."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
+    generator, discriminator = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2 * accelerator.num_processes) for optimizer in optimizers]
+    size = 4 // accelerator.num_processes
+    data = DataLoader(TensorDataset(torch.randn(24, 2), torch.randn(24, 1)), batch_size=size)
+    generator, discriminator, loader, *rest = accelerator.prepare(
+        generator, discriminator, data, *optimizers, *schedulers
+    )
+    optimizer_g, optimizer_d, scheduler_g, scheduler_d = rest
+    for noise, real in loader:
+        with accelerator.accumulate(generator, discriminator):
+            fake = generator(noise)
+            accelerator.backward(discriminator(fake.detach()).mean() - discriminator(real).square().mean() / 4)
+            optimizer_d.step()
+            scheduler_d.step()
+            optimizer_d.zero_grad()
+            accelerator.backward(-discriminator(fake).mean())
+            optimizer_g.step()
+            scheduler_g.step()
+            optimizer_g.zero_grad()
+    assert scheduler_g.get_last_lr() == scheduler_d.get_last_lr()
+    models = (accelerator.unwrap_model(model) for model in (generator, discriminator))
+    return [value for model in models for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-6), ("fp16", 5e-3), ("bf16", 5e-2)])
+def test_two_models_that_train_against_each_other_do_so_in_two_ranks(precision: str, tolerance: float) -> None:
+    alone = _gan(precision)
+    first, second = run_ranks(2, _gan, precision)
+    assert first == second
+    assert first == pytest.approx(alone, abs=tolerance)
