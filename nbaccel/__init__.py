@@ -38,20 +38,54 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         notebook_launcher as notebook_launcher,
     )
     from nbaccel.settings import RunSettings as RunSettings
+    from nbaccel.tracking import GeneralTracker as GeneralTracker
     from nbaccel.train.accelerator import Accelerator as Accelerator
-    from nbaccel.train.state import PartialState as PartialState
+    from nbaccel.train.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from nbaccel.train.data import (
+        DataLoaderConfiguration as DataLoaderConfiguration,
+        skip_first_batches as skip_first_batches,
+    )
+    from nbaccel.train.distributed_type import DistributedType as DistributedType
+    from nbaccel.train.handlers import (
+        AutocastKwargs as AutocastKwargs,
+        DDPCommunicationHookType as DDPCommunicationHookType,
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+        GradScalerKwargs as GradScalerKwargs,
+        InitProcessGroupKwargs as InitProcessGroupKwargs,
+        ProfileKwargs as ProfileKwargs,
+    )
+    from nbaccel.train.local_sgd import LocalSGD as LocalSGD
+    from nbaccel.train.seeding import (
+        set_seed as set_seed,
+        synchronize_rng_states as synchronize_rng_states,
+    )
+    from nbaccel.train.state import (
+        AcceleratorState as AcceleratorState,
+        PartialState as PartialState,
+    )
     from nbaccel.world import World as World
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Accelerator": "nbaccel.train.accelerator",
+    "AcceleratorState": "nbaccel.train.state",
+    "AutocastKwargs": "nbaccel.train.handlers",
     "CannotFork": "nbaccel.errors",
     "CannotSave": "nbaccel.errors",
     "CannotSend": "nbaccel.errors",
     "CheckpointCorrupt": "nbaccel.errors",
     "CollectiveMismatch": "nbaccel.errors",
+    "DDPCommunicationHookType": "nbaccel.train.handlers",
+    "DataLoaderConfiguration": "nbaccel.train.data",
+    "DistributedDataParallelKwargs": "nbaccel.train.handlers",
+    "DistributedType": "nbaccel.train.distributed_type",
+    "GeneralTracker": "nbaccel.tracking",
+    "GradScalerKwargs": "nbaccel.train.handlers",
+    "GradientAccumulationPlugin": "nbaccel.train.accumulation",
+    "InitProcessGroupKwargs": "nbaccel.train.handlers",
     "LaunchRefused": "nbaccel.errors",
+    "LocalSGD": "nbaccel.train.local_sgd",
     "NbaccelError": "nbaccel.errors",
     "NestedLaunch": "nbaccel.errors",
     "NoInput": "nbaccel.errors",
@@ -59,6 +93,7 @@ _HOME = {
     "NotPrepared": "nbaccel.errors",
     "PartialState": "nbaccel.train.state",
     "PeerFailed": "nbaccel.errors",
+    "ProfileKwargs": "nbaccel.train.handlers",
     "RankDied": "nbaccel.errors",
     "RanksFailed": "nbaccel.errors",
     "ResultsMissing": "nbaccel.errors",
@@ -70,6 +105,9 @@ _HOME = {
     "debug_launcher": "nbaccel.launch.launcher",
     "launch": "nbaccel.launch",
     "notebook_launcher": "nbaccel.launch.launcher",
+    "set_seed": "nbaccel.train.seeding",
+    "skip_first_batches": "nbaccel.train.data",
+    "synchronize_rng_states": "nbaccel.train.seeding",
 }
 """Each public name and the module that defines it, or is it."""
 

@@ -167,7 +167,7 @@ def test_what_is_no_tracker_is_refused() -> None:
             Accelerator(log_with=Nameless())
     finally:
         Kept.name = "kept"
-    with pytest.raises(TypeError, match="abstract method '?log"):
+    with pytest.raises(TypeError, match=r"abstract method '?log"):
         type("Half", (GeneralTracker,), {"name": "half", "tracker": None})()
 
 

@@ -1,0 +1,24 @@
+"""Bars: progress of all ranks, shown once. Runs in ranks and scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbaccel.train.state import current_world
+
+__all__ = ["tqdm"]
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **options: Any) -> Any:
+    """A progress bar, of `tqdm.auto`, on the first rank of each machine.
+
+    main_process_only: False for a bar of every rank.
+
+    >>> list(tqdm(range(2), disable=True))
+    [0, 1]
+    """
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only and not current_world().is_local_main_process:
+        options["disable"] = True
+    return bar(*args, **options)

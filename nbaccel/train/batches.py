@@ -1,0 +1,114 @@
+"""Batches: one function over every tensor of a nested batch, and the common ones. Run in ranks and scripts.
+
+Containers are those of `nested`; no process talks to another here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from nbaccel.train.nested import is_container, leaves, map_children
+from nbaccel.train.precision import to_fp32
+
+__all__ = ["convert_outputs_to_fp32", "convert_to_fp32", "find_batch_size", "recursively_apply", "send_to_device"]
+
+_P = ParamSpec("_P")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = _is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`data` rebuilt with ``func(leaf, *args, **kwargs)`` in the place of every leaf that passes `test_type`.
+
+    error_on_other_type: what does not pass is a TypeError instead of being kept.
+
+    >>> recursively_apply(lambda tensor, by: tensor * by, {"x": torch.ones(2), "name": "a"}, 3)
+    {'x': tensor([3., 3.]), 'name': 'a'}
+    """
+    if test_type(data):
+        return func(data, *args, **kwargs)
+    if is_container(data):
+        return map_children(
+            lambda child: recursively_apply(
+                func, child, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
+            ),
+            data,
+        )
+    if error_on_other_type:
+        name = getattr(func, "__name__", "the function")
+        raise TypeError(f"{name} takes tensors in any nesting of containers; in it was a {type(data).__name__}")
+    return data
+
+
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> Any:
+    """Everything in `tensor` that has a ``to``, on `device`.
+
+    non_blocking: do not wait for the copy; it overlaps where the source is in pinned memory.
+    skip_keys: keys of mappings whose values stay where they are.
+
+    >>> send_to_device({"x": torch.ones(1), "id": 7}, "cpu")
+    {'x': tensor([1.]), 'id': 7}
+    """
+    skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+
+    def send(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, non_blocking=non_blocking)
+        if hasattr(value, "to"):
+            return value.to(device)
+        if skipped and isinstance(value, Mapping):
+            kept = {key: child for key, child in value.items() if key in skipped}
+            moved = map_children(send, {key: child for key, child in value.items() if key not in skipped})
+            return {key: kept[key] if key in kept else moved[key] for key in value}
+        return map_children(send, value)
+
+    return send(tensor)
+
+
+def find_batch_size(data: Any) -> int:
+    """How many samples a batch holds: the first dimension of the first tensor in it.
+
+    Raises:
+        ValueError: there is no tensor in it that has one.
+
+    >>> find_batch_size({"ids": ["a", "b"], "x": torch.ones(2, 3)})
+    2
+    """
+    for leaf in leaves(data):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    raise ValueError(f"no batch size can be read from this {type(data).__name__}: it holds no tensor with a dimension")
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """fp16 and bf16 tensors anywhere in `tensor` as fp32; everything else unchanged."""
+    return to_fp32(tensor)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[_P, Any]) -> Callable[_P, Any]:
+    """`model_forward`, with what it returns converted by `convert_to_fp32`. A prepared model does so by itself."""
+
+    @functools.wraps(model_forward)
+    def in_fp32(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+        return to_fp32(model_forward(*args, **kwargs))
+
+    return in_fp32

@@ -1,0 +1,34 @@
+"""Parallel wrappers: taking a model out of what training put around it. Runs in ranks, and wherever a model ends up."""
+
+from __future__ import annotations
+
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel.train.models import keep_compiled
+from nbaccel.train.precision import restore_forward
+from nbaccel.train.strategies.base import without_compile
+
+__all__ = ["extract_model_from_parallel"]
+
+
+def extract_model_from_parallel(
+    model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Module:
+    """The user's own module, out of DDP, ``nn.DataParallel`` and ``torch.compile``.
+
+    keep_fp32_wrapper: False also takes autocast off its forward.
+    keep_torch_compile: a compiled model stays compiled; False gives the module below.
+    recursive: accepted; every layer is taken off in any case.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> extract_model_from_parallel(torch.nn.DataParallel(layer)) is layer
+    True
+    """
+    inner = without_compile(model)
+    while isinstance(inner, DistributedDataParallel | DataParallel):
+        inner = without_compile(inner.module)
+    if not keep_fp32_wrapper:
+        restore_forward(inner)
+    return keep_compiled(model, inner) if keep_torch_compile else inner

@@ -1,0 +1,89 @@
+"""Seeding: the random generators of a process, set from one number or taken from rank 0. Runs in ranks.
+
+The generators are Python's, NumPy's and torch's (of every device). What a loader draws its order from is `data`'s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from nbaccel.train.state import PartialState, current_world
+
+__all__ = ["RNGType", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+
+class RNGType(StrEnum):
+    """Generators that `synchronize_rng_states` knows; plain strings do as well."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    GENERATOR = "generator"
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python's, NumPy's and torch's generators. Every rank calls it; nobody waits.
+
+    device_specific: add this process's rank, so that ranks draw different numbers (dropout, augmentation).
+    deterministic: also refuse operations whose result depends on their timing. They raise in torch, and some are
+        slower; https://pytorch.org/docs/stable/notes/randomness.html names them.
+
+    Without `device_specific` all ranks draw the same numbers: models that they build are equal, and so is noise.
+
+    >>> set_seed(7)
+    >>> first = torch.rand(3)
+    >>> set_seed(7)
+    >>> torch.equal(first, torch.rand(3))
+    True
+    """
+    if device_specific:
+        seed += current_world().rank
+    random.seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        numpy.random.seed(seed % 2**32)  # the largest seed that it takes
+    torch.manual_seed(seed)  # and every device's, at the latest when it is initialised
+    if deterministic:
+        # cuBLAS reads it when its first handle is made; without it torch's check raises in every matmul.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
+    """Continue each of the generators from the state that rank 0's is in. Collective.
+
+    rng_types: "torch" (the CPU's), "cuda" (this rank's device's), "generator" (the one that is given).
+
+    Raises:
+        ValueError: another name, or "generator" without a generator.
+    """
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator)
+
+
+def synchronize_rng_state(rng_type: str | RNGType, generator: torch.Generator | None = None) -> None:
+    """One of `synchronize_rng_states`. Collective."""
+    kinds = [kind.value for kind in RNGType]
+    if rng_type not in kinds:
+        raise ValueError(f"rng_types must be of {', '.join(map(repr, kinds))}, got {rng_type!r}")
+    if rng_type == RNGType.GENERATOR and generator is None:
+        raise ValueError('"generator" needs a generator: synchronize_rng_states(["generator"], generator)')
+    source: Any = {RNGType.TORCH: torch.random, RNGType.CUDA: torch.cuda}.get(RNGType(rng_type))
+    if source is not None:
+        source.set_rng_state(_of_rank_0(source.get_rng_state()))
+    elif generator is not None:
+        generator.set_state(_of_rank_0(generator.get_state()))
+
+
+def _of_rank_0(rng_state: torch.Tensor) -> torch.Tensor:
+    state = PartialState()
+    sent: torch.Tensor = state.collectives.broadcast(rng_state.to(state.device))
+    return sent.cpu()

@@ -1,0 +1,109 @@
+"""The face of the utilities: names that programs import from ``accelerate.utils``. It defines nothing.
+
+Which of Accelerate's names are here, and what differs on purpose, is `notebooks/03_accelerate_compatibility.ipynb`.
+"""
+
+from __future__ import annotations
+
+from nbaccel.tracking import LoggerType
+from nbaccel.train.accumulation import GradientAccumulationPlugin
+from nbaccel.train.available import (
+    is_bf16_available,
+    is_bnb_available,
+    is_cuda_available,
+    is_datasets_available,
+    is_deepspeed_available,
+    is_mlflow_available,
+    is_mps_available,
+    is_npu_available,
+    is_peft_available,
+    is_tensorboard_available,
+    is_torch_xla_available,
+    is_transformers_available,
+    is_wandb_available,
+    is_xpu_available,
+)
+from nbaccel.train.bars import tqdm
+from nbaccel.train.batches import (
+    convert_outputs_to_fp32,
+    convert_to_fp32,
+    find_batch_size,
+    recursively_apply,
+    send_to_device,
+)
+from nbaccel.train.data import DataLoaderConfiguration
+from nbaccel.train.distributed_type import DistributedType
+from nbaccel.train.environment import patch_environment
+from nbaccel.train.functions import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    wait_for_everyone,
+)
+from nbaccel.train.handlers import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from nbaccel.train.memory import release_memory
+from nbaccel.train.nested import concatenate
+from nbaccel.train.parallel import extract_model_from_parallel
+from nbaccel.train.precision_type import PrecisionType
+from nbaccel.train.seeding import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
+    "ProfileKwargs",
+    "RNGType",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "gather",
+    "gather_object",
+    "is_bf16_available",
+    "is_bnb_available",
+    "is_cuda_available",
+    "is_datasets_available",
+    "is_deepspeed_available",
+    "is_mlflow_available",
+    "is_mps_available",
+    "is_npu_available",
+    "is_peft_available",
+    "is_tensorboard_available",
+    "is_torch_xla_available",
+    "is_transformers_available",
+    "is_wandb_available",
+    "is_xpu_available",
+    "pad_across_processes",
+    "patch_environment",
+    "recursively_apply",
+    "reduce",
+    "release_memory",
+    "send_to_device",
+    "set_seed",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "tqdm",
+    "wait_for_everyone",
+]

@@ -1,0 +1,107 @@
+"""The face of the utilities: what it shows, and the small ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import io
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import nbaccel
+import nbaccel.utils as utils
+from nbaccel.testing import run_ranks
+
+
+def test_all_is_sorted_and_is_all_there_is() -> None:
+    assert utils.__all__ == sorted(utils.__all__)
+    visible = {name for name, value in vars(utils).items() if not name.startswith("_") and name != "annotations"}
+    assert visible == set(utils.__all__)
+
+
+@pytest.mark.parametrize("name", utils.__all__)
+def test_every_utility_says_what_it_is(name: str) -> None:
+    assert inspect.getdoc(getattr(utils, name)), f"nbaccel.utils.{name} has no docstring"
+
+
+def test_names_that_both_faces_show_are_the_same_objects() -> None:
+    for name in set(utils.__all__) & set(nbaccel.__all__):
+        assert getattr(utils, name) is getattr(nbaccel, name), name
+
+
+def test_variables_of_the_environment_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBACCEL_THERE", "before")
+    with pytest.raises(ZeroDivisionError), utils.patch_environment(nbaccel_there=1, nbaccel_new="x"):
+        assert (os.environ["NBACCEL_THERE"], os.environ["NBACCEL_NEW"]) == ("1", "x")
+        raise ZeroDivisionError
+    assert os.environ["NBACCEL_THERE"] == "before"
+    assert "NBACCEL_NEW" not in os.environ
+
+
+def test_one_bar_is_shown_for_all_ranks() -> None:
+    def shown(main_process_only: bool) -> bool:
+        bar = utils.tqdm(range(3), main_process_only=main_process_only, file=io.StringIO())
+        is_shown = not bar.disable
+        assert list(bar) == [0, 1, 2]
+        return is_shown
+
+    assert run_ranks(2, shown, True) == [True, False]
+    assert run_ranks(2, shown, False) == [True, True]
+
+
+def test_packages_are_found_without_being_imported() -> None:
+    before = set(sys.modules)
+    for name, package in [("peft", "peft"), ("bnb", "bitsandbytes"), ("datasets", "datasets"), ("wandb", "wandb")]:
+        is_available: Any = getattr(utils, f"is_{name}_available")
+        assert is_available() == (importlib.util.find_spec(package) is not None)
+        assert package in before or package not in sys.modules
+
+
+def test_devices_are_asked_of_torch() -> None:
+    assert utils.is_cuda_available() == torch.cuda.is_available()
+    assert utils.is_mps_available() == torch.backends.mps.is_available()
+    assert utils.is_xpu_available() == torch.xpu.is_available()
+    assert utils.is_npu_available() is False
+    assert utils.is_torch_xla_available() == (importlib.util.find_spec("torch_xla") is not None)
+    if not torch.cuda.is_available():
+        assert utils.is_bf16_available()
+
+
+def test_a_model_comes_out_of_what_is_around_it() -> None:
+    def unwrapped() -> list[bool]:
+        layer = torch.nn.Linear(2, 2)
+        accelerator = nbaccel.Accelerator(mixed_precision="bf16")
+        model = accelerator.prepare(layer)
+        compiled = torch.compile(model, backend="eager")
+        kept = utils.extract_model_from_parallel(compiled)
+        return [
+            utils.extract_model_from_parallel(model) is layer,
+            utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is layer,
+            hasattr(kept, "_orig_mod") and kept._orig_mod is layer,
+            "forward" in vars(utils.extract_model_from_parallel(model)),
+            "forward" in vars(utils.extract_model_from_parallel(model, keep_fp32_wrapper=False)),
+        ]
+
+    assert run_ranks(2, unwrapped) == [[True, True, True, True, False]] * 2
+    layer = torch.nn.Linear(2, 2)
+    assert utils.extract_model_from_parallel(torch.nn.DataParallel(layer)) is layer
+
+
+def test_memory_is_released_and_names_are_given_none() -> None:
+    import weakref
+
+    layer: Any = torch.nn.Linear(2, 2)
+    alive = weakref.ref(layer)
+    layer, other = utils.release_memory(layer, 3)
+    assert (layer, other) == (None, None)
+    assert alive() is None
+
+
+def test_the_names_of_precisions_are_strings() -> None:
+    assert utils.PrecisionType.list() == ["no", "fp16", "bf16"]
+    assert nbaccel.Accelerator(mixed_precision=utils.PrecisionType.BF16).mixed_precision == "bf16"
+    assert next(iter(utils.LoggerType)) == "all"
