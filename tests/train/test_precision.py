@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
+from nbaccel.train.handlers import AutocastKwargs, GradScalerKwargs
+from peers import TOOLKITS, toolkit
 
 Pair = namedtuple("Pair", "left right")
 
@@ -180,3 +183,111 @@ def test_two_optimizers_share_one_scale_until_both_have_stepped() -> None:
     for optimizer in prepared[2:]:
         optimizer.step()
     assert [model.weight.item() for model in models] == [-0.25, -0.25]
+
+
+def _scales(infinite: range, steps: int, **options: Any) -> tuple[list[float], list[str]]:
+    accelerator = Accelerator(mixed_precision="fp16", **options)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    scales = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            accelerator.backward(model(torch.ones(1, 1)).sum() * (1e38 if step in infinite else 0.25))
+            optimizer.step()
+            optimizer.zero_grad()
+            scales.append(accelerator._precision.state_dict()["scale"])
+    return scales, [str(warning.message) for warning in caught]
+
+
+def test_the_scale_stops_at_one_and_the_user_hears_of_it_once() -> None:
+    scales, messages = _scales(range(120), 130)
+    assert scales[15:17] == [1.0, 1.0]
+    assert min(scales) == scales[-1] == 1.0
+    assert len(messages) == 1
+    assert messages[0].startswith("50 optimizer steps in a row were skipped on all 1 rank(s), the last one in step 49")
+    assert "the loss scale is down to 1" in messages[0]
+    assert "mixed_precision='bf16'" in messages[0]
+
+
+def test_the_smallest_scale_can_be_chosen() -> None:
+    handlers = [GradScalerKwargs(init_scale=64.0, min_scale=16.0, growth_interval=1)]
+    assert _scales(range(4), 6, kwargs_handlers=handlers)[0] == [32.0, 16.0, 16.0, 16.0, 32.0, 64.0]
+    with pytest.raises(ValueError, match="min_scale must lie above 0 and at most at init_scale 65536, got 0"):
+        GradScalerKwargs(min_scale=0)
+
+
+def _plain_scales(infinite: range, steps: int) -> list[float]:
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    scales = []
+    for step in range(steps):
+        with torch.autocast("cpu", torch.float16):
+            output = model(torch.ones(1, 1)).float()
+        scaler.scale(output.sum() * (1e38 if step in infinite else 0.25)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.state_dict()["scale"])
+    return scales
+
+
+def test_the_scale_moves_as_in_plain_torch() -> None:
+    ours, _ = _scales(range(2, 5), 12, kwargs_handlers=[GradScalerKwargs(growth_interval=3)])
+    assert ours == _plain_scales(range(2, 5), 12)
+
+
+def test_the_scalers_defaults_are_accelerates() -> None:
+    def defaults(name: str) -> dict[str, Any]:
+        handler = toolkit(name).GradScalerKwargs()
+        return {option: getattr(handler, option) for option in ("init_scale", "growth_factor", "growth_interval")}
+
+    theirs, ours = (run_ranks(1, defaults, name)[0] for name in TOOLKITS)
+    assert ours == theirs
+
+
+def test_unscaling_happens_once_however_often_it_is_asked_for() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(1, 1)).sum() / 4)
+    assert model.weight.grad.item() == 65536 / 4
+    accelerator.unscale_gradients(optimizer)
+    accelerator.unscale_gradients()
+    accelerator.unscale_gradients([optimizer])
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert model.weight.grad.item() == 0.25
+    before = model.weight.item()
+    optimizer.step()
+    assert before - model.weight.item() == pytest.approx(0.25)
+
+
+def test_without_fp16_there_is_nothing_to_unscale() -> None:
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    accelerator.unscale_gradients()
+    assert model.weight.grad.item() == 1.0
+
+
+def test_clipping_before_any_backward_is_harmless_under_fp16() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0).item() == 0.0
+
+
+def test_autocast_takes_its_options_from_the_handler() -> None:
+    accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
+    model = accelerator.prepare(Model())
+    model(torch.ones(1, 2))
+    assert model.seen == [torch.float32]
+    with accelerator.autocast():
+        assert model.linear(torch.ones(1, 2)).dtype == torch.float32
+    with accelerator.autocast(AutocastKwargs(enabled=True, cache_enabled=False)):
+        assert not torch.is_autocast_cache_enabled()
+        assert model.linear(torch.ones(1, 2)).dtype == torch.bfloat16
+        with accelerator.autocast(autocast_handler=AutocastKwargs(enabled=False)):
+            assert model.linear(torch.ones(1, 2)).dtype == torch.float32
