@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader
 from nbaccel.errors import NotPrepared
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
-from nbaccel.train.checkpoint import read_checkpoint, read_generators, restore_generators, write_checkpoint
+from nbaccel.train.checkpoint.shelf import Shelf
+from nbaccel.train.checkpoint.training import Training
+from nbaccel.train.checkpointing import Checkpointing, Registered
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
 from nbaccel.train.exchange import Exchange
@@ -37,6 +39,7 @@ from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared, remembered
 from nbaccel.train.profiling import Profiling
+from nbaccel.train.project import ProjectConfiguration
 from nbaccel.train.state import AcceleratorState
 from nbaccel.train.stepping import Stepping
 from nbaccel.train.strategies import Strategy, choose_strategy
@@ -51,7 +54,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Tracking, Stepping, Loading, Profiling):
+class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profiling):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -69,7 +72,9 @@ class Accelerator(Exchange, Tracking, Stepping, Loading, Profiling):
     steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
     The latter two wait for the device in every step.
     log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
-    own, or several of those. project_dir: where those that write files do so.
+    own, or several of those.
+    project_dir: where checkpoints that are named automatically go, and the files of trackers. project_config: that
+    and more, as a `ProjectConfiguration`.
 
     >>> accelerator = Accelerator()
     >>> model = torch.nn.Linear(2, 1)
@@ -91,6 +96,7 @@ class Accelerator(Exchange, Tracking, Stepping, Loading, Profiling):
         even_batches: bool = True,
         log_with: LogWith = None,
         project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
@@ -115,7 +121,11 @@ class Accelerator(Exchange, Tracking, Stepping, Loading, Profiling):
         )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.device_placement = device_placement
-        self.project_dir = project_dir
+        project = project_config or ProjectConfiguration(project_dir)
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(project_dir)
+        self._shelf = Shelf(project)
+        self._registered = Registered()
         self._prepared = Prepared()
         self._trackers = Trackers(log_with)
         self._bound_to: World | None = None
@@ -137,10 +147,6 @@ class Accelerator(Exchange, Tracking, Stepping, Loading, Profiling):
     @property
     def collectives(self) -> Collectives:
         return self.state.collectives
-
-    @property
-    def logging_dir(self) -> str | os.PathLike[str] | None:
-        return self.project_dir
 
     def _step_under_way(self) -> int:
         return self._accumulation.clock.step
@@ -287,38 +293,10 @@ class Accelerator(Exchange, Tracking, Stepping, Loading, Profiling):
             restore_forward(inner)
         return keep_compiled(model, inner) if keep_torch_compile else inner
 
-    def save_state(self, output_dir: str | os.PathLike[str]) -> str:
-        """Write everything prepared, and the random generators, into the folder `output_dir`.
-
-        Rank 0 writes and nobody waits for it, so it may be called by all ranks or by the main process only.
-        """
+    def _training(self) -> Training:
         self._equip()
-        if self.is_main_process:
-            clock = self._accumulation.clock
-            state = {
-                **self._prepared.state(),
-                "precision": self._precision.state_dict(),
-                "step": clock.step + clock.trained,
-                "generators": read_generators(self.device),
-            }
-            write_checkpoint(output_dir, self._prepared.model_states(self._strategy), state)
-        return os.fspath(output_dir)
-
-    def load_state(self, input_dir: str | os.PathLike[str]) -> None:
-        """Continue from what `save_state` wrote, in this or another number of ranks. On every rank.
-
-        Rank 0 goes on with its random numbers; the other ranks begin new ones that follow from them.
-        Raises:
-            FileNotFoundError: no checkpoint there.
-            ValueError: other things were prepared when it was written.
-        """
-        self._join_world()
-        models, state = read_checkpoint(input_dir, len(self._prepared.models))
-        self._prepared.load(models, state, self._strategy)
-        if state["precision"]:
-            self._precision.load_state_dict(state["precision"])
-        self._accumulation.clock.step = state["step"]
-        restore_generators(state["generators"], self.process_index, self.device)
+        world = self.state.world
+        return Training(self._prepared, self._accumulation, self._precision, self._strategy, world, self.device)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared and release what nobody else holds; one None per object.

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
+from nbaccel.train.accumulation import Window
+from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.data import PreparedLoader
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.strategies import Strategy
@@ -59,35 +61,39 @@ class Prepared:
     def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
         return [strategy.state_dict(model) for model in self.models]
 
-    def state(self) -> dict[str, Any]:
-        """The state of everything but the models."""
-        return {
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "iterations": [loader.iteration for loader in self.loaders],
-        }
+    def loader_states(self, window: Window) -> list[dict[str, Any]]:
+        """Where each loader stands; the batches of an open accumulation `window` count as not yet handed out.
 
-    def load(self, models: list[dict[str, Any]], state: dict[str, Any], strategy: Strategy) -> None:
-        """Take what `model_states` and `state` gave.
+        Their gradients are in no checkpoint, so they are read again.
+        """
+        return [loader.state_dict(window.position if window.source is loader else 0) for loader in self.loaders]
 
+    def load(self, content: Content, models: Sequence[Module], strategy: Strategy) -> None:
+        """Take what `model_states`, `loader_states` and the other objects' ``state_dict`` gave.
+
+        models: those that the content's model states belong to.
         Raises:
             ValueError: it was another number of objects.
         """
-        for kind, prepared in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
-            if len(state[kind]) != len(prepared):
+        for kind, prepared, states in (
+            ("model", models, content.models),
+            ("optimizer", self.optimizers, content.optimizers),
+            ("scheduler", self.schedulers, content.schedulers),
+        ):
+            if len(states) != len(prepared):
                 raise ValueError(
-                    f"the checkpoint holds {len(state[kind])} {kind}, and {len(prepared)} are prepared: "
-                    "prepare the same ones"
+                    f"the checkpoint holds {len(states)} {kind}(s), and {len(prepared)} are prepared: "
+                    "prepare the same ones, in the same order, before load_state"
                 )
-        for model, content in zip(self.models, models, strict=True):
-            strategy.load_state_dict(model, content)
-        for optimizer, content in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(content)
-        for scheduler, content in zip(self.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(content)
+        for model, state in zip(models, content.models, strict=True):
+            strategy.load_state_dict(model, state)
+        for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        for scheduler, state in zip(self.schedulers, content.schedulers, strict=True):
+            scheduler.load_state_dict(state)
         # An evaluation that prepares fewer loaders than the training did may load its checkpoint.
-        for loader, iteration in zip(self.loaders, state["iterations"], strict=False):
-            loader.iteration = iteration
+        for loader, state in zip(self.loaders, content.progress.get("loaders", ()), strict=False):
+            loader.load_state_dict(state)
 
 
 def remembered(thing: _T, among: list[_T]) -> _T:

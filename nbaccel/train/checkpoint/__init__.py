@@ -1,0 +1,14 @@
+"""Checkpoints: a training in a folder that is whole or not there, and that no bit may change unseen. In ranks.
+
+    checkpoint_3/
+      model.safetensors  model.json          weights under their own names; what of a state dict is no tensor
+      optimizer.json     optimizer.safetensors     structure, and tensors by dotted name; scheduler, custom_0 alike
+      training.json                          step, seed, gradient scaler, positions of loaders
+      generators_0.json  generators_1.json   random states, one sealed file per rank
+      manifest.json                          written last: size and CRC32 of every file, and where the training stood
+
+Nothing in it is a pickle, unless a registered object's state is more than data. The files from bottom to top:
+`files` (sealed JSON), `manifest`, `folder` (atomic replacement), `packing` and `parts` (states to files), `content`
+(what a checkpoint holds), `generators`, `foreign` (Accelerate's folders), `shelf` (names, choice, limits), `training`
+(the parts of an Accelerator); `weights` is the other format, one model for Hugging Face's libraries.
+"""

@@ -1,0 +1,181 @@
+"""Folders that are whole or not there, whenever the process is killed. Runs in rank 0.
+
+A folder is written beside its name as ``.<name>.tmp-<pid>``, brought to the disk and renamed; the older folder of
+that name steps aside as ``.<name>.old-<pid>`` and is deleted after that. What a killed process left behind is
+put right by the next save: a complete folder whose name is free gets it, everything else of a dead process goes.
+
+Not covered: two programs that save under one name at the same time (the later one wins), and file systems whose
+rename is not atomic.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nbaccel.errors import CannotSave, CheckpointCorrupt
+from nbaccel.train.checkpoint.files import aside, sync
+from nbaccel.train.checkpoint.manifest import Manifest
+
+__all__ = ["complete_leftovers", "delete_whole", "in_units", "replacing", "sayable"]
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How safetensors, which writes from Rust, ends the text of an operating system's error."""
+
+_RESERVE_BYTES = 1 << 20
+"""For what has no size before it is written: JSON, folders, the file system's own blocks."""
+
+
+@contextmanager
+def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
+    """An empty folder that becomes `target` when the block ends; an older `target` is deleted after that.
+
+    needed_bytes: what the block is going to write, about.
+    Raises:
+        CannotSave: no space, or no right to write here; before the first byte where that can be known.
+    """
+    unfinished = _own_name(target, "tmp")
+    with sayable(target, needed_bytes):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _put_right(target)
+        _refuse_full_disk(target, needed_bytes)
+        unfinished.mkdir()
+        try:
+            yield unfinished
+            _take_name(target, unfinished)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def delete_whole(folder: Path) -> None:
+    """Delete `folder`; a process killed meanwhile leaves no half folder of that name."""
+    outdated = _own_name(folder, "old")
+    os.rename(folder, outdated)
+    shutil.rmtree(outdated)
+
+
+def complete_leftovers(target: Path) -> list[Path]:
+    """Complete folders that a killed process did not get to rename to `target`, or to put back; newest first."""
+    found = [*aside(target, "tmp-*"), *aside(target, "old-*")]
+    return sorted((path for path in found if _is_whole(path)), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+@contextmanager
+def sayable(target: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Full disks and forbidden folders as one error that a person can act on.
+
+    Raises:
+        CannotSave: naming `target`, and the bytes.
+    """
+    try:
+        yield
+    except Exception as error:  # safetensors raises its own kind
+        code = _code(error)
+        if code in _NO_SPACE:
+            raise _no_space(target, needed_bytes, os.strerror(code)) from error
+        if code in _NO_RIGHT:
+            raise CannotSave(
+                f"cannot write the checkpoint {target} ({_bytes(needed_bytes)}): {os.strerror(code)}. Save it to a "
+                f"folder that this process may write to.",
+                str(target),
+                needed_bytes,
+            ) from error
+        raise
+
+
+def in_units(size: int) -> str:
+    """
+    >>> in_units(1_234_567)
+    '1.23 MB'
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} bytes"
+
+
+def _bytes(size: int) -> str:
+    return f"{size} bytes, {in_units(size)}" if size >= 1000 else f"{size} bytes"
+
+
+def _code(error: Exception) -> int:
+    if isinstance(error, OSError):
+        return error.errno or 0
+    said = _OS_ERROR.search(str(error))
+    return int(said[1]) if said else 0
+
+
+def _no_space(target: Path, needed_bytes: int, reason: str) -> CannotSave:
+    free = shutil.disk_usage(_existing(target.parent)).free
+    return CannotSave(
+        f"cannot write the checkpoint {target}: {reason}. It needs {_bytes(needed_bytes)}, and {target.parent} has "
+        f"{_bytes(free)} free. An older checkpoint of that name is as it was; delete other files, lower total_limit, "
+        "or save to another disk.",
+        str(target),
+        needed_bytes,
+        free,
+    )
+
+
+def _refuse_full_disk(target: Path, needed_bytes: int) -> None:
+    if shutil.disk_usage(target.parent).free < needed_bytes + _RESERVE_BYTES:
+        raise _no_space(target, needed_bytes, os.strerror(errno.ENOSPC))
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def _own_name(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}-{os.getpid()}")
+
+
+def _take_name(target: Path, complete: Path) -> None:
+    if not target.exists():
+        os.rename(complete, target)
+        sync(target.parent)
+        return
+    outdated = _own_name(target, "old")
+    os.rename(target, outdated)
+    os.rename(complete, target)
+    sync(target.parent)
+    shutil.rmtree(outdated)
+
+
+def _put_right(target: Path) -> None:
+    """Undo what a killed process left half done around `target`."""
+    if not target.exists():
+        for complete in complete_leftovers(target)[:1]:
+            os.rename(complete, target)
+            sync(target.parent)
+    for leftover in [*aside(target, "tmp-*"), *aside(target, "old-*")]:
+        if not _is_alive(leftover.name.rpartition("-")[2]):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether another process of this number runs. One of ours that still has a leftover failed earlier."""
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        Manifest.read(folder).verify(folder)
+    except CheckpointCorrupt:
+        return False
+    return True

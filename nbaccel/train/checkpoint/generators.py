@@ -1,0 +1,171 @@
+"""Random states: python's, NumPy's and torch's generators of each rank, in a checkpoint. Runs in every rank.
+
+`read` and `restore` are about this process; `add` and `find` about one sealed JSON file per rank.
+
+How ranks meet without waiting for each other. Rank 0 commits the folder; rank r may be earlier or later. It first
+writes its file beside the folder's name, then looks: has the folder been committed by this very save (equal
+stamps)? Then it moves its file in. Rank 0, after its commit, moves in what it finds beside. Whichever comes
+second sees the other's work. A file with another stamp belongs to another save and is not used.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbaccel.errors import CheckpointCorrupt
+from nbaccel.train.checkpoint.files import aside, read_sealed, sync, write_sealed
+from nbaccel.train.checkpoint.manifest import Manifest
+
+__all__ = ["Stamp", "add", "adopt", "carry", "derive", "find", "read", "restore", "write"]
+
+State = dict[str, Any]
+"""The generators of one process, in JSON."""
+
+
+def read(device: torch.device) -> State:
+    """This process's generators as they are now."""
+    version, words, gauss = random.getstate()
+    state: State = {"python": [version, list(words), gauss], "torch": _text(torch.get_rng_state())}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    if device.type == "cuda":
+        state["cuda"] = _text(torch.cuda.get_rng_state(device))
+    if device.type == "mps":
+        state["mps"] = _text(torch.mps.get_rng_state())
+    return state
+
+
+def restore(state: State, device: torch.device) -> None:
+    """Let this process's generators continue from `state`; those that it does not know stay as they are."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if "numpy" in sys.modules and "numpy" in state:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+    if device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(_bytes(state["mps"]))
+
+
+def derive(seed: int, step: int, rank: int) -> None:
+    """Start generators that no file was found for; they differ between ranks, steps and seeds."""
+    mixed = zlib.crc32(f"{seed} {step} {rank}".encode())
+    random.seed(mixed)
+    torch.manual_seed(mixed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(mixed)
+
+
+class Stamp:
+    """Names one save, equally on all ranks that take part in it without having spoken.
+
+    step: optimizer steps done.  position: batches of an open accumulation window.  launch_id: of the run.
+    """
+
+    def __init__(self, step: int, position: int, launch_id: str) -> None:
+        self.step = step
+        self.text = f"step {step} + {position} of run {launch_id or '?'}"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def write(folder: Path, rank: int, stamp: str, state: State) -> None:
+    """`rank`'s file inside `folder`, which is only being written yet."""
+    write_sealed(folder / _name(rank), {"stamp": stamp, "rank": rank, **state})
+
+
+def carry(target: Path, folder: Path, stamp: str) -> None:
+    """Keep in `folder`, about to replace `target`, what ranks have put into the wrong one of two with equal stamps.
+
+    A program that was started again and saves at the same step as before has such a `target`.
+    """
+    if _stamp_of(target) == stamp:
+        for path in target.glob(_name("*")):
+            if not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+
+
+def add(target: Path, rank: int, stamp: Stamp, state: State) -> None:
+    """`rank`'s file for the checkpoint `target`, which rank 0 commits earlier or later, or never."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    waiting = _waiting(target, rank, stamp.step)
+    unfinished = waiting.with_suffix(".unfinished")
+    write_sealed(unfinished, {"stamp": str(stamp), "rank": rank, **state})
+    os.rename(unfinished, waiting)
+    if _stamp_of(target) == str(stamp):
+        _move_in(waiting, target, rank)
+
+
+def adopt(target: Path, stamp: Stamp) -> None:
+    """In rank 0, after its commit: move in the files that wait for it, and delete those of earlier saves."""
+    for waiting in aside(target, "rank*.step*"):
+        rank, step = (int(suffix.lstrip(".rankstep")) for suffix in waiting.suffixes[-2:])
+        if step == stamp.step and _read(waiting).get("stamp") == str(stamp):
+            _move_in(waiting, target, rank)
+        elif step < stamp.step:
+            waiting.unlink(missing_ok=True)
+
+
+def find(target: Path, rank: int, manifest: Manifest) -> tuple[State | None, str]:
+    """The state of `rank` at that save; or None and the reason."""
+    inside = target / _name(rank)
+    for path in (inside, _waiting(target, rank, manifest.step)):
+        try:
+            state = read_sealed(path)
+        except FileNotFoundError:
+            continue
+        except CheckpointCorrupt as error:
+            return None, str(error)
+        if state["stamp"] == manifest.stamp:
+            return state, ""
+    return None, f"{inside} is missing" if not inside.exists() else f"{inside} is of another save"
+
+
+def _name(rank: int | str) -> str:
+    return f"generators_{rank}.json"
+
+
+def _waiting(target: Path, rank: int, step: int) -> Path:
+    return target.with_name(f".{target.name}.rank{rank}.step{step}")
+
+
+def _move_in(waiting: Path, target: Path, rank: int) -> None:
+    try:
+        os.rename(waiting, target / _name(rank))
+        sync(target)
+    except FileNotFoundError:
+        pass  # the other side was quicker, or the checkpoint is replaced already
+
+
+def _stamp_of(target: Path) -> str | None:
+    try:
+        return Manifest.read(target).stamp
+    except CheckpointCorrupt:
+        return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_sealed(path)
+    except (FileNotFoundError, CheckpointCorrupt):
+        return {}
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,142 @@
+"""Manifest: what makes a folder a checkpoint. Written last, by rank 0; read by all.
+
+It lists every file with its size and CRC32, and says in plain JSON where the training stood. A folder without a
+whole manifest was never finished. The random states of ranks are not listed: a rank adds its own whenever it gets
+there, and they are sealed themselves.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbaccel.errors import CheckpointCorrupt
+from nbaccel.train.checkpoint.files import checksum, read_sealed, sync, write_sealed
+
+__all__ = ["MANIFEST", "FileRecord", "Manifest"]
+
+MANIFEST = "manifest.json"
+
+_SEALED_THEMSELVES = "generators_*.json"
+
+_LAYOUT = 1
+"""Raised when an older nbaccel could no longer read what this one writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file as it was written.  size: bytes.  crc32: eight hexadecimal digits."""
+
+    size: int
+    crc32: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        return cls(path.stat().st_size, checksum(path))
+
+    def verify(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointCorrupt: the file is gone, or is not what was written.
+        """
+        if not path.is_file():
+            raise CheckpointCorrupt(f"{path} is missing ({self.size} bytes)", str(path), f"{self.size} bytes", "none")
+        size = path.stat().st_size
+        if size != self.size:
+            raise CheckpointCorrupt(
+                f"{path} is damaged: it has {size} bytes, and {self.size} were written",
+                str(path),
+                f"{self.size} bytes",
+                f"{size} bytes",
+            )
+        crc32 = checksum(path)
+        if crc32 != self.crc32:
+            raise CheckpointCorrupt(
+                f"{path} is damaged: its checksum is {crc32}, it was written with {self.crc32}",
+                str(path),
+                self.crc32,
+                crc32,
+            )
+
+
+def _versions() -> dict[str, str]:
+    return {"nbaccel": version("nbaccel"), "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Where the training stood, and which files hold it.
+
+    stamp: names the moment of the save, equal on all ranks that took part.
+    step: optimizer steps done.  epoch: iterations of the first prepared loader that are done.
+    batch: batches of the epoch under way that are done, of all ranks together.
+    files: by path inside the folder.
+    """
+
+    stamp: str
+    step: int
+    epoch: int
+    batch: int
+    world_size: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=_versions)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def seal(self, folder: Path) -> None:
+        """Bring every file in `folder` to the disk, list those that are not sealed, and write the manifest."""
+        files = dict(self.files)
+        for path in sorted(folder.rglob("*")):
+            sync(path)
+            if path.is_file() and not path.match(_SEALED_THEMSELVES):
+                files[path.relative_to(folder).as_posix()] = FileRecord.of(path)
+        write_sealed(folder / MANIFEST, {"layout": _LAYOUT, **asdict(self), "files": _as_json(files)})
+        sync(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of `folder`; the files it lists are not looked at.
+
+        Raises:
+            CheckpointCorrupt: there is none, it is damaged, or a newer nbaccel wrote it.
+        """
+        try:
+            content = read_sealed(folder / MANIFEST)
+        except FileNotFoundError:
+            raise CheckpointCorrupt(
+                f"{folder / MANIFEST} is missing: the folder was never finished, or is no checkpoint",
+                str(folder / MANIFEST),
+                "a manifest",
+                "none",
+            ) from None
+        layout = content.pop("layout")
+        if layout != _LAYOUT:
+            raise CheckpointCorrupt(
+                f"{folder / MANIFEST} has layout {layout}, and this nbaccel reads layout {_LAYOUT}: it was written by "
+                f"nbaccel {content.get('versions', {}).get('nbaccel', '?')}, load it with that version",
+                str(folder / MANIFEST),
+                f"layout {_LAYOUT}",
+                f"layout {layout}",
+            )
+        return cls(**{**content, "files": {name: FileRecord(**record) for name, record in content["files"].items()}})
+
+    def verify(self, folder: Path) -> None:
+        """Compare every listed file with its record, the smallest first.
+
+        Raises:
+            CheckpointCorrupt: naming the first file that differs.
+        """
+        for name, record in sorted(self.files.items(), key=lambda item: item[1].size):
+            record.verify(folder / name)
+
+    def describe(self) -> str:
+        """``step 120, epoch 2, batch 17`` for a person."""
+        return f"step {self.step}, epoch {self.epoch}, batch {self.batch}"
+
+
+def _as_json(files: dict[str, FileRecord]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(record) for name, record in files.items()}

@@ -1,0 +1,198 @@
+"""Packing: a nested state as JSON plus flat, named tensors, and back. Pure; knows no files.
+
+Every value that is not a JSON scalar becomes ``{kind: [children]}``, so unpacking only ever builds the kinds of one
+table: reading a checkpoint runs no code that its writer chose. What is not in the table is refused, with its place.
+
+Not kept: ``requires_grad`` and the device of tensors (they come back on the CPU), and views as views. A tensor
+that occurs twice is stored once, so tied weights cost nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CannotPack", "Packed", "pack", "unpack"]
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class CannotPack(TypeError):
+    """The state holds something that is neither data nor a plain container; the message says what and where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A state ready for the disk.
+
+    structure: JSON.  tensors: by dotted name, on the CPU, contiguous, none of them a view.
+    aliases: second and further names of a tensor in the state's first level, as tied weights have.
+    """
+
+    structure: Any
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How values of one exact type are taken apart into children, and put together again."""
+
+    take_apart: Callable[[Any], Iterable[Any]]
+    put_together: Callable[[list[Any]], Any]
+
+
+def _flat(mapping: Mapping[Any, Any]) -> list[Any]:
+    return [part for item in mapping.items() for part in item]
+
+
+def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+_MAPPINGS: dict[type, Callable[[list[tuple[Any, Any]]], Any]] = {
+    dict: dict,
+    OrderedDict: OrderedDict,
+    Counter: lambda pairs: Counter(dict(pairs)),  # MultiStepLR's milestones
+}
+
+_KINDS: dict[type, _Kind] = {
+    list: _Kind(list, list),
+    tuple: _Kind(list, tuple),
+    set: _Kind(list, set),
+    frozenset: _Kind(list, frozenset),
+    deque: _Kind(lambda value: [value.maxlen, *value], lambda parts: deque(parts[1:], parts[0])),
+    complex: _Kind(lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    bytes: _Kind(lambda value: [base64.b64encode(value).decode()], lambda parts: base64.b64decode(parts[0])),
+    torch.Size: _Kind(list, torch.Size),
+    torch.device: _Kind(lambda value: [str(value)], lambda parts: torch.device(parts[0])),
+    torch.dtype: _Kind(lambda value: [str(value)], lambda parts: _dtype(parts[0])),
+}
+
+_BY_NAME = {kind.__name__: codec for kind, codec in _KINDS.items()}
+_MAPPING_BY_NAME = {kind.__name__: build for kind, build in _MAPPINGS.items()}
+
+
+def pack(state: Any) -> Packed:
+    """`state` as JSON and tensors.
+
+    Raises:
+        CannotPack: it holds an object of another kind.
+
+    >>> packed = pack({"weight": torch.ones(2), "steps": (1, 2)})
+    >>> packed.structure
+    {'dict': ['weight', {'tensor': ['weight']}, 'steps', {'tuple': [1, 2]}]}
+    >>> unpack(packed.structure, packed.tensors)
+    {'weight': tensor([1., 1.]), 'steps': (1, 2)}
+    """
+    packer = _Packer()
+    structure = packer.pack(state, "")
+    return Packed(structure, packer.tensors, packer.aliases)
+
+
+def unpack(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `pack` was given.
+
+    Raises:
+        KeyError, ValueError: `structure` was not made by `pack`, or not with these tensors.
+    """
+    if type(structure) in _SCALARS:
+        return structure
+    ((name, parts),) = structure.items()
+    if name == "tensor":
+        return tensors[parts[0]]
+    if name == "ndarray":
+        return tensors[parts[0]].numpy()
+    if name == "number":
+        return _numpy().dtype(parts[0]).type(parts[1])
+    children = [unpack(part, tensors) for part in parts]
+    if name in _MAPPING_BY_NAME:
+        return _MAPPING_BY_NAME[name](_pairs(children))
+    return _BY_NAME[name].put_together(children)
+
+
+class _Packer:
+    """One state on its way into JSON; its tensors are put aside under dotted names."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self._places: dict[tuple[Any, ...], str] = {}
+
+    def pack(self, value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if isinstance(value, Tensor):
+            return {"tensor": [self._put_aside(value, name)]}
+        if kind in _MAPPINGS:
+            return {kind.__name__: self._pack_items(value, name)}
+        if kind in _KINDS:
+            parts = enumerate(_KINDS[kind].take_apart(value))
+            return {kind.__name__: [self.pack(part, _join(name, index)) for index, part in parts]}
+        if kind.__module__ == "numpy":
+            return self._pack_numpy(value, name)
+        raise CannotPack(
+            f"a checkpoint holds tensors, arrays, numbers, texts and containers; {name or 'the state'} is "
+            f"{_a(kind.__name__)}"
+        )
+
+    def _pack_items(self, mapping: Mapping[Any, Any], name: str) -> list[Any]:
+        pairs = [(key, child, _join(name, key)) for key, child in mapping.items()]
+        return [part for key, child, below in pairs for part in (self.pack(key, below), self.pack(child, below))]
+
+    def _pack_numpy(self, value: Any, name: str) -> Any:
+        np = _numpy()
+        if isinstance(value, np.generic) and isinstance(value.item(), _SCALARS):
+            return {"number": [str(value.dtype), value.item()]}
+        try:
+            tensor = torch.from_numpy(np.array(value))
+        except TypeError:
+            raise CannotPack(f"{name or 'the state'} is an array of {value.dtype}, which is no tensor") from None
+        return {"ndarray": [self._put_aside(tensor, name)]}
+
+    def _put_aside(self, tensor: Tensor, name: str) -> str:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            shown = "on the meta device" if tensor.is_meta else f"{tensor.layout} of {tensor.dtype}"
+            raise CannotPack(f"{name or 'the state'} is a tensor without plain memory ({shown})")
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in self._places:
+            kept = self._places[place]
+            self.aliases[name] = kept
+            return kept
+        while name in self.tensors:  # {"a": {"b": …}} and {"a.b": …} meet here
+            name += "'"
+        self._places[place] = name
+        plain = tensor.detach().cpu().contiguous()
+        is_view = plain.untyped_storage().nbytes() != plain.numel() * plain.element_size()
+        self.tensors[name] = plain.clone() if is_view else plain
+        return name
+
+
+def _join(name: str, part: Any) -> str:
+    return f"{name}.{part}" if name else str(part)
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{text} is no dtype")
+    return dtype
+
+
+def _numpy() -> Any:
+    """NumPy, which torch can live without; imported where a state brings an array."""
+    if "numpy" not in sys.modules:
+        import numpy  # noqa: F401
+    return sys.modules["numpy"]

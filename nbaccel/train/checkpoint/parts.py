@@ -1,0 +1,114 @@
+"""Parts: one object's state in a folder, as safetensors and JSON. Written by rank 0, read by all.
+
+``optimizer`` is two files: `optimizer.json`, its structure, and `optimizer.safetensors`, its tensors (where it has
+any). A state that is more than data (an object of the user's own class) becomes ``optimizer.pkl``, which is only
+read back with ``trust=True``.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
+from nbaccel.train.checkpoint.packing import CannotPack, Packed, pack, unpack
+
+__all__ = ["count_parts", "load_pickle", "load_tensors", "numbered", "pack_part", "read_part", "write_part"]
+
+
+def numbered(name: str, index: int) -> str:
+    """Accelerate's way to count: model, model_1, model_2, ..."""
+    return f"{name}_{index}" if index else name
+
+
+def pack_part(state: Any) -> tuple[Packed | None, str]:
+    """`state` ready for `write_part`; or None and the reason, where only a pickle can hold it."""
+    try:
+        return pack(state), ""
+    except CannotPack as error:
+        return None, str(error)
+
+
+def write_part(folder: Path, name: str, state: Any, packed: Packed | None) -> None:
+    """Write one part; not brought to the disk yet."""
+    if packed is None:
+        torch.save(state, folder / f"{name}.pkl")
+        return
+    (folder / f"{name}.json").write_text(json.dumps(packed.structure))
+    if packed.tensors:
+        metadata = {"format": "pt", **packed.aliases}  # the names of tied weights, where safetensors looks for them
+        save_file(packed.tensors, folder / f"{name}.safetensors", metadata=metadata)
+
+
+def read_part(folder: Path, name: str, trust: bool) -> Any:
+    """What `write_part` was given.
+
+    Raises:
+        CheckpointCorrupt: a file of the part is missing or cannot be read.
+        UntrustedPickle: it is a pickle that could run code, without `trust`.
+    """
+    if (folder / f"{name}.pkl").exists():
+        return load_pickle(folder / f"{name}.pkl", trust)
+    structure = folder / f"{name}.json"
+    tensors = folder / f"{name}.safetensors"
+    try:
+        return unpack(json.loads(structure.read_text()), load_tensors(tensors) if tensors.exists() else {})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointCorrupt(f"{structure} cannot be read: {error!r}", str(structure)) from error
+
+
+def count_parts(folder: Path, name: str) -> int:
+    """How many objects of a kind the folder holds, numbered without a gap."""
+    count = 0
+    while any((folder / f"{numbered(name, count)}.{suffix}").exists() for suffix in ("json", "pkl")):
+        count += 1
+    return count
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file by name, on the CPU.
+
+    Raises:
+        CheckpointCorrupt: it is no whole safetensors file.
+    """
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error
+
+
+def load_pickle(path: Path, trust: bool) -> Any:
+    """What ``torch.save`` wrote to `path`, tensors on the CPU; data only, unless `trust`.
+
+    Raises:
+        UntrustedPickle: it asks for more than tensors and plain containers.
+        CheckpointCorrupt: it cannot be read.
+    """
+    try:
+        with torch.serialization.safe_globals(_harmless()):
+            return torch.load(path, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        if trust:
+            raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error
+        wanted = str(error).partition("GLOBAL ")[2].split(" ")[0] or "more than data"
+        raise UntrustedPickle(
+            f"{path} is a pickle that asks for {wanted}, and loading it could run any code. If you or a program you "
+            "trust wrote it, load_state(..., trust=True) loads it, and so does torch.load(path, weights_only=False)."
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error
+
+
+def _harmless() -> list[Any]:
+    """What torch does not allow by itself and only builds data: NumPy's arrays, as random states hold them."""
+    import numpy as np
+
+    core = getattr(np, "_core", None) or np.core  # NumPy 2 renamed it
+    kinds = {type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float32, np.float64, np.bool_)}
+    return [core.multiarray._reconstruct, core.multiarray.scalar, np.ndarray, np.dtype, *kinds]

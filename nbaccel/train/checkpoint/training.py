@@ -1,0 +1,92 @@
+"""Training: the parts of one Accelerator that are saved and restored together. Runs in ranks; opens no file.
+
+It takes their state as a `Content` and gives it back, and knows which moment a save is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.checkpoint.content import Content
+from nbaccel.train.checkpoint.generators import Stamp
+from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.precision import Precision
+from nbaccel.train.prepared import Prepared
+from nbaccel.train.strategies import Strategy
+from nbaccel.world import World
+
+__all__ = ["Training"]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What `prepare` made, and the parts that count, scale and spread it."""
+
+    prepared: Prepared
+    accumulation: Accumulation
+    precision: Precision
+    strategy: Strategy
+    world: World
+    device: torch.device
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        clock = self.accumulation.clock
+        return clock.step + clock.trained
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.step, self.accumulation.window.position, self.world.launch_id)
+
+    def weights(self) -> list[dict[str, Any]]:
+        """Each model's state dict, as a single process would save it. Collective with sharded strategies."""
+        return self.prepared.model_states(self.strategy)
+
+    def content(self, weights: list[dict[str, Any]], customs: Sequence[Any]) -> Content:
+        """Everything but the random states; batches of an open accumulation window count as not yet seen."""
+        prepared = self.prepared
+        return Content(
+            weights,
+            [optimizer.state_dict() for optimizer in prepared.optimizers],
+            [scheduler.state_dict() for scheduler in prepared.schedulers],
+            [custom.state_dict() for custom in customs],
+            {
+                "step": self.step,
+                "seed": torch.initial_seed(),
+                "precision": self.precision.state_dict(),
+                "loaders": prepared.loader_states(self.accumulation.window),
+            },
+        )
+
+    def manifest(self, content: Content) -> Manifest:
+        loaders = content.progress["loaders"]
+        first = loaders[0] if loaders else {"epoch": 0, "batches": 0}
+        return Manifest(
+            str(self.stamp),
+            self.step,
+            first["epoch"],
+            first["batches"],
+            self.world.world_size,
+            {"mixed_precision": self.precision.name, "gradient_accumulation_steps": self.accumulation.steps},
+        )
+
+    def take(self, content: Content, models: Sequence[Module]) -> None:
+        """Continue from `content`.
+
+        models: those that its model states belong to; a hook may have filled the others already.
+        Raises:
+            ValueError: other things were prepared when it was written.
+        """
+        self.prepared.load(content, models, self.strategy)
+        progress = content.progress
+        if progress.get("precision"):
+            self.precision.load_state_dict(progress["precision"])
+        clock = self.accumulation.clock
+        clock.step, clock.trained = progress.get("step", clock.step), False

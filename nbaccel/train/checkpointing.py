@@ -1,0 +1,348 @@
+"""Checkpointing: the user's methods that save and load a training. Runs in ranks; the Accelerator is one.
+
+`save_state` contains no collective: rank 0 writes and commits the folder, every other rank that calls it adds its
+random states, and nobody waits for anybody. So it may be called by all ranks or under `is_main_process`.
+`load_state` is collective: rank 0 chooses and verifies, all read.
+
+Not saved: gradients. In an open accumulation window its batches count as not yet seen.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from nbaccel.train.checkpoint import generators
+from nbaccel.train.checkpoint.content import Content
+from nbaccel.train.checkpoint.folder import replacing, sayable
+from nbaccel.train.checkpoint.foreign import read_foreign, restore_foreign_generators
+from nbaccel.train.checkpoint.packing import pack
+from nbaccel.train.checkpoint.shelf import Choice, Shelf
+from nbaccel.train.checkpoint.training import Training
+from nbaccel.train.checkpoint.weights import save_weights, write_then_rename
+from nbaccel.train.control import ProcessControl
+from nbaccel.train.project import ProjectConfiguration
+
+__all__ = ["Checkpointing", "Registered"]
+
+_T = TypeVar("_T")
+
+SaveHook = Callable[[list[Module], list[dict[str, Any]], str], None]
+LoadHook = Callable[[list[Module], str], None]
+
+
+@dataclass(slots=True)
+class Registered:
+    """What the program added to its checkpoints: objects of its own, and hooks. `free_memory` leaves it alone."""
+
+    objects: list[Any] = field(default_factory=list)
+    save_hooks: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
+
+
+class Checkpointing(ProcessControl):
+    """`save_state`, `load_state`, `save_model` and their kin."""
+
+    _shelf: Shelf
+    _registered: Registered
+
+    @abstractmethod
+    def _training(self) -> Training:
+        """The parts that a checkpoint is about, as they are in this process."""
+
+    @abstractmethod
+    def _join_world(self) -> None:
+        """Take part in the world as it is now, process group included. Collective where the group is formed."""
+
+    # -- where
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        return self._shelf.project
+
+    @property
+    def project_dir(self) -> str | os.PathLike[str] | None:
+        return self._shelf.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """Where trackers write; the project's folder unless another one was chosen."""
+        return self._shelf.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self._shelf.project.iteration
+
+    # -- the whole training
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+        """Write everything prepared and registered, and the random states, into a folder; returns its name.
+
+        No collective: call it on all ranks, or on the main process only (the other ranks' random numbers are then
+        derived at load). Blocks rank 0 until the disk has it; a folder of that name is replaced, and the older
+        one deleted only after that.
+
+        output_dir: the folder; None with ``ProjectConfiguration(automatic_checkpoint_naming=True)`` for
+        ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
+        safe_serialization: for Accelerate's programs; a checkpoint is always safetensors and JSON. Only a state
+        that is more than data (of a registered object, say) becomes a pickle, and a warning says so.
+
+        Raises:
+            ValueError: no folder, or the automatically named one exists.
+            CannotSave: no space, or no right to write there. The older checkpoint is as it was.
+
+        >>> import tempfile
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = accelerator.save_state(f"{folder}/last")
+        ...     accelerator.load_state(f"{folder}/last")
+        """
+        training = self._training()
+        stamp = training.stamp
+        target = self._shelf.next_folder(output_dir, str(stamp))
+        if self._writes:
+            self._write(target, training)
+            if output_dir is None:
+                self._shelf.prune()
+        else:
+            if self._registered.save_hooks:
+                self._run_save_hooks(training.weights(), target)
+            with sayable(target):
+                generators.add(target, self.process_index, stamp, generators.read(training.device))
+        if output_dir is None:
+            self._shelf.project.iteration += 1
+        return os.fspath(target)
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, trust: bool = False) -> None:
+        """Continue from a checkpoint, in this or another number of ranks. Collective.
+
+        Everything that was prepared and registered when it was written must be so now, in the same order. Folders
+        that Accelerate wrote load too, but for the position inside an epoch.
+
+        input_dir: the folder; None for the newest whole one of those that are named automatically. Damaged ones
+        are passed over with a warning, and the numbering of `save_state` goes on behind it.
+        trust: load pickles too, which can run any code.
+
+        Raises:
+            FileNotFoundError: no checkpoint there.
+            CheckpointCorrupt: it is damaged; the error names the file, and what was expected and found.
+            UntrustedPickle: a file of it is a pickle that could run code, and `trust` is not given.
+            ValueError: other models, optimizers or schedulers are prepared. RuntimeError: other objects registered.
+        """
+        self._join_world()
+        training = self._training()
+        choice = self._from_main(lambda: self._shelf.choose(input_dir))
+        for reason in choice.passed_over if self.is_main_process else ():
+            warnings.warn(f"{reason}. Loading {choice.folder} instead.", stacklevel=2)
+        models = list(training.prepared.models)
+        for hook in self._registered.load_hooks.values():
+            hook(models, os.fspath(choice.folder))
+        content = Content.read(choice.folder, trust) if choice.manifest else read_foreign(choice.folder, trust)
+        self._refuse_other_objects(choice, content)
+        training.take(content, models)
+        for thing, state in zip(self._registered.objects, content.customs, strict=True):
+            thing.load_state_dict(state)
+        seed = content.progress.get("seed", torch.initial_seed())
+        missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after it
+        self._say_what_was_loaded(choice, training, missing, was_chosen=input_dir is None)
+        self._shelf.count_on(choice.folder)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Let `save_state` and `load_state` take `objects` along, in this order. On every rank.
+
+        Raises:
+            ValueError: one of them lacks `state_dict` or `load_state_dict`; nothing is registered then.
+        """
+        unfit = [
+            f"{type(thing).__name__} (argument {number})"
+            for number, thing in enumerate(objects)
+            if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)))
+        ]
+        if unfit:
+            raise ValueError(
+                f"register_for_checkpointing takes objects with state_dict() and load_state_dict(); these lack one: "
+                f"{', '.join(unfit)}"
+            )
+        self._registered.objects += objects
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call ``hook(models, weights, folder)`` in every `save_state`, before anything is written.
+
+        models: as prepared. weights: their state dicts; those that the hook removes are not saved by us.
+        folder: on rank 0 the unfinished folder that becomes the checkpoint, for files of the hook's own; on other
+        ranks the checkpoint's final name, which may not exist yet.
+        Returns a handle whose `remove()` takes the hook off again.
+        """
+        handle = RemovableHandle(self._registered.save_hooks)
+        self._registered.save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call ``hook(models, folder)`` in every `load_state`, on every rank, before anything is loaded.
+
+        models: as prepared; those that the hook removes from the list are not filled by us.
+        Returns a handle whose `remove()` takes the hook off again.
+        """
+        handle = RemovableHandle(self._registered.load_hooks)
+        self._registered.load_hooks[handle.id] = hook
+        return handle
+
+    # -- models and objects
+
+    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole model's state dict, without the prefixes of DDP and ``torch.compile``. Tensors are not copied.
+
+        unwrap: False gives that of the module as it is. Collective with sharded strategies.
+        """
+        return self._training().strategy.state_dict(model) if unwrap else model.state_dict()
+
+    def save_model(
+        self,
+        model: Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write `model` as Hugging Face libraries expect it: ``model.safetensors``, or shards and their index.
+
+        Rank 0 writes; on the others nothing happens. `nbaccel.utils.load_model` reads it, and so does
+        ``from_pretrained`` where there is a config.json beside.
+        max_shard_size: of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
+        safe_serialization: False writes ``pytorch_model.bin``, a pickle.
+
+        Raises:
+            NotADirectoryError: `save_directory` is a file.
+            CannotSave: no space, or no right to write there.
+        """
+        state = self.get_state_dict(model)
+        if self._writes:
+            save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+        """``torch.save(obj, f)`` on the main process only; a path is written beside its name and renamed.
+
+        save_on_each_node: on the first rank of each node.
+        safe_serialization: `obj` is a dict of tensors; write it as safetensors.
+        """
+        if not (self._writes or (save_on_each_node and self.is_local_main_process)):
+            return
+
+        def write(file: Any) -> None:
+            if safe_serialization:
+                packed = pack(dict(obj))
+                save_file(packed.tensors, file, metadata={"format": "pt", **packed.aliases})
+            else:
+                torch.save(obj, file)
+
+        if isinstance(f, (str, os.PathLike)):
+            with sayable(Path(f)):
+                write_then_rename(Path(f), write)
+        else:
+            write(f)
+
+    # -- how
+
+    @property
+    def _writes(self) -> bool:
+        return self.is_main_process or (self.project_configuration.save_on_each_node and self.is_local_main_process)
+
+    def _write(self, target: Path, training: Training) -> None:
+        """In rank 0: the whole folder."""
+        state = generators.read(training.device)
+        weights = training.weights()
+        stamp = training.stamp
+        content = training.content(weights, self._registered.objects)
+        ready = content.pack()
+        with replacing(target, ready.nbytes) as folder:
+            if self._registered.save_hooks:
+                self._run_save_hooks(weights, folder)
+                ready = content.pack()  # the hooks may have taken weights out
+            for reason in ready.reasons:
+                warnings.warn(
+                    f"{reason}. It is saved as a pickle, which load_state only loads with trust=True.", stacklevel=3
+                )
+            ready.write(folder)
+            generators.write(folder, self.process_index, str(stamp), state)
+            generators.carry(target, folder, str(stamp))
+            training.manifest(content).seal(folder)
+        generators.adopt(target, stamp)
+
+    def _run_save_hooks(self, weights: list[dict[str, Any]], folder: Path) -> None:
+        for hook in self._registered.save_hooks.values():
+            hook(self._training().prepared.models, weights, os.fspath(folder))
+
+    def _refuse_other_objects(self, choice: Choice, content: Content) -> None:
+        held, registered = len(content.customs), len(self._registered.objects)
+        if held != registered:
+            kinds = ", ".join(type(thing).__name__ for thing in self._registered.objects) or "none"
+            raise RuntimeError(
+                f"{choice.folder} holds the state of {held} registered object(s), and {registered} are registered "
+                f"({kinds}): call register_for_checkpointing with the same ones, in the same order"
+            )
+
+    def _restore_generators(self, choice: Choice, training: Training, seed: int, trust: bool) -> list[str]:
+        """Continue this rank's random numbers; for each rank, why they had to be derived, or an empty text."""
+        rank, device = self.process_index, training.device
+        if choice.manifest is None:
+            reason = restore_foreign_generators(choice.folder, rank, device, trust)
+        else:
+            state, reason = generators.find(choice.folder, rank, choice.manifest)
+            if state is not None:
+                generators.restore(state, device)
+        if reason:
+            generators.derive(seed, training.step, rank)
+        reasons: list[str] = self.collectives.gather_objects([reason])
+        return reasons
+
+    def _say_what_was_loaded(
+        self, choice: Choice, training: Training, missing: Sequence[str], was_chosen: bool
+    ) -> None:
+        """On rank 0, once: what a person could not have expected."""
+        if not self.is_main_process:
+            return
+        derived = [rank for rank, reason in enumerate(missing) if reason]
+        if derived:
+            ranks = ", ".join(map(str, derived))
+            warnings.warn(
+                f"rank(s) {ranks} of {self.num_processes} begin new random numbers, derived from the seed, the step "
+                f"and rank: {missing[derived[0]]}. (A save on the main process only, or with fewer ranks, has none.)",
+                stacklevel=3,
+            )
+        if choice.manifest is None:
+            return
+        if was_chosen:
+            self.print(f"continuing from {choice.folder}: {choice.manifest.describe()}")
+        if choice.manifest.world_size != self.num_processes:
+            self.print(
+                f"the checkpoint was written by {choice.manifest.world_size} process(es) and continues in "
+                f"{self.num_processes}: with an unchanged batch_size per process the effective batch size changes"
+            )
+
+    def _from_main(self, ask: Callable[[], _T]) -> _T:
+        """What `ask` answers, or raises, on rank 0; the same on every rank. Collective."""
+        answer: _T | None = None
+        error: Exception | None = None
+        if self.is_main_process:
+            try:
+                answer = ask()
+            except Exception as raised:
+                error = raised
+        if self.world.is_distributed:
+            answer, error = self.collectives.gather_objects([(answer, error)])[0]
+        if error is not None:
+            raise error
+        return answer  # type: ignore[return-value]  # rank 0 has asked
