@@ -56,7 +56,7 @@ class Fingerprints:
         emit(_ENTERED)
         self.calls += 1
         if self._compared is not None and self.calls > self._compared:
-            self._transport.call = operation
+            self._transport.call = f"{operation} (call {self.calls} of this process group)"
             return False
         mine = operation if value is None else f"{operation} {_describe(value, shape)}"
         self._transport.call = f"{mine} (call {self.calls} of this process group)"

@@ -130,10 +130,10 @@ def _meet(store: Any, world: World, timeout: timedelta) -> None:
         try:
             store.wait(everyone, min(_LOOK_UP, timeout))
             return
-        except dist.DistStoreError:
+        except RuntimeError:  # "Wait timeout"; a store that is lost says so when it is asked again
+            missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
             waited += _LOOK_UP
-            if waited >= timeout:
-                missing = [rank for rank in range(world.world_size) if not store.check([f"here/{rank}"])]
+            if waited >= timeout and missing:
                 raise TimeoutError(
                     f"rank {world.rank} of {world.world_size} waited {timeout.total_seconds():g} s for ranks "
                     f"{missing} to form the process group"

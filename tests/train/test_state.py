@@ -123,43 +123,9 @@ def test_setup_seeds_each_rank_differently_and_repeatably() -> None:
     assert [row[2] for row in run_ranks(2, _bound, None)] == [first, second]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "padding", "expected"),
-    [
-        ([1, 2, 3], False, [[1, 2], [3]]),
-        ((1, 2, 3), True, [(1, 2), (3, 3)]),
-        (range(3), False, [range(2), range(2, 3)]),
-        ({"a": [1, 2, 3], "b": ["x", "z"]}, False, ValueError),
-        ({"a": [1, 2, 3]}, True, [{"a": [1, 2]}, {"a": [3, 3]}]),
-        ("prompt", False, TypeError),
-        ({1, 2}, False, TypeError),
-        ([1], True, [[1], [1]]),
-    ],
-)
-def test_inputs_are_split_between_processes(inputs: Any, padding: bool, expected: Any) -> None:
-    def share() -> Any:
-        try:
-            with PartialState().split_between_processes(inputs, apply_padding=padding) as mine:
-                return mine
-        except (TypeError, ValueError) as error:
-            return type(error)
-
-    expected = expected if isinstance(expected, list) else [expected] * 2
-    assert run_ranks(2, share) == expected
-
-
-def test_tensors_are_split_and_padded() -> None:
-    def share() -> list[int]:
-        with Accelerator().split_between_processes(torch.arange(3), apply_padding=True) as mine:
-            return mine.tolist()
-
-    assert run_ranks(2, share) == [[0, 1], [2, 2]]
-
-
 def test_only_the_main_process_prints(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, lambda: PartialState().print("once", flush=True))
     assert capfd.readouterr().out.count("once") == 1
-
 
 
 def test_free_memory_forgets_what_was_prepared_and_gives_nones() -> None:
