@@ -55,6 +55,15 @@ def _hook(options: DistributedDataParallelKwargs) -> tuple[Any, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # brings numpy, so only when chosen
 
     state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option)
-    if options.comm_hook is Hook.BATCHED_POWER_SGD:
-        return state, powerSGD_hook.batched_powerSGD_hook
-    return state, powerSGD_hook.powerSGD_hook
+    if options.comm_hook is Hook.POWER_SGD:
+        return state, powerSGD_hook.powerSGD_hook
+    try:
+        # torch 2.13's batched hook hands this function one matrix, and it asserts on three dimensions: the run would
+        # end without a word at step `start_powerSGD_iter`, which is 1000.
+        powerSGD_hook._orthogonalize(torch.eye(2))
+    except AssertionError:
+        raise ValueError(
+            f"comm_hook='batched_power_sgd' does not work in torch {torch.__version__}, whose hook fails at its first "
+            "compressed step. Use 'power_sgd'."
+        ) from None
+    return state, powerSGD_hook.batched_powerSGD_hook

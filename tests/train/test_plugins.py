@@ -1,0 +1,180 @@
+"""Handlers: which are accepted, and that what they say reaches DDP, the process group and the profiler."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel import Accelerator
+from nbaccel.testing import run_ranks
+from nbaccel.train.handlers import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    Handlers,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+
+
+def test_each_handler_finds_its_place_and_the_others_keep_their_defaults() -> None:
+    scaler, profile = GradScalerKwargs(init_scale=8.0), ProfileKwargs(with_flops=True)
+    handlers = Handlers.of([profile, scaler])
+    assert (handlers.scaler, handlers.profile) == (scaler, profile)
+    assert (handlers.autocast, handlers.ddp) == (AutocastKwargs(), DistributedDataParallelKwargs())
+    assert Handlers.of(None) == Handlers()
+
+
+def test_two_handlers_of_one_class_are_refused() -> None:
+    with pytest.raises(ValueError, match="kwargs_handlers has two AutocastKwargs: which one holds"):
+        Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs(enabled=False)])
+
+
+def test_what_is_no_handler_is_refused_with_those_there_are() -> None:
+    with pytest.raises(TypeError, match=r"takes AutocastKwargs, Distributed.* of nbaccel.utils, got builtins.dict"):
+        Accelerator(kwargs_handlers=[{"find_unused_parameters": True}])  # type: ignore[list-item]
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(32, 32)
+
+
+def _ddp(handler: KwargsHandler) -> dict[str, Any]:
+    model: Any = Accelerator(kwargs_handlers=[handler]).prepare(_model())
+    names = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers", "dim")
+    return {name: getattr(model, name) for name in names} | {"bucket_bytes": model.bucket_bytes_cap}
+
+
+def test_options_reach_ddp() -> None:
+    plain = run_ranks(2, _ddp, DistributedDataParallelKwargs())[0]
+    assert plain["bucket_bytes"] == 25 * 2**20
+    assert not plain["find_unused_parameters"]
+    chosen = DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=1)
+    seen = run_ranks(2, _ddp, chosen)[1]
+    assert seen == plain | {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_bytes": 2**20}
+    assert run_ranks(2, _ddp, DistributedDataParallelKwargs(static_graph=True))[0] == plain | {"static_graph": True}
+
+
+def _hooked(handler: KwargsHandler) -> list[float]:
+    accelerator = Accelerator(kwargs_handlers=[handler])
+    model: Any = accelerator.prepare(_model())
+    for _ in range(3):  # PowerSGD begins with plain steps
+        model.zero_grad()
+        accelerator.backward(model(torch.full((4, 32), 1.0 + accelerator.process_index)).square().sum())
+    return model.module.weight.grad[0, :4].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"comm_hook": DDPCommunicationHookType.FP16}, 2e-3),
+        ({"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 2}}, 1e-3),
+        ({"comm_hook": "power_sgd", "comm_wrapper": "fp16", "comm_state_option": {"start_powerSGD_iter": 2}}, 5e-3),
+    ],
+    ids=["fp16", "power_sgd", "power_sgd in fp16"],
+)
+def test_hooks_send_gradients_that_are_about_the_same(options: dict[str, Any], tolerance: float) -> None:
+    plain = run_ranks(2, _hooked, DistributedDataParallelKwargs())[0]
+    first, second = run_ranks(2, _hooked, DistributedDataParallelKwargs(**options))
+    assert first == second
+    assert first == pytest.approx(plain, rel=tolerance)
+    assert first != plain
+
+
+def test_the_batched_hook_is_refused_before_the_training_where_torchs_own_fails() -> None:
+    def prepared() -> str:
+        handler = DistributedDataParallelKwargs(
+            comm_hook="batched_power_sgd", comm_state_option={"start_powerSGD_iter": 2}
+        )
+        try:
+            _hooked(handler)
+        except ValueError as error:
+            return str(error)
+        return "works"
+
+    message = run_ranks(2, prepared)[0]
+    assert message == "works" or message.endswith("fails at its first compressed step. Use 'power_sgd'.")
+
+
+def test_a_hook_that_the_backend_lacks_is_one_sentence() -> None:
+    def refused() -> str:
+        with pytest.raises(ValueError, match="comm_hook") as caught:
+            Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")]).prepare(_model())
+        return str(caught.value)
+
+    message = run_ranks(2, refused)[0]
+    assert message.startswith("comm_hook='bf16' does not work on cpu with the gloo backend (BF16 all reduce")
+    assert message.endswith("Use 'fp16' or 'power_sgd', or leave the hook out.")
+
+
+def test_unknown_hooks_are_refused_with_the_choices() -> None:
+    with pytest.raises(
+        ValueError, match="comm_hook must be one of 'no', 'fp16', 'bf16', 'power_sgd', 'batched_power_sgd'"
+    ):
+        DistributedDataParallelKwargs(comm_hook="int8")
+    with pytest.raises(ValueError, match="comm_wrapper must be one of 'no', 'fp16', 'bf16', got 'power_sgd'"):
+        DistributedDataParallelKwargs(comm_wrapper="power_sgd")
+
+
+def test_a_wrapper_around_nothing_is_refused() -> None:
+    def refused() -> str:
+        with pytest.raises(ValueError, match="comm_wrapper") as caught:
+            Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_wrapper="fp16")]).prepare(_model())
+        return str(caught.value)
+
+    assert run_ranks(2, refused)[0].endswith("there is none: use comm_hook='fp16'")
+
+
+def test_the_process_group_waits_as_long_as_it_is_told() -> None:
+    def timeout_s() -> float:
+        Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
+        group: Any = torch.distributed.group.WORLD
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    assert run_ranks(2, timeout_s) == [77.0, 77.0]
+
+
+def _trace(folder: str) -> None:
+    accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=folder)])
+    model = accelerator.prepare(_model())
+    with accelerator.profile():
+        accelerator.backward(model(torch.ones(1, 32)).sum())
+
+
+def test_every_rank_writes_its_trace(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    run_ranks(2, _trace, str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == ["profile_0.json", "profile_1.json"]
+    events = json.loads((folder / "profile_1.json").read_text())["traceEvents"]
+    assert any(event["name"] == "aten::linear" for event in events)
+
+
+def test_a_schedule_calls_back_after_each_cycle() -> None:
+    cycles: list[int] = []
+    options = ProfileKwargs(
+        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 1, "skip_first": 1},
+        on_trace_ready=lambda profiler: cycles.append(profiler.step_num),
+        record_shapes=True,
+    )
+    with Accelerator().profile(options) as profiler:
+        for _ in range(10):
+            torch.ones(2) + 1
+            profiler.step()
+    assert cycles == [5]
+
+
+def test_an_unknown_activity_is_refused_with_the_choices() -> None:
+    accelerator = Accelerator()
+    with (
+        pytest.raises(ValueError, match=r"a profiler activity must be one of 'cpu', .*got 'abacus'"),
+        accelerator.profile(ProfileKwargs(activities=["abacus"])),  # type: ignore[list-item]
+    ):
+        pass

@@ -1,0 +1,153 @@
+"""What every strategy promises: the same tests over all of them, each with as many ranks as it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel.testing import run_ranks
+from nbaccel.train.precision import Precision
+from nbaccel.train.state import PartialState
+from nbaccel.train.strategies import Strategy, choose_strategy, strategy_names
+from nbaccel.world import World
+
+RANKS = {"single": 1, "replicated": 2}
+
+
+@pytest.fixture(params=strategy_names())
+def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Runs a function of (strategy, rank) in every rank of one strategy; the values by rank."""
+
+    def run(function: Callable[[Strategy, int], Any]) -> list[Any]:
+        def rank() -> Any:
+            torch.manual_seed(0)
+            state = PartialState()
+            return function(choose_strategy(state.world, state.device, request.param), state.process_index)
+
+        return run_ranks(RANKS[request.param], rank)
+
+    return run
+
+
+def _gradient(model: torch.nn.Module) -> float:
+    return next(model.parameters()).grad.item()
+
+
+def _linear(weight: float = 1.0) -> torch.nn.Module:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, weight)
+    return model
+
+
+def test_every_rank_starts_from_rank_0s_weights(run: Callable[..., list[Any]]) -> None:
+    assert set(run(lambda strategy, rank: next(strategy.setup(_linear(1.0 + rank)).parameters()).item())) == {1.0}
+
+
+def test_what_was_set_up_can_be_unwrapped_compiled_or_not(run: Callable[..., list[Any]]) -> None:
+    def unwrapped(strategy: Strategy, rank: int) -> bool:
+        plain = _linear()
+        model = strategy.setup(plain)
+        return (
+            strategy.unwrap(model) is plain
+            and strategy.unwrap(plain) is plain
+            and strategy.unwrap(torch.compile(model, backend="eager")) is plain
+            and strategy.setup(model) is model
+            and strategy.keeps_together(model)
+        )
+
+    assert all(run(unwrapped))
+
+
+def test_gradients_are_those_of_all_ranks_unless_held_back(run: Callable[..., list[Any]]) -> None:
+    def gradients(strategy: Strategy, rank: int) -> tuple[float, float]:
+        model = strategy.setup(_linear())
+        x = torch.full((1, 1), 1.0 + rank)
+        with strategy.no_sync(model):
+            strategy.backward(model(x).sum())
+        own = _gradient(model)
+        strategy.backward(model(x).sum())
+        return own, _gradient(model)
+
+    values = run(gradients)
+    mean = sum(own for own, _ in values) / len(values)
+    assert [own for own, _ in values] == [1.0 + rank for rank in range(len(values))]
+    assert {both for _, both in values} == {2 * mean}
+
+
+@pytest.mark.parametrize("late", ["sync_in_backward", "reduce_gradients"])
+def test_gradients_that_were_held_back_can_be_synchronised_later(run: Callable[..., list[Any]], late: str) -> None:
+    def gradient(strategy: Strategy, rank: int) -> float:
+        model = strategy.setup(_linear())
+        with strategy.no_sync(model):
+            loss = model(torch.full((1, 1), 1.0 + rank)).sum()
+        if late == "sync_in_backward":
+            with strategy.sync_in_backward(model):
+                strategy.backward(loss)
+        else:
+            with strategy.no_sync(model):
+                strategy.backward(loss)
+            strategy.reduce_gradients(model)
+        return _gradient(model)
+
+    values = run(gradient)
+    assert set(values) == {1.0 + (len(values) - 1) / 2}
+
+
+def test_a_step_is_taken_and_answers_for_itself(run: Callable[..., list[Any]]) -> None:
+    def step(strategy: Strategy, rank: int) -> tuple[bool, float, float]:
+        model = strategy.setup(_linear())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy.backward(model(torch.full((1, 1), 4.0)).sum())
+        norm = strategy.clip_grad_norm_(list(model.parameters()), 0.5, 2.0).item()
+        _, taken = strategy.step(optimizer, Precision(strategy.device), None)
+        return taken, norm, round(next(model.parameters()).item(), 4)
+
+    assert set(run(step)) == {(True, 4.0, 0.5)}
+
+
+def test_a_gradient_that_is_not_finite_is_noticed_by_all_ranks(run: Callable[..., list[Any]]) -> None:
+    def notices(strategy: Strategy, rank: int) -> list[bool]:
+        model = strategy.setup(_linear())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen = [strategy.has_finite_gradients(optimizer)]
+        for factor in (1e30, float("inf"), float("nan")):
+            optimizer.zero_grad()
+            strategy.backward(model(torch.ones(1, 1)).sum() * (factor if rank == 0 else 1.0))
+            seen.append(strategy.has_finite_gradients(optimizer))
+        return seen
+
+    assert all(seen == [True, True, False, False] for seen in run(notices))
+
+
+def test_state_has_the_users_names_and_loads_again(run: Callable[..., list[Any]]) -> None:
+    def names(strategy: Strategy, rank: int) -> list[str]:
+        model = strategy.setup(_linear(3.0))
+        state = {name: value.clone() for name, value in strategy.state_dict(model).items()}
+        _linear().load_state_dict(state)
+        strategy.load_state_dict(model, {name: value + 1 for name, value in state.items()})
+        assert next(model.parameters()).item() == 4.0
+        return list(state)
+
+    assert all(seen == ["weight"] for seen in run(names))
+
+
+def test_a_model_without_trainable_parameters_stays_as_it_is(run: Callable[..., list[Any]]) -> None:
+    def frozen(strategy: Strategy, rank: int) -> bool:
+        model = _linear().requires_grad_(False)
+        return strategy.setup(model) is model and strategy.keeps_together(model)
+
+    assert all(run(frozen))
+
+
+def test_the_plainest_strategy_that_keeps_the_ranks_together_is_chosen() -> None:
+    device = torch.device("cpu")
+    assert type(choose_strategy(World(), device)) is Strategy
+    assert choose_strategy(World(0, 2, 0, 2), device).has_peers
+
+
+def test_an_unknown_strategy_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="strategy must be one of 'single', 'replicated', got 'sharding'"):
+        choose_strategy(World(), torch.device("cpu"), "sharding")
