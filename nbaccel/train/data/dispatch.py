@@ -20,7 +20,7 @@ from nbaccel.errors import NbaccelError
 from nbaccel.train.data.order import SharedOrder, tell_epoch
 from nbaccel.train.data.position import DatasetStates, Position
 from nbaccel.train.data.shard import NOTHING, StreamShard
-from nbaccel.train.data.sources import Source, rebuilt
+from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
 from nbaccel.world import World
 
 __all__ = ["DispatchSource", "SliceFunction"]
@@ -68,12 +68,22 @@ class DispatchSource(Source):
         self._remainder = -1
         if not world.is_main_process:
             self.states = DatasetStates(None)
-        read = loader if order is None else rebuilt(loader, order)
+        self._rest = None if order is None else Rest(order)
+        read = loader if self._rest is None else rebuilt(loader, self._rest)
         self.shard = _RoundShard(read, self.states, world, slice_function, even=even, split=split)
 
     @property
     def stride(self) -> int:  # type: ignore[override]
         return self.shard.stride
+
+    @property
+    def seed(self) -> int | None:  # type: ignore[override]
+        return None if self._order is None else self._order.seed
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        if self._order is not None and seed is not None:
+            self._order.seed = seed
 
     @property
     def is_stream(self) -> bool:
@@ -101,7 +111,7 @@ class DispatchSource(Source):
         """On rank 0: read, send, and keep the own part."""
         tell_epoch(position.epoch, self.loader.dataset, self._order or self.loader.sampler)
         sent = 0
-        for parts, parcels, is_last in self._packed(self._rounds(position)):
+        for parts, parcels, is_last in self._packed(position):
             self._remainder = self.shard.remainder
             self._wire.send(_BATCH, parcels, is_last, self._remainder)
             sent += 1
@@ -110,12 +120,10 @@ class DispatchSource(Source):
         if not sent:
             self._wire.send(_END, self._to_everyone(NOTHING))
 
-    def _packed(
-        self, rounds: Iterator[tuple[list[Any], list[Any], bool]]
-    ) -> Iterator[tuple[list[Any], list[_Parcel], bool]]:
+    def _packed(self, position: Position) -> Iterator[tuple[list[Any], list[_Parcel], bool]]:
         """Each round's parts, and what is sent of them; ranks that wait for a batch hear of a failure to read one."""
         try:
-            for members, first, is_last in rounds:
+            for members, first, is_last in self._rounds(position):
                 parts = [self.shard.part(members, first, is_last, rank) for rank in range(self._world.world_size)]
                 yield parts, [_Parcel.pack(part) for part in parts[1:]], is_last
         except Exception as error:
@@ -126,11 +134,17 @@ class DispatchSource(Source):
         return [_Parcel.pack(value)] * (self._world.world_size - 1)
 
     def _rounds(self, position: Position) -> Iterator[tuple[list[Any], list[Any], bool]]:
-        by_state = position.dataset is not None and bool(self.states)
-        if by_state:
+        """The rounds from `position` on; what the epoch drew when it began is drawn again."""
+        skip = position.batches
+        if position.dataset is not None and self.states:
             self.states.restore(position.dataset)
-        self.shard.skip = 0 if by_state else position.batches
-        return self.shard.rounds()
+            skip = 0
+        if self._rest is not None:  # the epoch's first round is read again, in case it must fill up the last one
+            self._rest.skip, self._rest.keep = skip, self.stride
+            skip = min(skip, self.stride)
+        self.shard.skip = skip
+        with drawn_again(position, self.loader):
+            return self.shard.rounds()
 
     def _receive(self) -> Iterator[tuple[Any, bool]]:
         is_last = False

@@ -99,6 +99,9 @@ class Shard(Iterable[Any]):
         first = list(itertools.islice(batches, min(self.skip, self.stride)))
         for _ in itertools.islice(batches, self.skip - len(first)):
             pass
+        return self._rounds_from(batches, first)
+
+    def _rounds_from(self, batches: Iterator[Any], first: list[Any]) -> Iterator[tuple[list[Any], list[Any], bool]]:
         for members, is_last in look_ahead(self._read(_rounds(batches, self.stride, whole_only=self.drop_last))):
             first = first or members
             if is_last and not self._is_complete(members):
@@ -207,7 +210,15 @@ class StreamShard(Shard):
     def __init__(
         self, loader: DataLoader[Any], states: DatasetStates, world: World, *, even: bool, split: bool
     ) -> None:
-        super().__init__(loader, world, loader.batch_size, even=even, split=split, drop_last=bool(loader.drop_last))
+        dealer = loader if loader.batch_sampler is None else loader.batch_sampler
+        super().__init__(
+            loader,
+            world,
+            getattr(dealer, "batch_size", None),
+            even=even,
+            split=split,
+            drop_last=bool(getattr(dealer, "drop_last", False)),
+        )
         self._states = states
 
     def _read(self, rounds: Iterator[list[Any]]) -> Iterator[list[Any]]:

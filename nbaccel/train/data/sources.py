@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -19,7 +19,7 @@ from nbaccel.train.data.position import DatasetStates, Position
 from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead
 from nbaccel.world import World
 
-__all__ = ["IndexSource", "Source", "StreamSource"]
+__all__ = ["IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "length_of", "rebuilt"]
 
 
 class Source:
@@ -74,11 +74,10 @@ class Source:
         tell_epoch(position.epoch, loader.dataset, loader.sampler, loader.batch_sampler)
         if not position.batches:
             return self._ended(iter(loader), position)
-        if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
-            return self._ended(self._resumed_stream(position), position)
-        with replayed(position.order, loader) if position.order else nullcontext():
-            batches = _Startable(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-            batches.skip = position.batches
+        with drawn_again(position, loader):
+            if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
+                return self._ended(self._resumed_stream(position), position)
+            batches = Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, position.batches)
             iterator = iter(rebuilt(loader, batches))
             batches.start()
         return self._ended(iterator, position)
@@ -93,7 +92,10 @@ class Source:
         if position.dataset is not None and self.states:
             self.states.restore(position.dataset)
             return iter(self.loader)
-        return itertools.islice(iter(self.loader), position.batches, None)
+        iterator = iter(self.loader)
+        for _ in itertools.islice(iterator, position.batches):
+            pass
+        return iterator
 
     def _length(self) -> int | None:
         return length_of(self.loader)
@@ -156,8 +158,7 @@ class IndexSource(Source):
         tell_epoch(position.epoch, self.loader.dataset, self.shard)
         self.shard.skip = position.batches
         lengths = self.lengths(position.batches)
-        # An epoch that goes on must not draw again what the loader drew when it began.
-        with replayed(position.order, self.loader) if position.batches else nullcontext():
+        with drawn_again(position, self.loader):
             iterator = iter(self._rebuilt)
         return look_ahead(iterator) if lengths is None else count_down(iterator, lengths[self._rank])
 
@@ -211,17 +212,26 @@ class StreamSource(Source):
         return self.shard.deal()
 
 
-class _Startable(Sampler[Any]):
-    """Batches of indices without the first `skip`, whose iteration can be begun ahead of its first use."""
+class Rest(Sampler[Any]):
+    """Batches of indices of which some are left out, whose iteration can be begun ahead of its first use.
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    skip: how many batches go before the rest.  keep: so many of those are not left out, the first ones.
+    """
+
+    def __init__(self, batches: Iterable[Any], skip: int = 0, keep: int = 0) -> None:
         self._batches = batches
         self._running: _Started | None = None
-        self.skip = 0
+        self.skip = skip
+        self.keep = keep
 
     def __iter__(self) -> Iterator[Any]:
-        self._running = _Started(self._batches, self.skip)
+        self._running = _Started(self._batches, self.skip, min(self.keep, self.skip))
         return self._running
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self._batches, name)
 
     def start(self) -> None:
         """Draw what there is to draw before the first batch."""
@@ -230,20 +240,31 @@ class _Startable(Sampler[Any]):
 
 
 class _Started(Iterator[Any]):
-    def __init__(self, batches: Iterable[Any], skip: int) -> None:
+    def __init__(self, batches: Iterable[Any], skip: int, keep: int) -> None:
         self._batches = batches
         self._skip = skip
+        self._keep = keep
         self._rest: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
         if self._rest is None:
-            self._rest = iter(self._batches)
-            for _ in itertools.islice(self._rest, self._skip):
+            batches = iter(self._batches)
+            kept = list(itertools.islice(batches, self._keep))
+            for _ in itertools.islice(batches, self._skip - len(kept)):
                 pass
+            self._rest = itertools.chain(kept, batches)
         return self._rest
 
     def __next__(self) -> Any:
         return next(self._rest or self.start())
+
+
+def drawn_again(position: Position, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+    """While entered, an epoch that goes on draws what it drew when it began.
+
+    The random numbers of the program then go on where they were.
+    """
+    return replayed(position.order, loader) if position.batches else nullcontext()
 
 
 def count_down(values: Iterable[Any], length: int) -> Iterator[tuple[Any, bool]]:

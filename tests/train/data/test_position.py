@@ -1,0 +1,273 @@
+"""A loop that is resumed sees what it would have seen, and nothing twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from nbaccel import Accelerator
+from nbaccel.testing import run_ranks
+from nbaccel.train.data import DataLoaderConfiguration
+
+
+class Squares(Dataset[int]):
+    """Notes what is read."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """Notes what is read."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.read: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.samples):
+            self.read.append(index)
+            yield index
+
+
+class StatefulStream(Stream):
+    """As `datasets.IterableDataset`: the state is that after the last sample that was handed out."""
+
+    begun = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begun = state["at"]
+
+    def __iter__(self) -> Iterator[int]:
+        begun, self.begun = self.begun, 0
+        for index in range(begun, self.samples):
+            self.read.append(index)
+            self.at = index + 1
+            yield index
+
+
+def _loader(samples: int, batch_size: int, kind: str, workers: int = 0) -> DataLoader[Any]:
+    options: dict[str, Any] = {"num_workers": workers}
+    if kind == "own generator":
+        options["generator"] = torch.Generator().manual_seed(3)
+    streams = {"stream": Stream, "stateful": StatefulStream}
+    if kind in streams:
+        return DataLoader(streams[kind](samples), batch_size, **options)
+    return DataLoader(Squares(samples), batch_size, shuffle=kind != "ordered", **options)
+
+
+def _noise() -> float:
+    """What a training draws in each step, dropout for one."""
+    return torch.rand(()).item() + random.random()
+
+
+def _run(
+    kind: str, stop: int, workers: int = 0, configuration: dict[str, Any] | None = None, samples: int = 23
+) -> tuple[list[Any], list[Any], list[int], dict[str, Any]]:
+    """Two epochs without and with a stop after `stop` batches: batches and noise of both, what the second read."""
+
+    def start(seed: int) -> tuple[Accelerator, Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**(configuration or {})))
+        return accelerator, accelerator.prepare(_loader(samples, 2, kind, workers))
+
+    def epochs(accelerator: Accelerator, loader: Any, count: int) -> Iterator[tuple[list[int], float]]:
+        for _ in range(count):
+            for batch in loader:
+                accelerator.gather(torch.ones(1))
+                yield batch.tolist(), _noise()
+
+    accelerator, loader = start(1)
+    whole = list(epochs(accelerator, loader, 2))
+
+    accelerator, loader = start(1)
+    running = epochs(accelerator, loader, 1)
+    before = list(itertools.islice(running, stop))
+    state, generators = loader.state_dict(), (torch.get_rng_state(), random.getstate())
+
+    accelerator, loader = start(99)
+    loader.load_state_dict(state)
+    torch.set_rng_state(generators[0])
+    random.setstate(generators[1])
+    after = list(epochs(accelerator, loader, 2))
+    return whole, before + after, loader.dataset.read, state
+
+
+@pytest.mark.parametrize("kind", ["ordered", "shuffled", "own generator", "stream", "stateful"])
+@pytest.mark.parametrize("stop", [1, 5, 12])
+def test_one_process_goes_on_bit_for_bit(kind: str, stop: int) -> None:
+    whole, resumed, read, state = _run(kind, stop)
+    assert resumed == whole
+    assert state["batches"] == stop
+    if kind not in ("stream", "stateful"):
+        assert len(read) == 23 - min(2 * stop, 23) + 23  # nothing that was had is read again
+
+
+@pytest.mark.parametrize("stop", [1, 5, 12])
+def test_a_dataset_with_a_state_resumes_by_it_without_reading(stop: int) -> None:
+    _, _, read, _ = _run("stateful", stop)
+    assert read[:2] == list(range(2 * stop, 23))[:2] or stop == 12
+    assert len(read) == 23 - min(2 * stop, 23) + 23
+
+
+def test_worker_processes_resume_too() -> None:
+    for kind in ("shuffled", "stream"):
+        whole, resumed, _, _ = _run(kind, 3, workers=2)
+        assert resumed == whole
+
+
+@pytest.mark.parametrize(
+    "configuration", [{"use_seedable_sampler": True}, {"use_seedable_sampler": True, "data_seed": 3}]
+)
+def test_a_seedable_order_is_resumed(configuration: dict[str, Any]) -> None:
+    whole, resumed, read, _ = _run("shuffled", 4, configuration=configuration)
+    assert resumed == whole
+    assert len(read) == 23 - 8 + 23
+
+
+@pytest.mark.parametrize(
+    ("kind", "configuration"),
+    [
+        ("ordered", {}),
+        ("shuffled", {}),
+        ("shuffled", {"split_batches": True}),
+        ("shuffled", {"dispatch_batches": True}),
+        ("stream", {}),
+        ("stream", {"dispatch_batches": False}),
+        ("stateful", {}),
+        ("stateful", {"dispatch_batches": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stop", [1, 4])
+def test_two_ranks_go_on_bit_for_bit(kind: str, configuration: dict[str, Any], stop: int) -> None:
+    # A stream that resumes by its state does not read the samples again that fill the last round up.
+    samples = 24 if kind == "stateful" else 23
+    for rank, (whole, resumed, _, state) in enumerate(run_ranks(2, _run, kind, stop, 0, configuration, samples)):
+        if rank == 0:
+            assert resumed == whole
+        assert [ids for ids, _ in resumed] == [ids for ids, _ in whole]
+        assert state["batches"] == stop * (1 if "split_batches" in configuration else 2)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    before=st.integers(1, 3),
+    after=st.integers(1, 3),
+    stop=st.integers(1, 7),
+)
+def test_any_number_of_ranks_goes_on_with_the_samples_that_are_left(before: int, after: int, stop: int) -> None:
+    def in_ranks() -> tuple[list[int], dict[str, Any]]:
+        loader = _seedable()
+        running = iter(loader)
+        seen = [index for batch in itertools.islice(running, stop) for index in batch.tolist()]
+        return seen, loader.state_dict()
+
+    first = run_ranks(before, in_ranks)
+    state = first[0][1]
+
+    def resumed() -> list[int]:
+        loader = _seedable()
+        loader.load_state_dict(state)
+        return [index for batch in loader for index in batch.tolist()]
+
+    seen = [index for ids, _ in first for index in ids]
+    seen += [index for ids in run_ranks(after, resumed) for index in ids]
+    missing, twice = set(range(48)) - set(seen), len(seen) - 48
+    assert not missing
+    assert twice <= 2 * (before - 1) + 2 * (after - 1)  # they fill up a last round
+
+
+def _seedable(batch_size: int = 2) -> Any:
+    configuration = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
+    loader: DataLoader[Any] = DataLoader(range(48), batch_size, shuffle=True)  # type: ignore[arg-type]
+    return Accelerator(dataloader_config=configuration).prepare(loader)
+
+
+def _state_after(batches: int, batch_size: int = 2) -> dict[str, Any]:
+    loader = _seedable(batch_size)
+    running = iter(loader)
+    for _ in range(batches):
+        next(running)
+    state: dict[str, Any] = loader.state_dict()
+    return state
+
+
+def test_another_batch_size_goes_on_after_the_same_samples() -> None:
+    whole = [index for batch in _seedable() for index in batch.tolist()]
+    loader = _seedable(batch_size=4)
+    loader.load_state_dict(_state_after(6))
+    assert [index for batch in loader for index in batch.tolist()] == whole[12:]
+
+
+def test_a_position_inside_a_batch_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"5 batches of 2 = 10 samples into epoch 0, .* of 4\. .*divides 10"):
+        _seedable(batch_size=4).load_state_dict(_state_after(5))
+
+
+def test_a_loop_that_was_at_its_end_yields_nothing_and_then_a_whole_epoch() -> None:
+    loader = _seedable()
+    for _ in loader:
+        state = loader.state_dict()
+    loader = _seedable()
+    loader.load_state_dict(state)
+    assert (state["batches"], len(loader)) == (24, 24)
+    assert list(loader) == []
+    assert (loader.iteration, len(list(loader))) == (1, 24)
+
+
+def test_outside_of_a_loop_the_position_is_the_next_epochs_beginning() -> None:
+    loader = _seedable()
+    assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (0, 0)
+    list(loader)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 0)
+
+
+def test_a_position_that_nobody_has_used_yet_is_kept() -> None:
+    state = _state_after(3)
+    loader = _seedable()
+    loader.load_state_dict(state)
+    again = loader.state_dict()
+    assert (again["epoch"], again["batches"]) == (0, 3)
+    loader.set_epoch(4)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (4, 0)
+
+
+def test_batches_of_an_open_window_can_be_left_to_be_seen_again() -> None:
+    for kind, samples in (("ordered", 12), ("stateful", 12)):
+        loader = Accelerator(gradient_accumulation_steps=4).prepare(_loader(samples, 1, kind))
+        running = iter(loader)
+        for _ in range(6):
+            next(running)
+            loader.accumulation.window.advance(4)
+        state = loader.state_dict(unseen=2)
+        running.close()
+        loader.load_state_dict(state)
+        assert [batch.item() for batch in loader] == list(range(4, 12))
+
+
+def test_a_state_holds_numbers_texts_and_tensors_only() -> None:
+    state = _run("shuffled", 2)[3]
+    tensors = state.pop("order")
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+    json.dumps(state)
