@@ -266,6 +266,12 @@ class Checkpointing(ProcessControl):
         weights = training.weights()
         stamp = training.stamp
         content = training.content(weights, self._registered.objects)
+        if unseen := training.accumulation.window.position:
+            warnings.warn(
+                f"save_state inside an accumulation window: the gradients of its {unseen} batch(es) are not saved, "
+                "and load_state sees these batches again. Where accelerator.sync_gradients is true nothing is lost.",
+                stacklevel=3,
+            )
         ready = content.pack()
         with replacing(target, ready.nbytes) as folder:
             if self._registered.save_hooks:
@@ -326,10 +332,16 @@ class Checkpointing(ProcessControl):
             return
         if was_chosen:
             self.print(f"continuing from {choice.folder}: {choice.manifest.describe()}")
-        if choice.manifest.world_size != self.num_processes:
+        saved_by, loaded_by = choice.manifest.world_size, self.num_processes
+        if saved_by != loaded_by:
             self.print(
-                f"the checkpoint was written by {choice.manifest.world_size} process(es) and continues in "
-                f"{self.num_processes}: with an unchanged batch_size per process the effective batch size changes"
+                f"the checkpoint was written by {saved_by} process(es) and continues in {loaded_by}: with an unchanged "
+                "batch_size per process the effective batch size changes"
+            )
+        if saved_by != loaded_by and 1 in (saved_by, loaded_by) and choice.manifest.batch:
+            self.print(
+                f"one process has an order of its own (plain PyTorch's), so what is left of epoch "
+                f"{choice.manifest.epoch} may repeat samples and miss others"
             )
 
     def _from_main(self, ask: Callable[[], _T]) -> _T:

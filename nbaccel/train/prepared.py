@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from nbaccel.train.accumulation import Window
 from nbaccel.train.checkpoint.content import Content
+from nbaccel.train.checkpoint.weights import with_tied
 from nbaccel.train.data import PreparedLoader
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.strategies import Strategy
@@ -86,7 +87,7 @@ class Prepared:
                     "prepare the same ones, in the same order, before load_state"
                 )
         for model, state in zip(models, content.models, strict=True):
-            strategy.load_state_dict(model, state)
+            strategy.load_state_dict(model, with_tied(strategy.unwrap(model), state))
         for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
             optimizer.load_state_dict(state)
         for scheduler, state in zip(self.schedulers, content.schedulers, strict=True):

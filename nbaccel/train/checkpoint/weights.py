@@ -30,6 +30,7 @@ __all__ = [
     "parse_size",
     "read_weights",
     "save_weights",
+    "with_tied",
     "without_prefix",
     "write_then_rename",
 ]
@@ -119,15 +120,7 @@ def load_weights(model: Module, state: dict[str, Tensor], strict: bool = True) -
     Raises:
         RuntimeError: with `strict`, other names or shapes; torch's own message.
     """
-    state = without_prefix(state)
-    own = model.state_dict()
-    by_place = {_place(own[name]): name for name in state if isinstance(own.get(name), Tensor)}
-    tied = {
-        name: state[by_place[_place(tensor)]]
-        for name, tensor in own.items()
-        if name not in state and isinstance(tensor, Tensor) and _place(tensor) in by_place
-    }
-    return list(model.load_state_dict({**state, **tied}, strict=strict).missing_keys)
+    return list(model.load_state_dict(with_tied(model, without_prefix(state)), strict=strict).missing_keys)
 
 
 def load_model(model: Module, path: str | os.PathLike[str], strict: bool = True) -> list[str]:
@@ -156,6 +149,18 @@ def without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
     if not all(name.startswith("module.") for name in state):
         return state
     return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def with_tied(model: Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with the names that safetensors files leave out, because `model` ties their weights to others."""
+    own = model.state_dict()
+    by_place = {_place(own[name]): name for name in state if isinstance(own.get(name), Tensor)}
+    tied = {
+        name: state[by_place[_place(tensor)]]
+        for name, tensor in own.items()
+        if name not in state and isinstance(tensor, Tensor) and _place(tensor) in by_place
+    }
+    return {**state, **tied}
 
 
 def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:

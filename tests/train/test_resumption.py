@@ -1,0 +1,152 @@
+"""A training that was saved in the middle of an epoch goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel.testing import run_ranks
+from trainings import Trained
+
+EPOCHS = 3
+
+
+def _run(folder: str, save_after: int | None, options: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
+    """Losses, weights and rates of a whole training; or, without `save_after`, of what is left of a saved one."""
+    training = Trained.start(samples=22, batch_size=2, **options)
+    if save_after is None:
+        training.accelerator.load_state(folder)
+    losses: list[float] = []
+    while len(losses) < EPOCHS * len(training.loader):
+        before = len(losses)
+        for (x,) in training.loader:
+            losses.append(training.batch(x))
+            if len(losses) == save_after:
+                training.accelerator.save_state(folder)
+        if save_after is None and training.loader.state_dict()["epoch"] == EPOCHS:
+            break
+        assert len(losses) > before or save_after is None
+    return losses, training.weights(), training.scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("save_after", [1, 4, 6, 9])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_what_is_left_of_the_training_is_bit_for_bit_the_same(
+    tmp_path: Path, ranks: int, save_after: int, precision: str
+) -> None:
+    folder = str(tmp_path / "last")
+    whole = run_ranks(ranks, _run, folder, save_after, {"mixed_precision": precision})
+    rest = run_ranks(ranks, _run, folder, None, {"mixed_precision": precision})
+    for (losses, *end), (later, *resumed_end) in zip(whole, rest, strict=True):
+        assert later == losses[save_after:]
+        assert resumed_end == end
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("save_after", [3, 6])
+def test_at_the_end_of_an_accumulation_window_nothing_is_lost(tmp_path: Path, ranks: int, save_after: int) -> None:
+    folder = str(tmp_path / "last")
+    options = {"gradient_accumulation_steps": 3}
+    whole = run_ranks(ranks, _run, folder, save_after, options)
+    rest = run_ranks(ranks, _run, folder, None, options)
+    for (losses, *end), (later, *resumed_end) in zip(whole, rest, strict=True):
+        assert later == losses[save_after:]
+        assert resumed_end == end
+
+
+def _seen(folder: str, save_after: int | None) -> tuple[list[int], int]:
+    """The samples that are trained on, in windows of 3 batches; those of before, once it was loaded."""
+    torch.manual_seed(0)
+    from nbaccel import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model = torch.nn.Linear(1, 1)
+    loader = torch.utils.data.DataLoader(range(12), 1, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    if save_after is None:
+        accelerator.load_state(folder)
+    seen: list[int] = []
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x.float()[None]).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen += x.tolist()
+        if len(seen) == save_after:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                accelerator.save_state(folder)
+            break
+    return seen, accelerator._training().step
+
+
+@pytest.mark.parametrize(("save_after", "had"), [(3, 3), (4, 3), (5, 3), (6, 6), (1, 0)])
+def test_batches_of_an_open_window_are_seen_again_since_their_gradients_are_not_saved(
+    tmp_path: Path, save_after: int, had: int
+) -> None:
+    folder = str(tmp_path / "last")
+    before, step = _seen(folder, save_after)
+    after, last_step = _seen(folder, None)
+    assert sorted(before[:had] + after) == list(range(12))
+    assert (step, last_step) == (had // 3, 4)
+
+
+def test_a_save_inside_an_open_window_says_what_is_lost(tmp_path: Path) -> None:
+    training = Trained.start(gradient_accumulation_steps=3)
+    for (x,) in training.loader:
+        training.batch(x)
+        if not training.accelerator.sync_gradients:
+            with pytest.warns(
+                UserWarning, match=r"inside an accumulation window: the gradients of its [12] batch\(es\)"
+            ):
+                training.accelerator.save_state(tmp_path / "last")
+        else:
+            training.accelerator.save_state(tmp_path / "last")
+
+
+def _samples(folder: str, take: int | None) -> list[int]:
+    torch.manual_seed(0)
+    from nbaccel import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(24), 2, shuffle=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if take is None:
+            accelerator.load_state(folder)
+    seen: list[int] = []
+    for number, x in enumerate(loader, start=1):
+        seen += x.tolist()
+        if number == take:
+            accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
+            break
+    return seen
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2)])
+def test_no_sample_is_seen_twice_when_the_number_of_ranks_changes(tmp_path: Path, first: int, then: int) -> None:
+    folder = str(tmp_path / "last")
+    before = [sample for rank in run_ranks(first, _samples, folder, 2) for sample in rank]
+    after = [sample for rank in run_ranks(then, _samples, folder, None) for sample in rank]
+    assert len(before) == 4 * first
+    assert set(before) | set(after) == set(range(24))
+    filled_up = -(24 - len(before)) % (2 * then)
+    assert len(before) + len(after) == 24 + filled_up
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+def test_between_one_process_and_several_the_order_changes_and_that_is_said(
+    tmp_path: Path, first: int, then: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "last")
+    run_ranks(first, _samples, folder, 2)
+    run_ranks(then, _samples, folder, None)
+    said = capfd.readouterr().out
+    assert said.count(f"was written by {first} process(es) and continues in {then}") == 1
+    assert said.count("what is left of epoch 0 may repeat samples") == 1
