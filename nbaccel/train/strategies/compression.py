@@ -17,6 +17,8 @@ from nbaccel.train.handlers import DDPCommunicationHookType as Hook, Distributed
 
 __all__ = ["compress_gradients"]
 
+_WRAPPERS = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}
+
 
 def compress_gradients(
     module: DistributedDataParallel, options: DistributedDataParallelKwargs, device: torch.device
@@ -26,22 +28,20 @@ def compress_gradients(
     Raises:
         ValueError: the process group's backend cannot run this hook.
     """
-    if options.comm_hook is Hook.NO:
-        if options.comm_wrapper is not Hook.NO:
-            raise ValueError(
-                f"comm_wrapper={options.comm_wrapper.value!r} wraps a comm_hook, and there is none: "  # type: ignore[union-attr]
-                f"use comm_hook={options.comm_wrapper.value!r}"  # type: ignore[union-attr]
-            )
+    chosen, wrapper = Hook(options.comm_hook), Hook(options.comm_wrapper)
+    if chosen is Hook.NO and wrapper is not Hook.NO:
+        raise ValueError(
+            f"comm_wrapper={wrapper.value!r} wraps a comm_hook, and there is none: use comm_hook={wrapper.value!r}"
+        )
+    if chosen is Hook.NO:
         return
     state, hook = _hook(options)
-    wrap = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}.get(
-        Hook(options.comm_wrapper)
-    )
+    wrap = _WRAPPERS.get(wrapper)
     try:
         module.register_comm_hook(state, hook if wrap is None else wrap(hook))
     except TypeError as error:  # torch's word for a backend without bf16
         raise ValueError(
-            f"comm_hook={Hook(options.comm_hook).value!r} does not work on {device.type} with the "
+            f"comm_hook={chosen.value!r} does not work on {device.type} with the "
             f"{dist.get_backend()} backend ({error}). Use 'fp16' or 'power_sgd', or leave the hook out."
         ) from error
 

@@ -27,7 +27,7 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             explained = explain_unused(error, self.module, dist.get_rank(), dist.get_world_size())
             if explained is None:
