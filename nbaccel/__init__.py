@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         ProfileKwargs as ProfileKwargs,
     )
     from nbaccel.train.local_sgd import LocalSGD as LocalSGD
+    from nbaccel.train.project import ProjectConfiguration as ProjectConfiguration
     from nbaccel.train.seeding import (
         set_seed as set_seed,
         synchronize_rng_states as synchronize_rng_states,
@@ -94,6 +95,7 @@ _HOME = {
     "PartialState": "nbaccel.train.state",
     "PeerFailed": "nbaccel.errors",
     "ProfileKwargs": "nbaccel.train.handlers",
+    "ProjectConfiguration": "nbaccel.train.project",
     "RankDied": "nbaccel.errors",
     "RanksFailed": "nbaccel.errors",
     "ResultsMissing": "nbaccel.errors",

@@ -31,6 +31,7 @@ from nbaccel.train.batches import (
     recursively_apply,
     send_to_device,
 )
+from nbaccel.train.checkpoint.weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed_type import DistributedType
 from nbaccel.train.environment import patch_environment
@@ -56,6 +57,8 @@ from nbaccel.train.memory import release_memory
 from nbaccel.train.nested import concatenate
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.precision_type import PrecisionType
+from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.saving import load, save
 from nbaccel.train.seeding import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
 
 __all__ = [
@@ -71,6 +74,7 @@ __all__ = [
     "LoggerType",
     "PrecisionType",
     "ProfileKwargs",
+    "ProjectConfiguration",
     "RNGType",
     "broadcast",
     "broadcast_object_list",
@@ -95,11 +99,14 @@ __all__ = [
     "is_transformers_available",
     "is_wandb_available",
     "is_xpu_available",
+    "load",
+    "load_model",
     "pad_across_processes",
     "patch_environment",
     "recursively_apply",
     "reduce",
     "release_memory",
+    "save",
     "send_to_device",
     "set_seed",
     "synchronize_rng_state",

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
@@ -27,12 +26,12 @@ from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.folder import replacing, sayable
 from nbaccel.train.checkpoint.foreign import read_foreign, restore_foreign_generators
-from nbaccel.train.checkpoint.packing import pack
 from nbaccel.train.checkpoint.shelf import Choice, Shelf
 from nbaccel.train.checkpoint.training import Training
-from nbaccel.train.checkpoint.weights import save_weights, write_then_rename
+from nbaccel.train.checkpoint.weights import save_weights
 from nbaccel.train.control import ProcessControl
 from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.saving import write_object
 
 __all__ = ["Checkpointing", "Registered"]
 
@@ -91,10 +90,11 @@ class Checkpointing(ProcessControl):
         """Write everything prepared and registered, and the random states, into a folder; returns its name.
 
         No collective: call it on all ranks, or on the main process only (the other ranks' random numbers are then
-        derived at load). Blocks rank 0 until the disk has it; a folder of that name is replaced, and the older
+        derived at load). Blocks rank 0 until the disk has it; a checkpoint of that name is replaced, and the older
         one deleted only after that.
 
-        output_dir: the folder; None with ``ProjectConfiguration(automatic_checkpoint_naming=True)`` for
+        output_dir: the folder; where it holds other things too, these stay, and the checkpoint is a subfolder
+        ``nbaccel_checkpoint``, which `load_state` finds. None with ``ProjectConfiguration(automatic_checkpoint_naming=True)`` for
         ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
         safe_serialization: for Accelerate's programs; a checkpoint is always safetensors and JSON. Only a state
         that is more than data (of a registered object, say) becomes a pickle, and a warning says so.
@@ -238,21 +238,8 @@ class Checkpointing(ProcessControl):
         save_on_each_node: on the first rank of each node.
         safe_serialization: `obj` is a dict of tensors; write it as safetensors.
         """
-        if not (self._writes or (save_on_each_node and self.is_local_main_process)):
-            return
-
-        def write(file: Any) -> None:
-            if safe_serialization:
-                packed = pack(dict(obj))
-                save_file(packed.tensors, file, metadata={"format": "pt", **packed.aliases})
-            else:
-                torch.save(obj, file)
-
-        if isinstance(f, (str, os.PathLike)):
-            with sayable(Path(f)):
-                write_then_rename(Path(f), write)
-        else:
-            write(f)
+        if self._writes or (save_on_each_node and self.is_local_main_process):
+            write_object(obj, f, safe_serialization)
 
     # -- how
 
