@@ -44,6 +44,7 @@ def kernel(shared_kernel: RealKernel) -> Iterator[RealKernel]:
     """The shared kernel; a test that leaves a process in it fails."""
     before = shared_kernel.family()
     yield shared_kernel
+    shared_kernel.settle()
     assert shared_kernel.is_alive, "the kernel died"
     assert shared_kernel.extra(before) == {}, "a run left processes in the kernel"
 

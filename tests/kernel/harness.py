@@ -125,6 +125,11 @@ class Execution:
         self._reply: dict[str, Any] | None = None
         self.cell = Cell()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `end` has seen the reply."""
+        return self._reply is not None
+
     def until(self, condition: Callable[[Cell], object], timeout_s: float = 30.0) -> Cell:
         """Read on until `condition` holds, while the cell goes on running."""
         deadline = time.monotonic() + timeout_s
@@ -183,6 +188,7 @@ class RealKernel:
         self._tag = uuid.uuid4().hex
         self._manager = environment.kernel_manager()
         self._known: dict[int, str] = {}
+        self._latest: Execution | None = None
         self._start = {"env": environment.environ(**{TAG: self._tag}, **environ), "cwd": str(folder)}
         self._manager.start_kernel(**self._start)
         self._connect()
@@ -210,7 +216,8 @@ class RealKernel:
 
     def begin(self, code: str) -> Execution:
         """Send a cell; the common indentation of `code` goes, and so does a first empty line."""
-        return Execution(self._client, textwrap.dedent(code).strip("\n"))
+        self._latest = Execution(self._client, textwrap.dedent(code).strip("\n"))
+        return self._latest
 
     def run(self, code: str, timeout_s: float = 60.0) -> Cell:
         """Run a cell to its end, whatever that is."""
@@ -219,6 +226,13 @@ class RealKernel:
     def do(self, code: str, timeout_s: float = 60.0) -> Cell:
         """Run a cell that has to succeed."""
         return self.run(code, timeout_s).succeeded()
+
+    def settle(self) -> None:
+        """Stop the cell that a failed test left running, so that the next test finds an idle kernel."""
+        if self._latest is not None and not self._latest.is_over:
+            self.interrupt()
+            self.interrupt()
+            self._latest.end(timeout_s=15)
 
     def value(self, expression: str) -> Any:
         """The value in the kernel of an expression that JSON can hold."""
