@@ -26,6 +26,7 @@ from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.folder import replacing, sayable
 from nbaccel.train.checkpoint.foreign import read_foreign, restore_foreign_generators
+from nbaccel.train.checkpoint.place import SUBFOLDER
 from nbaccel.train.checkpoint.shelf import Choice, Shelf
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.checkpoint.weights import save_weights
@@ -93,9 +94,9 @@ class Checkpointing(ProcessControl):
         derived at load). Blocks rank 0 until the disk has it; a checkpoint of that name is replaced, and the older
         one deleted only after that.
 
-        output_dir: the folder; where it holds other things too, these stay, and the checkpoint is a subfolder
-        ``nbaccel_checkpoint``, which `load_state` finds. None with ``ProjectConfiguration(automatic_checkpoint_naming=True)`` for
-        ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
+        output_dir: the folder. Where it holds other things too, these stay, and the checkpoint is a subfolder
+        ``nbaccel_checkpoint``, which `load_state` finds. None, with ``automatic_checkpoint_naming=True`` in the
+        project's configuration, for ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
         safe_serialization: for Accelerate's programs; a checkpoint is always safetensors and JSON. Only a state
         that is more than data (of a registered object, say) becomes a pickle, and a warning says so.
 
@@ -115,6 +116,11 @@ class Checkpointing(ProcessControl):
         stamp = training.stamp
         target = self._shelf.next_folder(output_dir, str(stamp))
         if self._writes:
+            if target.name == SUBFOLDER:
+                warnings.warn(
+                    f"{target.parent} holds other things too, so the checkpoint is {target}; load_state finds it there",
+                    stacklevel=2,
+                )
             self._write(target, training)
             if output_dir is None:
                 self._shelf.prune()

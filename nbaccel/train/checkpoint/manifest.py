@@ -8,6 +8,7 @@ there, and they are sealed themselves.
 from __future__ import annotations
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -89,11 +90,12 @@ class Manifest:
 
     def seal(self, folder: Path) -> None:
         """Bring every file in `folder` to the disk, list those that are not sealed, and write the manifest."""
-        files = dict(self.files)
-        for path in sorted(folder.rglob("*")):
-            sync(path)
-            if path.is_file() and not path.match(_SEALED_THEMSELVES):
-                files[path.relative_to(folder).as_posix()] = FileRecord.of(path)
+        paths = sorted(folder.rglob("*"))
+        with ThreadPoolExecutor(1, "nbaccel-sync") as disk:  # checksums are computed while the disk writes
+            synced = disk.map(sync, paths)
+            listed = [path for path in paths if path.is_file() and not path.match(_SEALED_THEMSELVES)]
+            files = {path.relative_to(folder).as_posix(): FileRecord.of(path) for path in listed}
+            list(synced)  # raises what it raised
         write_sealed(folder / MANIFEST, {"layout": _LAYOUT, **asdict(self), "files": _as_json(files)})
         sync(folder)
 

@@ -14,6 +14,7 @@ from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.folder import complete_leftovers, delete_whole
 from nbaccel.train.checkpoint.foreign import is_foreign
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest
+from nbaccel.train.checkpoint.place import place_for, place_of
 from nbaccel.train.project import ProjectConfiguration
 
 __all__ = ["Choice", "Shelf"]
@@ -47,7 +48,7 @@ class Shelf:
             ValueError: neither was given, or there is one of this number already that another save wrote.
         """
         if output_dir is not None:
-            return Path(output_dir)
+            return place_for(output_dir)
         folder = self._numbered("save_state", "output_dir") / f"checkpoint_{self.project.iteration}"
         if folder.exists() and not _is_of(folder, stamp):
             raise ValueError(
@@ -80,7 +81,7 @@ class Shelf:
             ValueError: no folder was given, and checkpoints are not numbered.
         """
         if input_dir is not None:
-            return _judge(Path(input_dir))
+            return _judge(place_of(input_dir))
         place = self._numbered("load_state", "input_dir")
         damaged: list[CheckpointCorrupt] = []
         for _, folder in reversed(self._all()):

@@ -1,0 +1,50 @@
+"""Place: where in the folder that a program names its checkpoint stands. Runs in ranks; writes nothing.
+
+A checkpoint replaces its folder as a whole, so that folder must hold nothing else: ``save_state("checkpoints/")``
+may not delete ``checkpoints/epoch_0`` or somebody's notes. In a folder with other things in it, and in one
+that cannot be renamed, the checkpoint is a subfolder; `load_state` looks there too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from nbaccel.errors import CheckpointCorrupt
+from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest
+
+__all__ = ["SUBFOLDER", "place_for", "place_of"]
+
+SUBFOLDER = "nbaccel_checkpoint"
+
+_OURS = re.compile(
+    r"(model|optimizer|scheduler|custom)(_\d+)?\.(json|safetensors|pkl)|generators_\d+\.json|training\.json"
+)
+_NOBODYS = (".ipynb_checkpoints", ".DS_Store", "__pycache__")
+"""What Jupyter and systems put into any folder that somebody has looked into."""
+
+
+def place_for(folder: str | os.PathLike[str]) -> Path:
+    """The folder to replace by a checkpoint when the program says `folder`. Links and ``~`` are followed."""
+    named = Path(folder).expanduser().resolve()
+    if (named / SUBFOLDER).exists() or os.path.ismount(named) or _holds_other_things(named):
+        return named / SUBFOLDER
+    return named
+
+
+def place_of(folder: str | os.PathLike[str]) -> Path:
+    """The folder to load from when the program says `folder`."""
+    named = Path(folder).expanduser()
+    return named / SUBFOLDER if (named / SUBFOLDER).exists() else named
+
+
+def _holds_other_things(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        listed = {Path(name).parts[0] for name in Manifest.read(folder).files}
+    except CheckpointCorrupt:
+        listed = set()
+    known = {MANIFEST, *_NOBODYS, *listed}
+    return any(path.name not in known and not _OURS.fullmatch(path.name) for path in folder.iterdir())
