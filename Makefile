@@ -2,13 +2,13 @@
 # with Python >= 3.11, pip and make; stamp files keep a second run from installing anything again.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -m "not gpu"
+PYTEST_ARGS ?= -m "not gpu and not soak"
 
 VENV := .venv
 COLAB := .venv-colab
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test format lint types unit coverage clean
+.PHONY: demo test format lint types unit soak coverage clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -28,6 +28,10 @@ types: $(VENV)/.dev
 # pytest itself fails when it finds no test.
 unit: $(VENV)/.dev $(COLAB)/.stamp
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels.
+soak: $(VENV)/.dev $(COLAB)/.stamp
+	$(VENV)/bin/python -m pytest -m soak
 
 coverage: $(VENV)/.dev $(COLAB)/.stamp
 	$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)

@@ -52,7 +52,7 @@ def test_an_exception_on_any_rank_is_one_error_of_the_users_class(kernel: RealKe
     assert kernel.value("__import__('sys').last_type is Broken")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_the_failing_rank_is_named_in_20_of_20_launches(kernel: RealKernel, start: str) -> None:
     for launch in range(20):

@@ -63,7 +63,7 @@ def test_interrupted_ranks_end_after_the_same_step_with_their_results(kernel: Re
     interrupt_at_random_times(kernel, start, n, times=15 if n > 1 else 3)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_200_interrupts_never_hang(kernel: RealKernel, start: str) -> None:
     interrupt_at_random_times(kernel, start, n=2, times=200)
@@ -80,7 +80,7 @@ def test_an_interrupt_while_the_ranks_start_does_not_hang(kernel: RealKernel, st
     assert "fine" in kernel.do(accelerate("print('fine')", start)).stdout
 
 
-ONE_AND_TWO_RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
+ONE_AND_TWO_RANKS = [pytest.param(1, marks=pytest.mark.soak), 2]
 
 
 @pytest.mark.parametrize("n", ONE_AND_TWO_RANKS)

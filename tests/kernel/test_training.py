@@ -57,7 +57,7 @@ def test_ranks_train_after_the_kernel_used_all_its_threads(kernel: RealKernel, s
         assert_trains(kernel, start)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_20_of_20_trainings_end_after_the_kernel_used_all_its_threads(kernel: RealKernel, start: str) -> None:
     for _ in range(20):
