@@ -77,7 +77,7 @@ class DispatchSource(Source):
         return self.shard.stride
 
     @property
-    def seed(self) -> int | None:  # type: ignore[override]
+    def seed(self) -> int | None:
         return None if self._order is None else self._order.seed
 
     @seed.setter

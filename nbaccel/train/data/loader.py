@@ -78,7 +78,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def _iterate(self, position: Position) -> Iterator[Any]:
         accumulation, clock = self.accumulation, self.accumulation.clock
-        source, progress, stride, states = self._source, self._progress, self._source.stride, self._source.states
+        source, progress, stride = self._source, self._progress, self._source.stride
+        states = source.states if source.states else None  # asked once: this is the step path
         lengths = source.lengths(position.batches)
         length = None if lengths is None else self._own(lengths)
         meetings = _Meetings(self.world, counts_anyway=length == 0)
@@ -92,7 +93,7 @@ class PreparedLoader(DataLoader[Any]):
                     window.is_last = self.end_of_dataloader = True
                 if window.position == 0:
                     clock.enter()
-                if states:
+                if states is not None:
                     progress.note(states.take(), window.position)
                 progress.taken += stride
                 yield batch

@@ -8,6 +8,7 @@ sampler and the process's generators stay as they are.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -31,10 +32,12 @@ class SharedOrder(Sampler[Any]):
 
     seed: equal on all ranks; the order of epoch e follows from (seed, e) alone.
     is_seedable: in the way of Accelerate's seedable sampler.
+    at_once: how many batches are drawn together from a sampler of the user's own.
     """
 
-    def __init__(self, batches: Any, seed: int, is_seedable: bool = False) -> None:
+    def __init__(self, batches: Any, seed: int, is_seedable: bool = False, at_once: int = 1) -> None:
         self.seed = seed
+        self._at_once = at_once
         self._stride = _SEEDABLE_STRIDE if is_seedable else _EPOCH_STRIDE
         self._generators: list[torch.Generator] = []
         self._batches = self._with_own_generator(batches)
@@ -50,7 +53,7 @@ class SharedOrder(Sampler[Any]):
         tell_epoch(epoch, self._batches, getattr(self._batches, "sampler", None))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches) if self._private is None else self._private.over(self._batches)
+        return iter(self._batches) if self._private is None else self._private.over(self._batches, self._at_once)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -97,30 +100,32 @@ class PrivateRandomness:
         self._own = None
 
     def __enter__(self) -> None:
-        self._outer = _read_generators()
-        if self._own is None:
-            random.seed(self._seed)
-            torch.default_generator.manual_seed(self._seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(self._seed % 2**32)
-        else:
-            _write_generators(self._own)
+        self._outer = _exchange_generators(self._fresh() if self._own is None else self._own)
 
     def __exit__(self, *exception: object) -> None:
-        self._own = _read_generators()
-        _write_generators(self._outer)
+        self._own = _exchange_generators(self._outer)
 
-    def over(self, values: Any) -> Iterator[Any]:
-        """Iterate `values`, which draw from these numbers; the code that takes them does not."""
+    def over(self, values: Any, at_once: int = 1) -> Iterator[Any]:
+        """Iterate `values`, which draw from these numbers; the code that takes them does not.
+
+        at_once: so many are drawn before the first of them is handed out.
+        """
         with self:
             iterator = iter(values)
         while True:
             with self:
-                try:
-                    value = next(iterator)
-                except StopIteration:
-                    return
-            yield value
+                drawn = list(itertools.islice(iterator, at_once))
+            if not drawn:
+                return
+            yield from drawn
+
+    def _fresh(self) -> tuple[Any, ...]:
+        numpy = _numpy_random()
+        return (
+            random.Random(self._seed).getstate(),
+            torch.Generator().manual_seed(self._seed).get_state(),
+            None if numpy is None else numpy.MT19937(self._seed),
+        )
 
 
 def data_seed(loader: DataLoader[Any]) -> int:
@@ -175,18 +180,20 @@ def _may_draw_anywhere(batches: Any) -> bool:
     return batches is not None and not isinstance(batches, (list, tuple, range))
 
 
-def _read_generators() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return (
-        random.getstate(),
-        torch.default_generator.get_state(),
-        None if numpy is None else numpy.random.get_state(legacy=False),
-    )
-
-
-def _write_generators(states: tuple[Any, ...]) -> None:
-    python, torch_state, numpy_state = states
+def _exchange_generators(states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Set python's, torch's and numpy's generators; returns what they were."""
+    python, torch_state, bits = states
+    before: list[Any] = [random.getstate(), torch.default_generator.get_state(), None]
     random.setstate(python)
     torch.default_generator.set_state(torch_state)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
+    numpy = _numpy_random()
+    if numpy is not None and bits is not None:
+        before[2] = numpy.get_bit_generator()
+        numpy.set_bit_generator(bits)  # 1 us, where its states take 100 us each
+    return tuple(before)
+
+
+def _numpy_random() -> Any:
+    """``numpy.random`` where somebody uses numpy, 1.24 or later."""
+    numpy = sys.modules.get("numpy")
+    return numpy.random if numpy is not None and hasattr(numpy.random, "get_bit_generator") else None

@@ -114,7 +114,7 @@ class _Choice:
 
     def _order(self) -> SharedOrder:
         batches = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
-        return SharedOrder(batches, self._seed(), self.configuration.use_seedable_sampler)
+        return SharedOrder(batches, self._seed(), self.configuration.use_seedable_sampler, self.world.world_size)
 
     def _seed(self) -> int:
         seed = self.configuration.data_seed

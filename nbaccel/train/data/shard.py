@@ -80,10 +80,14 @@ class Shard(Iterable[Any]):
         return [rounds + (bool(extra) if self.even else rank < extra) for rank in range(self.world_size)]
 
     def __iter__(self) -> Iterator[Any]:
-        for round_ in self.rounds():
-            batch = self.part(*round_, self.rank)
-            if batch is not NOTHING:
-                yield batch
+        rank, is_whole = self.rank, not self.split
+        for members, first, is_last in self.rounds():
+            if is_whole and not is_last:
+                yield members[rank]  # nearly always, and a call less
+            else:
+                batch = self.part(members, first, is_last, rank)
+                if batch is not NOTHING:
+                    yield batch
 
     def deal(self) -> Iterator[tuple[Any, bool]]:
         """This rank's batches, and whether each is its last one."""
@@ -102,11 +106,14 @@ class Shard(Iterable[Any]):
         return self._rounds_from(batches, first)
 
     def _rounds_from(self, batches: Iterator[Any], first: list[Any]) -> Iterator[tuple[list[Any], list[Any], bool]]:
-        for members, is_last in look_ahead(self._read(_rounds(batches, self.stride, whole_only=self.drop_last))):
+        rounds = self._read(batches)
+        following = next(rounds, None)
+        while following is not None:
+            members, following = following, next(rounds, None)
             first = first or members
-            if is_last and not self._is_complete(members):
+            if following is None and not self._is_complete(members):
                 self.remainder = self._count(members)
-            yield members, first, is_last
+            yield members, first, following is None
 
     def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
         """What `rank` gets of a round; NOTHING where it gets none."""
@@ -163,8 +170,13 @@ class Shard(Iterable[Any]):
 
     # A batch here is a list of indices, at hand already; StreamShard overrides these for collated batches.
 
-    def _read(self, rounds: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        return rounds
+    def _read(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+        """In rounds; without an incomplete one if that is to be dropped."""
+        size = self.stride
+        while members := list(itertools.islice(batches, size)):
+            if self.drop_last and len(members) < size:
+                return
+            yield members
 
     def _size(self, batch: Any) -> int | None:
         return len(batch) if isinstance(batch, (list, tuple)) else None
@@ -221,8 +233,8 @@ class StreamShard(Shard):
         )
         self._states = states
 
-    def _read(self, rounds: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        return self._states.noted(rounds)
+    def _read(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+        return self._states.noted(super()._read(batches))
 
     def _size(self, batch: Any) -> int | None:
         return count_rows(batch)
@@ -242,11 +254,3 @@ def look_ahead(values: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
             yield current, False
             current = following
         yield current, True
-
-
-def _rounds(batches: Iterable[_T], size: int, whole_only: bool) -> Iterator[list[_T]]:
-    iterator = iter(batches)
-    while members := list(itertools.islice(iterator, size)):
-        if whole_only and len(members) < size:
-            return
-        yield members

@@ -208,7 +208,7 @@ class StreamSource(Source):
         self.shard.skip = position.batches if reads_again else 0
         if not reads_again:
             self.states.restore(position.dataset)
-        self.shard.batches = self._private.over(self.loader)
+        self.shard.batches = self._private.over(self.loader, self.stride)
         return self.shard.deal()
 
 
