@@ -54,6 +54,8 @@ class Transport:
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """`rows` of all ranks, joined along the first dimension; their shapes must be equal."""
+        if not rows.numel():
+            return rows.new_empty((self.world_size * rows.shape[0], *rows.shape[1:]))
         sent = rows if rows.dtype in _SENDABLE else rows.view(torch.uint8)
         if sent.device.type != self._kind:
             sent = sent.to(self.device)
@@ -82,6 +84,8 @@ class Transport:
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """`tensor` as rank `source` has it; a new tensor. Dtypes and shapes must be equal."""
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if not copy.numel():
+            return copy
         sent = copy if copy.dtype in _SENDABLE else (copy if copy.ndim else copy[None]).view(torch.uint8)
         if sent.device.type != self._kind:
             sent = sent.to(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,16 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, CollectiveMismatch, PartialState
+from nbaccel.events import CollectiveEntered, Event, Waiting, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.collectives import CHECKED_CALLS
+from nbaccel.train.operations import (
+    broadcast,
+    broadcast_object_list,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
 
 Pair = namedtuple("Pair", "left right")
 
@@ -47,12 +56,65 @@ def test_gather_keeps_types_and_makes_scalars_one_dimensional() -> None:
 def _dtypes() -> list[bool]:
     accelerator = Accelerator()
     kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
-    kinds += [torch.uint8, torch.int8, torch.bool]
-    one = [torch.ones(2, 2, dtype=kind).t() for kind in kinds]
+    kinds += [torch.uint8, torch.int8, torch.bool, torch.uint16, torch.complex64, torch.float8_e4m3fn]
+    one = [torch.ones(2, 2).to(kind).t() for kind in kinds]
+    both = [torch.ones(()).to(kind) for kind in kinds]
     return [
-        bool(whole.dtype == kind and whole.shape == (4, 2) and whole.all())
-        for whole, kind in zip(accelerator.gather(one), kinds, strict=True)
+        whole.dtype == kind
+        and whole.shape == (4, 2)
+        and bool((whole.float() == 1).all() if not kind.is_complex else (whole == 1).all())
+        and sent.dtype == kind
+        and sent.shape == ()
+        and complex(sent.to(torch.complex64)) == 1
+        for whole, sent, kind in zip(accelerator.gather(one), broadcast(both, 1), kinds, strict=True)
     ]
+
+
+def _sums() -> dict[str, Any]:
+    accelerator = Accelerator()
+    kinds = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint16, torch.uint8]
+    kinds += [torch.bool, torch.complex64, torch.float8_e4m3fn]
+    ones = {str(kind).removeprefix("torch."): torch.ones(3).to(kind) for kind in kinds}
+    return {
+        name: (total.dtype, complex(total[0].to(torch.complex64))) for name, total in accelerator.reduce(ones).items()
+    }
+
+
+def test_every_dtype_can_be_added_and_booleans_are_counted() -> None:
+    for sums in run_ranks(2, _sums):
+        assert {value for _, value in sums.values()} == {2 + 0j}
+        assert sums.pop("bool")[0] is torch.int64
+        assert {name: str(dtype) for name, (dtype, _) in sums.items()} == {name: f"torch.{name}" for name in sums}
+
+
+def _booleans() -> tuple[Any, ...]:
+    accelerator = Accelerator()
+    flag = torch.tensor([accelerator.is_main_process, True])
+    return tuple(accelerator.reduce(flag, kind).tolist() for kind in ("sum", "mean", "max", "min", "none"))
+
+
+def test_booleans_are_counted_averaged_and_compared() -> None:
+    first, second = run_ranks(2, _booleans)
+    assert first == ([1, 2], [0.5, 1.0], [True, True], [False, True], [True, True])
+    assert second[4] == [False, True]
+
+
+def _default_reductions() -> list[float]:
+    mine = torch.tensor(1.0 + PartialState().process_index)
+    return [float(value) for value in (reduce(mine), Accelerator().reduce(mine), PartialState().reduce(mine))]
+
+
+def test_the_functions_default_is_the_mean_and_the_methods_the_sum_as_in_accelerate() -> None:
+    assert run_ranks(2, _default_reductions) == [[1.5, 3.0, 3.0]] * 2
+
+
+def _mean_of_integers() -> tuple[str, float]:
+    mean = Accelerator().reduce(torch.tensor(PartialState().process_index), "mean")
+    return str(mean.dtype), float(mean)
+
+
+def test_a_mean_of_integers_is_a_fraction() -> None:
+    assert run_ranks(2, _mean_of_integers) == [("torch.float32", 0.5)] * 2
 
 
 def test_gather_takes_every_dtype_also_without_contiguous_memory() -> None:
@@ -78,6 +140,40 @@ def test_an_unknown_reduction_is_refused_with_the_choices() -> None:
         Accelerator().reduce(torch.ones(1), "product")
 
 
+def _empty() -> tuple[Any, ...]:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    rows = torch.full((2 * rank, 3), float(rank))
+    nobody = torch.empty(0, 3)
+    return (
+        accelerator.gather(nobody).shape,
+        accelerator.reduce(nobody).shape,
+        broadcast(nobody).shape,
+        accelerator.pad_across_processes(rows, pad_index=7).tolist(),
+        accelerator.collectives.gather_uneven(rows).tolist(),
+        accelerator.collectives.gather_uneven({"x": nobody, "y": rows[:, 0]})["y"].tolist(),
+        accelerator.gather_for_metrics([] if rank == 0 else ["text"]),
+    )
+
+
+def test_a_rank_without_rows_takes_part_like_any_other() -> None:
+    first, second = run_ranks(2, _empty)
+    assert first[:3] == ((0, 3),) * 3
+    assert first[3] == [[7.0] * 3] * 2
+    assert first[4:] == second[4:] == ([[1.0] * 3] * 2, [1.0, 1.0], ["text"])
+
+
+def _with_nothing() -> Any:
+    value = (torch.ones(1), None, {"x": None})
+    accelerator = Accelerator()
+    whole, nothing, nested = accelerator.gather_for_metrics(value)
+    return whole.tolist(), nothing, nested, accelerator.reduce(value)[1]
+
+
+def test_none_stays_none_among_tensors() -> None:
+    assert run_ranks(2, _with_nothing)[0] == ([1.0, 1.0], None, {"x": None}, None)
+
+
 def test_one_process_gets_back_what_it_gave() -> None:
     accelerator = Accelerator()
     value = {"x": torch.ones(())}
@@ -99,28 +195,136 @@ def test_pad_fills_up_to_the_longest_rank() -> None:
     assert run_ranks(2, _padded)[0] == ([[5, -1], [5, 5]], [[0, 5], [5, 5]])
 
 
-def _broadcast() -> list[int]:
+def _pad_a_mixture() -> list[Any]:
+    rank = PartialState().process_index
+    value = {"a": torch.ones(1 + rank, 2, dtype=torch.bool), "b": (torch.ones(2, 1 + rank), torch.tensor(5))}
+    padded = pad_across_processes(value, dim=-1, pad_index=0)
+    rows = pad_across_processes(value, dim=0, pad_index=1)
+    return [padded["a"].shape, padded["b"][0].tolist(), padded["b"][1].tolist(), rows["a"].tolist()]
+
+
+def test_each_tensor_is_padded_to_the_longest_of_its_own_kind() -> None:
+    first, second = run_ranks(2, _pad_a_mixture)
+    assert first == [(1, 2), [[1.0, 0.0]] * 2, 5, [[True, True]] * 2]
+    assert second == [(2, 2), [[1.0, 1.0]] * 2, 5, [[True, True]] * 2]
+
+
+def _broadcast() -> tuple[list[int], list[Any], bool]:
     state = PartialState()
-    values: list[int] = state.collectives.broadcast([torch.tensor(state.process_index)], source=1)
-    return [int(value) for value in values]
+    mine = torch.tensor(state.process_index)
+    values = broadcast([mine], from_process=1)
+    objects: list[Any] = [f"from {state.process_index}", {"x": mine}, None]
+    returned = broadcast_object_list(objects, from_process=1)
+    return [int(value) for value in values], objects, returned is objects
 
 
-def test_broadcast_gives_the_sources_values() -> None:
-    assert run_ranks(2, _broadcast) == [[1], [1]]
+def test_broadcast_gives_the_sources_values_and_lists_change_in_place() -> None:
+    for values, objects, is_same in run_ranks(2, _broadcast):
+        assert values == [1]
+        assert objects == ["from 1", {"x": torch.tensor(1)}, None]
+        assert is_same
+
+
+def test_a_source_that_does_not_exist_is_refused() -> None:
+    def refused() -> str:
+        with pytest.raises(ValueError, match="from_process") as caught:
+            broadcast(torch.ones(1), from_process=2)
+        with pytest.raises(ValueError, match="from_process"):
+            broadcast_object_list([1], from_process=-1)
+        return str(caught.value)
+
+    assert run_ranks(2, refused)[0] == "from_process must lie in 0..1, got 2"
+
+
+def _objects() -> dict[str, Any]:
+    rank = PartialState().process_index
+    return {
+        "list": gather_object([f"text {rank}"]),
+        "dict": gather_object({"pred": rank, "text": [f"t{rank}"]}),
+        "word": gather_object("ab"),
+        "number": gather_object(rank),
+        "uneven": gather_object(list(range(rank * 3))),
+        "different": gather_object([1] if rank else None),
+        "pair": gather_object(Pair([rank], rank)),
+        "tensor": gather_object(torch.full((rank + 1,), rank)).tolist(),
+        "big": len(gather_object(["x" * 300_000])),
+        "strings": PartialState().gather_for_metrics({"text": ["a", "b"], "id": ["c", "d"]}),
+    }
+
+
+def test_objects_of_all_ranks_are_joined_by_what_they_are() -> None:
+    assert (
+        run_ranks(2, _objects)
+        == [
+            {
+                "list": ["text 0", "text 1"],
+                "dict": {"pred": [0, 1], "text": ["t0", "t1"]},
+                "word": ["ab", "ab"],
+                "number": [0, 1],
+                "uneven": [0, 1, 2],
+                "different": [None, [1]],
+                "pair": Pair([0, 1], [0, 1]),
+                "tensor": [0, 1, 1],
+                "big": 2,
+                "strings": {"text": ["a", "b", "a", "b"], "id": ["c", "d", "c", "d"]},
+            }
+        ]
+        * 2
+    )
+
+
+def _unpicklable(call: str) -> str:
+    state = PartialState()
+    rank = state.process_index
+    mine = (lambda: None) if rank == 1 else "text"
+    with pytest.raises(TypeError) as caught:
+        gather_object(mine) if call == "gather_object" else broadcast_object_list([mine], from_process=1)
+    assert int(reduce(torch.ones(()), "sum")) == 2  # the group is still good
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["gather_object", "broadcast_object_list"])
+def test_an_object_that_cannot_be_sent_is_the_same_error_on_every_rank(call: str) -> None:
+    first, second = run_ranks(2, _unpicklable, call)
+    assert first == second
+    assert first.startswith(f"{call} sends what can be pickled, and one rank's object cannot be:\n  rank 1: ")
+    assert "lambda" in first
+
+
+def _metrics(use_gather_object: bool) -> list[Any]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(5), batch_size=2))
+    seen: list[Any] = []
+    for batch in loader:
+        value = [tensor[None] for tensor in batch] if use_gather_object else {"ids": batch}
+        whole = accelerator.gather_for_metrics(value, use_gather_object=use_gather_object)
+        seen += [int(tensor) for tensor in whole] if use_gather_object else whole["ids"].tolist()
+    return seen
+
+
+@pytest.mark.parametrize("use_gather_object", [False, True])
+def test_metrics_see_each_sample_once(use_gather_object: bool) -> None:
+    assert run_ranks(2, _metrics, use_gather_object) == [[0, 1, 2, 3, 4]] * 2
 
 
 def _mismatch(kind: str) -> str:
     accelerator = Accelerator()
     rank = accelerator.process_index
+    began = time.monotonic()
     with pytest.raises(CollectiveMismatch) as caught:
         if kind == "shape":
             accelerator.gather({"x": torch.ones(2 + rank, 3)})
+        elif kind == "objects":
+            gather_object(["text"]) if rank else broadcast_object_list([1, 2])
+        elif kind == "structure":
+            accelerator.gather([torch.ones(1)] if rank else [torch.ones(1), None])
         elif kind == "operation":
             accelerator.gather(torch.ones(2)) if rank else accelerator.reduce(torch.ones(2))
         elif kind == "barrier":
             accelerator.wait_for_everyone() if rank else accelerator.gather(torch.ones(2))
         else:
             accelerator.gather(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
+    assert time.monotonic() - began < 2
     accelerator.wait_for_everyone()  # nothing was exchanged, so the group is still good
     return str(caught.value)
 
@@ -132,6 +336,8 @@ def _mismatch(kind: str) -> str:
         ("operation", ["rank 0: reduce sum float32[2]", "rank 1: gather float32[2]"]),
         ("barrier", ["rank 0: gather float32[2]", "rank 1: wait_for_everyone"]),
         ("dtype", ["rank 0: gather float32[2]", "rank 1: gather float64[2]"]),
+        ("objects", ["rank 0: broadcast_object_list of 2 from 0", "rank 1: gather_object"]),
+        ("structure", ["rank 0: gather {0: float32[1], 1: NoneType}", "rank 1: gather {0: float32[1]}"]),
     ],
 )
 def test_different_calls_are_an_error_on_every_rank_that_names_both_sides(kind: str, sides: list[str]) -> None:
@@ -169,3 +375,63 @@ def _gather_a_mixture() -> str:
 def test_gather_of_tensors_and_something_else_says_what_takes_it() -> None:
     for message in run_ranks(2, _gather_a_mixture):
         assert "got str. gather_for_metrics takes any picklable object" in message
+
+
+def _waiting() -> tuple[list[str], int, float]:
+    state = PartialState()
+    heard: list[Event] = []
+    state.wait_for_everyone()
+    with outlet(heard.append):
+        if state.process_index:
+            time.sleep(1.2)
+        began = time.monotonic()
+        state.gather(torch.ones(2))
+    waited = [f"{event.call}, {event.seconds:.1f} s" for event in heard if isinstance(event, Waiting)]
+    return waited, sum(isinstance(event, CollectiveEntered) for event in heard), time.monotonic() - began
+
+
+def test_a_rank_that_waits_says_so_twice_a_second_and_goes_on() -> None:
+    first, second = run_ranks(2, _waiting)
+    call = "gather float32[2] (call 2 of this process group)"
+    assert first[0][:2] == [f"{call}, 0.5 s", f"{call}, 1.0 s"]
+    assert first[1] == second[1] == 1
+    assert second[0] == []
+
+
+def _deserted() -> str:
+    state = PartialState()
+    state.wait_for_everyone()
+
+    def answer(event: Event) -> None:
+        if isinstance(event, Waiting):
+            raise CollectiveMismatch(f"{event.call}: nobody comes")
+
+    if state.process_index:
+        return ""
+    with outlet(answer), pytest.raises(CollectiveMismatch) as caught:
+        state.reduce({"loss": torch.ones(())})
+    return str(caught.value)
+
+
+def test_a_listener_that_knows_better_ends_the_wait() -> None:
+    assert run_ranks(2, _deserted)[0] == "reduce sum {loss: float32[]} (call 2 of this process group): nobody comes"
+
+
+def _interrupted() -> float:
+    import os
+    import signal
+    import threading
+
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.process_index:
+        return 0.0
+    began = time.monotonic()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        state.wait_for_everyone()
+    return time.monotonic() - began
+
+
+def test_an_interrupt_reaches_a_rank_inside_a_collective() -> None:
+    assert run_ranks(2, _interrupted)[0] < 1.5

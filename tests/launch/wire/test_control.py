@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from nbaccel.errors import RunStopped
-from nbaccel.events import StepEntered, StepsEnded
-from nbaccel.launch.wire.control import ControlPage, StepGate, position_number
+from nbaccel.errors import CollectiveMismatch, RunStopped
+from nbaccel.events import CollectiveEntered, StepEntered, StepsEnded, Waiting
+from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate, position_number
 
 
 def test_positions_order_by_training_step_then_by_batches_since() -> None:
@@ -108,4 +108,41 @@ def test_asking_twice_gives_the_first_answer() -> None:
     gate = StepGate(page, 0)
     gate(StepEntered(0))
     assert page.stop() == page.stop() == 0
+    page.close()
+
+
+def test_a_rank_waits_for_those_that_are_busy_and_for_those_that_finished_after_they_had_entered_too() -> None:
+    page = ControlPage.create(3)
+    watches = [PeerWatch(page, rank) for rank in range(3)]
+    for watch in watches:
+        watch(CollectiveEntered())
+    page.finish(2)
+    watches[0](Waiting("gather", 0.5))  # rank 2 took part in this one, and rank 1 is still to come
+    page.close()
+
+
+def test_a_rank_that_waits_for_one_that_finished_before_is_told_both_sides() -> None:
+    page = ControlPage.create(3)
+    watches = [PeerWatch(page, rank) for rank in range(3)]
+    for watch in watches:
+        watch(CollectiveEntered())
+    page.finish(2)
+    watches[0](CollectiveEntered())
+    with pytest.raises(CollectiveMismatch, match="rank 0 of 3") as caught:
+        watches[0](Waiting("gather float32[2]", 0.5))
+    assert "  rank 0: gather float32[2]\n  rank 2: has finished, and will not come" in str(caught.value)
+    page.close()
+
+
+def test_a_count_of_collectives_leaves_a_ranks_position_alone() -> None:
+    page = ControlPage.create(2)
+    gate, watch = StepGate(page, 1), PeerWatch(page, 1)
+    gate(StepEntered(3))
+    before = page.read(1)
+    watch(CollectiveEntered())
+    page.finish(1)
+    watch(StepEntered(4))
+    assert page.read(1) == before
+    assert page.finished_before(1) == []
+    assert page.finished_before(2) == [1]
     page.close()

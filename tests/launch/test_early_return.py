@@ -1,0 +1,76 @@
+"""A rank that returned while its peers wait for it in a collective: they are told, soon, and by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from nbaccel import Accelerator, CollectiveMismatch, PartialState, launch
+
+
+def _leaves_before_a_gather() -> None:
+    import torch
+
+    accelerator = Accelerator()
+    accelerator.gather(torch.ones(1))
+    if not accelerator.is_last_process:
+        accelerator.gather({"loss": torch.ones(2)})
+
+
+def _leaves_after_many_calls() -> None:
+    accelerator = Accelerator()
+    for _ in range(20):
+        accelerator.wait_for_everyone()
+    if not accelerator.is_last_process:
+        accelerator.check_trigger()
+
+
+def _never_joins() -> None:
+    from nbaccel.world import World
+
+    if not World.from_env().is_last_process:
+        PartialState()
+
+
+@pytest.mark.parametrize(
+    ("program", "call"),
+    [
+        (_leaves_before_a_gather, "gather {loss: float32[2]} (call 2 of this process group)"),
+        (_leaves_after_many_calls, "check_trigger (call 21 of this process group)"),
+        (_never_joins, "forming the process group"),
+    ],
+)
+def test_a_rank_that_waits_for_one_that_returned_hears_of_it_within_two_seconds(
+    program: Callable[[], None], call: str, start_method: str
+) -> None:
+    launch(PartialState, 2, cpu=True, start_method=start_method)  # imports are paid
+    began = time.monotonic()
+    with pytest.raises(CollectiveMismatch) as caught:
+        launch(program, 2, cpu=True, start_method=start_method)
+    assert time.monotonic() - began < 2
+    message = str(caught.value)
+    assert f"  rank 0: {call}\n  rank 1: has finished, and will not come" in message
+    assert "only some ranks take" in message
+
+
+def test_all_that_wait_hear_of_it() -> None:
+    run = launch(_leaves_before_a_gather, 3, cpu=True, check=False)
+    assert isinstance(run.error, CollectiveMismatch)
+    assert "rank 2: has finished" in str(run.error)
+
+
+def _finishes_first() -> bool:
+    accelerator = Accelerator()
+    if accelerator.is_main_process:
+        with accelerator.main_process_first():
+            time.sleep(1.2)  # while the other one waits
+    else:
+        with accelerator.main_process_first():
+            pass
+    return True
+
+
+def test_a_rank_that_is_only_slow_is_waited_for() -> None:
+    assert launch(_finishes_first, 2, cpu=True).values == [True, True]
