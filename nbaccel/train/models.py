@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbaccel.train.strategies.base import without_compile
 from nbaccel.world import World
 
-__all__ = ["admit", "backend_name", "compiled", "keep_compiled", "may_move"]
+__all__ = ["admit", "backend_name", "compiled", "is_spread", "keep_compiled", "may_move"]
 
 _QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer", "quantization_method")
 """Attributes that are set, and true, on a model with quantised weights."""
@@ -45,7 +45,12 @@ def admit(model: Module, world: World, device: torch.device) -> Module:
 
 def may_move(model: Module) -> bool:
     """Whether ``model.to(device)`` is ours to call: not on quantised models, nor on ones that are spread."""
-    return not _is_quantised(model) and len(_devices(model)) <= 1
+    return not (_is_quantised(model) or is_spread(model))
+
+
+def is_spread(model: Module) -> bool:
+    """Whether `model` lies on several devices."""
+    return len(_devices(model)) > 1
 
 
 def backend_name(chosen: str | None) -> str | None:

@@ -16,6 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["recompute_activations"]
 
+_OWN = {
+    "activation_checkpointing_enable": "activation_checkpointing_kwargs",
+    "gradient_checkpointing_enable": "gradient_checkpointing_kwargs",
+}
+"""Methods of models that can do it themselves, newest spelling first, and their argument for torch's checkpoint."""
+
 
 def recompute_activations(model: Module, blocks: Iterable[Module] | None = None) -> None:
     """Recompute each of `blocks`, or where none are named those that `model` is visibly made of.
@@ -23,9 +29,9 @@ def recompute_activations(model: Module, blocks: Iterable[Module] | None = None)
     Raises:
         ValueError: no blocks were given, and none were found.
     """
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if blocks is None and enable is not None:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    own = next((name for name in _OWN if hasattr(model, name)), None)
+    if blocks is None and own is not None:
+        getattr(model, own)(**{_OWN[own]: {"use_reentrant": False}})
         return
     chosen = list(_members(model)) if blocks is None else list(blocks)
     if not chosen:

@@ -20,6 +20,7 @@ from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.control import ProcessControl
 from nbaccel.train.finite import LossWatch
 from nbaccel.train.handlers import AutocastKwargs
+from nbaccel.train.models import is_spread
 from nbaccel.train.optimizer import PreparedOptimizer
 from nbaccel.train.precision import Precision
 from nbaccel.train.prepared import Prepared
@@ -133,6 +134,12 @@ class Stepping(ProcessControl):
             autocast_handler = AutocastKwargs(enabled=False)
         return self._precision.autocast(autocast_handler)
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler, with ``mixed_precision="fp16"``; it is updated before the first loss after a step."""
+        self._equip()
+        return getattr(self._precision, "scaler", None)
+
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring the gradients of `optimizer` (one, several, or None for all prepared ones) to true size.
 
@@ -181,8 +188,8 @@ class Stepping(ProcessControl):
     def gradient_checkpointing(self, model: Module, blocks: Iterable[Module] | None = None) -> Module:
         """Let `model` compute activations again in its backward instead of keeping them; the same `model` is returned.
 
-        A model with a ``gradient_checkpointing_enable`` of its own (transformers) is told so. In others each of
-        `blocks` is recomputed as a whole: by default the members of their outermost ``ModuleList``s and
+        A model that can do so itself (transformers) is told to. In others each of `blocks` is recomputed as a
+        whole: by default the members of their outermost ``ModuleList``s and
         ``Sequential``s. Before or after `prepare`; works with DDP and accumulation, since nothing is reentrant.
 
         Raises:
@@ -191,3 +198,7 @@ class Stepping(ProcessControl):
         self._equip()
         recompute_activations(self._strategy.unwrap(model), blocks)
         return model
+
+    def verify_device_map(self, model: Module) -> bool:
+        """Whether `model`, or a module in it, lies on several devices, as ``device_map="auto"`` makes it."""
+        return any(is_spread(module) for module in model.modules() if hasattr(module, "hf_device_map"))

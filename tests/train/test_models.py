@@ -44,6 +44,13 @@ def test_a_model_spread_over_devices_is_refused_in_several_processes() -> None:
     assert admit(mixed, SECOND, CPU) is mixed  # nothing lies on meta
 
 
+def test_a_device_map_over_several_devices_is_recognised() -> None:
+    accelerator = Accelerator()
+    spread = _marked(hf_device_map={"encoder": 0, "decoder": 1})
+    assert accelerator.verify_device_map(torch.nn.Sequential(spread))
+    assert not accelerator.verify_device_map(torch.nn.Sequential(_marked(hf_device_map={"": 0})))
+
+
 def test_a_model_spread_over_devices_stays_where_it_is_in_one_process() -> None:
     spread = _marked(hf_device_map={"encoder": 0, "decoder": "cpu"})
     assert admit(spread, World(), CPU) is spread
@@ -316,3 +323,35 @@ def test_lora_adapters_train_as_one_and_the_base_stays() -> None:
     assert first == second
     assert first[1] == ["base_model.model.0.lora_A.weight", "base_model.model.0.lora_B.weight"]
     assert first[2]
+
+
+def _language_model(is_recomputed: bool) -> tuple[float, list[float]]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+    # Without dropout, which a wrapped model would draw in another order.
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, use_cache=False))
+    plain.train()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    if is_recomputed:
+        accelerator.gradient_checkpointing(model)
+        assert plain.transformer.gradient_checkpointing
+    tokens = torch.arange(8)[None] + accelerator.process_index
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            output = model(input_ids=tokens, labels=tokens)
+            accelerator.backward(output.loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert output.logits.dtype == torch.float32
+    return output.loss.item(), plain.lm_head.weight[0].tolist()
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_trains_the_same_with_recomputed_blocks() -> None:
+    pytest.importorskip("transformers")
+    plain, recomputed = (run_ranks(2, _language_model, is_on) for is_on in (False, True))
+    assert plain[0][1] == plain[1][1]
+    assert recomputed == plain

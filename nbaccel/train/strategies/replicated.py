@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gc
-import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.train.handlers import Handlers
+from nbaccel.train.handlers import DDPCommunicationHookType
 from nbaccel.train.strategies.base import Strategy, without_compile
 from nbaccel.train.strategies.complaints import explain_twice_ready, explain_unused
-from nbaccel.train.strategies.compression import compress_gradients
-from nbaccel.world import World
 
 __all__ = ["Replica", "Replicated"]
 
@@ -40,10 +37,6 @@ class Replicated(Strategy):
 
     has_peers = True
 
-    def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None) -> None:
-        super().__init__(world, device, handlers)
-        self._replicas: list[weakref.ref[Replica]] = []
-
     def setup(self, model: Module) -> Module:
         if _is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a module without gradients, and there is nothing to average
@@ -52,8 +45,11 @@ class Replicated(Strategy):
             device_ids=[self.device] if next(model.parameters()).device.type == "cuda" else None,
             **self._options(),
         )
-        compress_gradients(replica, self.handlers.ddp, self.device)
-        self._replicas.append(weakref.ref(replica))
+        options = self.handlers.ddp
+        if {options.comm_hook, options.comm_wrapper} != {DDPCommunicationHookType.NO}:
+            from nbaccel.train.strategies.compression import compress_gradients  # torch's hooks import slowly
+
+            compress_gradients(replica, options, self.device)
         return replica
 
     def _options(self) -> dict[str, Any]:
@@ -65,7 +61,7 @@ class Replicated(Strategy):
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:
-            modules = [replica.module for reference in self._replicas if (replica := reference()) is not None]
+            modules = [thing.module for thing in _living_modules() if isinstance(thing, Replica)]
             explained = explain_twice_ready(error, modules, self.world.rank, self.world.world_size)
             if explained is None:
                 raise
@@ -99,7 +95,12 @@ class Replicated(Strategy):
 
     def finds_parallel(self) -> bool:
         # Some 10 ms, so it is asked once, before refusing.
-        return any(issubclass(type(thing), Module) and _is_parallel(thing) for thing in gc.get_objects())
+        return any(_is_parallel(module) for module in _living_modules())
+
+
+def _living_modules() -> Iterator[Module]:
+    """Every module of this process. By type(): a lazy object's ``__class__`` may import what it stands for."""
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), Module))
 
 
 class _NoReduce:
