@@ -123,10 +123,10 @@ class Checkpointing(ProcessControl):
                 )
             self._write(target, training)
             if output_dir is None:
-                self._shelf.prune()
+                self._shelf.tidy()
         else:
             if self._registered.save_hooks:
-                self._run_save_hooks(training.weights(), target)
+                self._run_save_hooks(training, training.weights(), target)
             with sayable(target):
                 generators.add(target, self.process_index, stamp, generators.read(training.device))
         if output_dir is None:
@@ -157,7 +157,7 @@ class Checkpointing(ProcessControl):
         models = list(training.prepared.models)
         for hook in self._registered.load_hooks.values():
             hook(models, os.fspath(choice.folder))
-        content = Content.read(choice.folder, trust) if choice.manifest else read_foreign(choice.folder, trust)
+        content = _read(choice, trust)
         self._refuse_other_objects(choice, content)
         training.take(content, models)
         for thing, state in zip(self._registered.objects, content.customs, strict=True):
@@ -265,24 +265,20 @@ class Checkpointing(ProcessControl):
                 "and load_state sees these batches again. Where accelerator.sync_gradients is true nothing is lost.",
                 stacklevel=3,
             )
-        ready = content.pack()
-        with replacing(target, ready.nbytes) as folder:
-            if self._registered.save_hooks:
-                self._run_save_hooks(weights, folder)
-                ready = content.pack()  # the hooks may have taken weights out
-            for reason in ready.reasons:
+        with replacing(target, content.nbytes) as folder:
+            self._run_save_hooks(training, weights, folder)  # they may take weights out
+            for reason in content.write(folder):
                 warnings.warn(
                     f"{reason}. It is saved as a pickle, which load_state only loads with trust=True.", stacklevel=3
                 )
-            ready.write(folder)
             generators.write(folder, self.process_index, str(stamp), state)
             generators.carry(target, folder, str(stamp))
             training.manifest(content).seal(folder)
         generators.adopt(target, stamp)
 
-    def _run_save_hooks(self, weights: list[dict[str, Any]], folder: Path) -> None:
+    def _run_save_hooks(self, training: Training, weights: list[dict[str, Any]], folder: Path) -> None:
         for hook in self._registered.save_hooks.values():
-            hook(self._training().prepared.models, weights, os.fspath(folder))
+            hook(training.prepared.models, weights, os.fspath(folder))
 
     def _refuse_other_objects(self, choice: Choice, content: Content) -> None:
         held, registered = len(content.customs), len(self._registered.objects)
@@ -351,3 +347,9 @@ class Checkpointing(ProcessControl):
         if error is not None:
             raise error
         return answer  # type: ignore[return-value]  # rank 0 has asked
+
+
+def _read(choice: Choice, trust: bool) -> Content:
+    if choice.manifest is None:
+        return read_foreign(choice.folder, trust)
+    return Content.read(choice.folder, choice.manifest, trust)

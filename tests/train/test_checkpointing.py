@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from killing import die_at, points_passed
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.testing import run_ranks
+from nbaccel.train.checkpoint.shelf import Shelf
 from nbaccel.train.project import ProjectConfiguration
 from trainings import Tally, Tied, Trained
 
@@ -334,6 +338,34 @@ def test_damage_that_rank_0_finds_is_an_error_on_every_rank(tmp_path: Path) -> N
     Accelerator().save_state(tmp_path / "last")
     flip(tmp_path / "last" / "training.json")
     assert run_ranks(2, _loads_damaged, str(tmp_path / "last")) == [str(tmp_path / "last" / "training.json")] * 2
+
+
+@pytest.mark.slow
+def test_a_rotation_that_is_killed_anywhere_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    """``total_limit=1``: Accelerate deletes the only checkpoint before it writes the next one."""
+    training = Trained.start(project_config=numbered(tmp_path / "first", total_limit=1))
+    accelerator, project = training.accelerator, training.accelerator.project_configuration
+    accelerator.save_state()
+    training.epoch()
+
+    def second_save(name: str) -> Callable[[], object]:
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+        project.project_dir, project.iteration = tmp_path / name, 1
+        return accelerator.save_state
+
+    steps = []
+    for point, name in enumerate(points_passed(second_save("probe"))):
+        die_at(point, second_save(f"{point}-{name}"))
+        assert project.project_dir is not None
+        choice = Shelf(project).choose(None)
+        assert choice.manifest is not None
+        steps.append(choice.manifest.step)
+        project.iteration = 2
+        accelerator.save_state()
+        assert os.listdir(Path(project.project_dir) / "checkpoints") == ["checkpoint_2"]
+    assert len(steps) >= 8
+    assert steps == sorted(steps)
+    assert set(steps) == {0, 4}
 
 
 # -- the program's own objects and hooks

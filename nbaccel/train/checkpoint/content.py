@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbaccel.train.checkpoint.packing import Packed
-from nbaccel.train.checkpoint.parts import count_parts, numbered, pack_part, read_part, write_part
+from torch import Tensor
 
-__all__ = ["Content", "PackedContent"]
+from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.parts import numbered, read_part, write_part
+from nbaccel.train.nested import children
 
+__all__ = ["Content"]
+
+_KINDS = ("model", "optimizer", "scheduler", "custom")
 _PROGRESS = "training"
 
 
@@ -23,7 +27,7 @@ _PROGRESS = "training"
 class Content:
     """State dicts by kind, in the order of `prepare` and of `register_for_checkpointing`.
 
-    progress: step, seed, gradient scaler and the positions of loaders; empty keys stay as they are.
+    progress: step, seed, gradient scaler and the positions of loaders.
     """
 
     models: list[dict[str, Any]] = field(default_factory=list)
@@ -32,63 +36,47 @@ class Content:
     customs: list[Any] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
 
-    def pack(self) -> PackedContent:
-        """Ready for the disk; device memory is copied to the host here."""
-        parts = {name: (state, *pack_part(state)) for name, state in self._named()}
-        return PackedContent(
-            {name: (state, packed) for name, (state, packed, _) in parts.items()},
-            [reason for _, _, reason in parts.values() if reason],
-        )
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, which is nearly all that is going to be written."""
+        sizes = {tensor.data_ptr(): tensor.nbytes for _, state in self._named() for tensor in _tensors(state)}
+        return sum(sizes.values())
+
+    def write(self, folder: Path) -> list[str]:
+        """Write it part by part; for each part that only a pickle can hold, the reason.
+
+        Tensors of one part at a time are copied from the device to the host.
+        """
+        reasons = [write_part(folder, name, state) for name, state in self._named()]
+        return [reason for reason in reasons if reason]
 
     @classmethod
-    def read(cls, folder: Path, trust: bool) -> Content:
-        """What was written into `folder`, whose files were verified already.
+    def read(cls, folder: Path, manifest: Manifest, trust: bool) -> Content:
+        """What was written into `folder`: the files that its manifest lists, verified already, and no others.
 
         Raises:
             UntrustedPickle: a part is a pickle, and `trust` was not given.
             CheckpointCorrupt: a part cannot be read.
         """
+        parts = {Path(file).stem for file in manifest.files}
 
-        def all_of(name: str) -> list[Any]:
-            return [read_part(folder, numbered(name, index), trust) for index in range(count_parts(folder, name))]
+        def all_of(kind: str) -> list[Any]:
+            count = 0
+            while numbered(kind, count) in parts:
+                count += 1
+            return [read_part(folder, numbered(kind, index), manifest, trust) for index in range(count)]
 
-        return cls(
-            all_of("model"),
-            all_of("optimizer"),
-            all_of("scheduler"),
-            all_of("custom"),
-            read_part(folder, _PROGRESS, trust=False),
-        )
+        models, optimizers, schedulers, customs = map(all_of, _KINDS)
+        return cls(models, optimizers, schedulers, customs, read_part(folder, _PROGRESS, manifest, trust))
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        kinds = {
-            "model": self.models,
-            "optimizer": self.optimizers,
-            "scheduler": self.schedulers,
-            "custom": self.customs,
-        }
-        for name, states in kinds.items():
-            yield from ((numbered(name, index), state) for index, state in enumerate(states))
+        for kind, states in zip(_KINDS, (self.models, self.optimizers, self.schedulers, self.customs), strict=True):
+            yield from ((numbered(kind, index), state) for index, state in enumerate(states))
         yield _PROGRESS, self.progress
 
 
-@dataclass(frozen=True, slots=True)
-class PackedContent:
-    """A content on the host, ready to be written.
-
-    parts: name to the state, and the state packed (None: only a pickle can hold it).
-    reasons: for each part that has to be a pickle, why.
-    """
-
-    parts: dict[str, tuple[Any, Packed | None]]
-    reasons: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, which is nearly all of the checkpoint."""
-        packed = [packed for _, packed in self.parts.values() if packed is not None]
-        return sum(tensor.nbytes for one in packed for tensor in one.tensors.values())
-
-    def write(self, folder: Path) -> None:
-        for name, (state, packed) in self.parts.items():
-            write_part(folder, name, state, packed)
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    for _, child in children(state):
+        yield from _tensors(child)

@@ -6,6 +6,7 @@ loading pickles is for (6.8 GiB/s here, SHA-256 1.9).
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -19,6 +20,9 @@ from nbaccel.errors import CheckpointCorrupt
 __all__ = ["aside", "checksum", "read_sealed", "sync", "write_sealed"]
 
 _CHUNK_BYTES = 1 << 20
+
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""How file systems that cannot sync a folder (FUSE, network drives) say so; the rename is all there is then."""
 
 
 def aside(target: Path, pattern: str) -> Iterator[Path]:
@@ -40,13 +44,16 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):
+            raise
     finally:
         os.close(descriptor)
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
     """Write `content` with its checksum; it is on the disk when this returns."""
-    path.write_text(json.dumps({**content, "crc32": _crc(content)}, indent=1))
+    path.write_text(json.dumps({**content, "crc32": _crc(content)}, indent=1), encoding="utf-8")
     sync(path)
 
 

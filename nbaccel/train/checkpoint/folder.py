@@ -14,7 +14,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from nbaccel.errors import CannotSave, CheckpointCorrupt
 from nbaccel.train.checkpoint.files import aside, sync
 from nbaccel.train.checkpoint.manifest import Manifest
 
-__all__ = ["complete_leftovers", "delete_whole", "in_units", "replacing", "sayable"]
+__all__ = ["complete_leftovers", "delete_dead", "delete_whole", "in_units", "replacing", "sayable"]
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -59,6 +59,13 @@ def delete_whole(folder: Path) -> None:
     outdated = _own_name(folder, "old")
     os.rename(folder, outdated)
     shutil.rmtree(outdated)
+
+
+def delete_dead(leftovers: Iterable[Path]) -> None:
+    """Delete those of `leftovers` whose process, the number at the end of the name, is gone."""
+    for leftover in leftovers:
+        if not _is_alive(leftover.name.rpartition("-")[2]):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def complete_leftovers(target: Path) -> list[Path]:
@@ -155,9 +162,7 @@ def _put_right(target: Path) -> None:
         for complete in complete_leftovers(target)[:1]:
             os.rename(complete, target)
             sync(target.parent)
-    for leftover in [*aside(target, "tmp-*"), *aside(target, "old-*")]:
-        if not _is_alive(leftover.name.rpartition("-")[2]):
-            shutil.rmtree(leftover, ignore_errors=True)
+    delete_dead([*aside(target, "tmp-*"), *aside(target, "old-*")])
 
 
 def _is_alive(pid: str) -> bool:

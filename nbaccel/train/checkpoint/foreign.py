@@ -7,6 +7,7 @@ and not optimizer steps. All but the models are pickles: they are read as data o
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,6 @@ def read_foreign(folder: Path, trust: bool) -> Content:
 
 def restore_foreign_generators(folder: Path, rank: int, device: torch.device, trust: bool) -> str:
     """Continue `rank`'s random numbers; the reason where that cannot be, else an empty text."""
-    import random
-
     import numpy as np
 
     path = folder / f"random_states_{rank}.pkl"

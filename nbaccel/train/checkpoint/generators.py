@@ -16,6 +16,7 @@ import random
 import shutil
 import sys
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +68,19 @@ def derive(seed: int, step: int, rank: int) -> None:
         sys.modules["numpy"].random.seed(mixed)
 
 
+@dataclass(frozen=True, slots=True)
 class Stamp:
     """Names one save, equally on all ranks that take part in it without having spoken.
 
     step: optimizer steps done.  position: batches of an open accumulation window.  launch_id: of the run.
     """
 
-    def __init__(self, step: int, position: int, launch_id: str) -> None:
-        self.step = step
-        self.text = f"step {step} + {position} of run {launch_id or '?'}"
+    step: int
+    position: int
+    launch_id: str
 
     def __str__(self) -> str:
-        return self.text
+        return f"step {self.step} + {self.position} of run {self.launch_id or '?'}"
 
 
 def write(folder: Path, rank: int, stamp: str, state: State) -> None:

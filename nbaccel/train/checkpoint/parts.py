@@ -17,9 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
-from nbaccel.train.checkpoint.packing import CannotPack, Packed, pack, unpack
+from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.packing import CannotPack, pack, unpack
 
-__all__ = ["count_parts", "load_pickle", "load_tensors", "numbered", "pack_part", "read_part", "write_part"]
+__all__ = ["load_pickle", "load_tensors", "numbered", "read_part", "write_part"]
 
 
 def numbered(name: str, index: int) -> str:
@@ -27,48 +28,35 @@ def numbered(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
 
 
-def pack_part(state: Any) -> tuple[Packed | None, str]:
-    """`state` ready for `write_part`; or None and the reason, where only a pickle can hold it."""
+def write_part(folder: Path, name: str, state: Any) -> str:
+    """Write one part, not brought to the disk yet; the reason, where only a pickle can hold it, else an empty text."""
     try:
-        return pack(state), ""
+        packed = pack(state)
     except CannotPack as error:
-        return None, str(error)
-
-
-def write_part(folder: Path, name: str, state: Any, packed: Packed | None) -> None:
-    """Write one part; not brought to the disk yet."""
-    if packed is None:
         torch.save(state, folder / f"{name}.pkl")
-        return
-    (folder / f"{name}.json").write_text(json.dumps(packed.structure))
+        return str(error)
+    (folder / f"{name}.json").write_text(json.dumps(packed.structure), encoding="utf-8")
     if packed.tensors:
         metadata = {"format": "pt", **packed.aliases}  # the names of tied weights, where safetensors looks for them
         save_file(packed.tensors, folder / f"{name}.safetensors", metadata=metadata)
+    return ""
 
 
-def read_part(folder: Path, name: str, trust: bool) -> Any:
-    """What `write_part` was given.
+def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
+    """What `write_part` was given, from files that `manifest` lists.
 
     Raises:
         CheckpointCorrupt: a file of the part is missing or cannot be read.
         UntrustedPickle: it is a pickle that could run code, without `trust`.
     """
-    if (folder / f"{name}.pkl").exists():
+    if f"{name}.pkl" in manifest.files:
         return load_pickle(folder / f"{name}.pkl", trust)
-    structure = folder / f"{name}.json"
-    tensors = folder / f"{name}.safetensors"
+    structure, with_tensors = folder / f"{name}.json", f"{name}.safetensors" in manifest.files
     try:
-        return unpack(json.loads(structure.read_text()), load_tensors(tensors) if tensors.exists() else {})
+        tensors = load_tensors(folder / f"{name}.safetensors") if with_tensors else {}
+        return unpack(json.loads(structure.read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointCorrupt(f"{structure} cannot be read: {error!r}", str(structure)) from error
-
-
-def count_parts(folder: Path, name: str) -> int:
-    """How many objects of a kind the folder holds, numbered without a gap."""
-    count = 0
-    while any((folder / f"{numbered(name, count)}.{suffix}").exists() for suffix in ("json", "pkl")):
-        count += 1
-    return count
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -107,8 +95,10 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 def _harmless() -> list[Any]:
     """What torch does not allow by itself and only builds data: NumPy's arrays, as random states hold them."""
-    import numpy as np
-
+    try:
+        import numpy as np
+    except ImportError:
+        return []
     core = getattr(np, "_core", None) or np.core  # NumPy 2 renamed it
     kinds = {type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float32, np.float64, np.bool_)}
     return [core.multiarray._reconstruct, core.multiarray.scalar, np.ndarray, np.dtype, *kinds]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbaccel.errors import CheckpointCorrupt
-from nbaccel.train.checkpoint.folder import complete_leftovers, delete_whole
+from nbaccel.train.checkpoint.files import aside
+from nbaccel.train.checkpoint.folder import complete_leftovers, delete_dead, delete_whole
 from nbaccel.train.checkpoint.foreign import is_foreign
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest
 from nbaccel.train.checkpoint.place import place_for, place_of
@@ -58,18 +59,26 @@ class Shelf:
             )
         return folder
 
-    def prune(self) -> None:
-        """Delete the oldest numbered checkpoints beyond `total_limit`; the newest is complete by now."""
+    def tidy(self) -> None:
+        """Delete what killed processes left, and the oldest numbered checkpoints beyond `total_limit`.
+
+        The newest checkpoint is complete by now.
+        """
+        place = self._numbered("save_state", "output_dir")
+        delete_dead([*place.glob(".checkpoint_*.tmp-*"), *place.glob(".checkpoint_*.old-*")])
         limit = self.project.total_limit
-        if limit is not None:
-            for _, folder in self._all()[:-limit]:
-                delete_whole(folder)
+        for _, folder in [] if limit is None else self._all()[:-limit]:
+            delete_whole(folder)
+            for waiting in aside(folder, "rank*"):
+                waiting.unlink(missing_ok=True)
 
     def count_on(self, folder: Path) -> None:
         """Let the numbering continue behind `folder`, if it is a numbered one of this project."""
         said = _NAME.fullmatch(folder.name)
         project = self.project
-        if said and project.automatic_checkpoint_naming and folder.parent == self._numbered("load_state", "input_dir"):
+        if not (said and project.automatic_checkpoint_naming):
+            return
+        if folder.resolve().parent == self._numbered("load_state", "input_dir").resolve():
             project.iteration = int(said[1]) + 1
 
     def choose(self, input_dir: str | os.PathLike[str] | None) -> Choice:

@@ -6,15 +6,14 @@ import errno
 import json
 import os
 import resource
-import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from killing import die_at, points_passed
 from nbaccel.errors import CannotSave, CheckpointCorrupt
 from nbaccel.train.checkpoint import folder as folders
 from nbaccel.train.checkpoint.content import Content
@@ -25,7 +24,7 @@ from nbaccel.train.project import ProjectConfiguration
 
 
 def save(target: Path, step: int) -> None:
-    content = Content([{"weight": torch.full((4,), float(step))}], progress={"step": step}).pack()
+    content = Content([{"weight": torch.full((4,), float(step))}], progress={"step": step})
     with replacing(target, content.nbytes) as folder:
         content.write(folder)
         Manifest(f"step {step}", step, 0, None, 1).seal(folder)
@@ -33,51 +32,19 @@ def save(target: Path, step: int) -> None:
 
 def step_in(target: Path) -> int:
     choice = Shelf(ProjectConfiguration()).choose(target)
-    content = Content.read(choice.folder, trust=False)
+    assert choice.manifest is not None
+    content = Content.read(choice.folder, choice.manifest, trust=False)
     assert content.models[0]["weight"].tolist() == [float(content.progress["step"])] * 4
     return int(content.progress["step"])
 
 
-class Points:
-    """Every call by which a save changes the disk for good, by name; the process dies before the chosen one."""
-
-    def __init__(self, die_at: int | None) -> None:
-        self.die_at = die_at
-        self.passed: list[str] = []
-
-    def watch(self, patch: pytest.MonkeyPatch) -> None:
-        for module, name in ((os, "fsync"), (os, "rename"), (shutil, "rmtree"), (Path, "write_text")):
-            patch.setattr(module, name, self._watched(name, getattr(module, name)))
-
-    def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **options: Any) -> Any:
-            if len(self.passed) == self.die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.passed.append(name)
-            return function(*args, **options)
-
-        return watched
-
-
 def points_of(target: Path) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        points = Points(die_at=None)
-        points.watch(patch)
-        save(target, step=0)
-    return points.passed
+    return points_passed(lambda: save(target, step=0))
 
 
 def killed_at(point: int, target: Path) -> None:
     """Save step 2 in a child that is killed at `point`."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                Points(point).watch(patch)
-                save(target, step=2)
-        finally:
-            os._exit(1)  # it lived to the end
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    die_at(point, lambda: save(target, step=2))
 
 
 def test_a_save_that_is_killed_anywhere_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
@@ -168,7 +135,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_the_older_checkpoint(tmp_path
     """A limit on file sizes fails as a full disk does, for Python's own files and for safetensors'."""
     target = tmp_path / "last"
     save(target, step=1)
-    content = Content([{"weight": torch.ones(50_000)}]).pack()
+    content = Content([{"weight": torch.ones(50_000)}])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -238,3 +205,23 @@ def test_deleting_is_a_rename_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("size", "text"), [(999, "999 bytes"), (1_500, "1.5 kB"), (2_345_678_901, "2.35 GB")])
 def test_sizes_are_shown_in_units(size: int, text: str) -> None:
     assert folders.in_units(size) == text
+
+
+def test_a_file_system_that_cannot_sync_folders_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(tmp_path / "last", step=1)
+    assert step_in(tmp_path / "last") == 1
+
+
+def test_files_that_no_manifest_lists_are_not_read(tmp_path: Path) -> None:
+    save(tmp_path / "last", step=1)
+    torch.save({"weight": torch.zeros(4)}, tmp_path / "last" / "model.pkl")
+    (tmp_path / "last" / "model_1.json").write_text("{}")
+    assert step_in(tmp_path / "last") == 1
