@@ -103,7 +103,7 @@ class _Choice:
                 keeps_on_host=keeps_on_host,
             )
         self._refuse_different_datasets()
-        self._warn_of_repeats()
+        self._warn_of_little_data()
         if is_stream or _iterates_itself(loader):
             return StreamSource(loader, self._seed(), world, even=even, split=split)
         return self._indexed()
@@ -139,17 +139,24 @@ class _Choice:
             "if only rank 0 has the data, use DataLoaderConfiguration(dispatch_batches=True)."
         )
 
-    def _warn_of_repeats(self) -> None:
+    def _warn_of_little_data(self) -> None:
+        """Of fewer samples than one round takes."""
         samples, size, ranks = self.facts[0].samples, self.loader.batch_size, self.world.world_size
-        if size is None or samples < 0 or self.configuration.split_batches or not self.configuration.even_batches:
+        if size is None or samples < 0 or self.configuration.split_batches or samples >= ranks * size:
             return
-        wanted = ranks * size
-        if samples < wanted and not self.loader.drop_last:
+        short = f"the dataset has {samples} samples, fewer than one batch of {size} for each of {ranks} ranks"
+        smaller = max(1, samples // ranks)
+        if self.loader.drop_last:
             warnings.warn(
-                f"the dataset has {samples} samples, fewer than one batch of {size} for each of {ranks} ranks: every "
-                f"epoch is one step, in which {wanted - samples} of {wanted} samples are repeats "
-                "(gather_for_metrics leaves them out). A batch_size of at most "
-                f"{max(1, samples // ranks)} repeats less.",
+                f"{short}, and drop_last drops what is left: every epoch is empty. Use a batch_size of at most "
+                f"{smaller}, or drop_last=False.",
+                stacklevel=2,
+            )
+        elif self.configuration.even_batches:
+            wanted = ranks * size
+            warnings.warn(
+                f"{short}: every epoch is one step, in which {wanted - samples} of {wanted} samples are repeats "
+                f"(gather_for_metrics leaves them out). A batch_size of at most {smaller} repeats less.",
                 stacklevel=2,
             )
 
