@@ -13,7 +13,7 @@ import os
 import warnings
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.folder import replacing, sayable
 from nbaccel.train.checkpoint.foreign import read_foreign, restore_foreign_generators
+from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.place import SUBFOLDER
 from nbaccel.train.checkpoint.shelf import Choice, Shelf
 from nbaccel.train.checkpoint.training import Training
@@ -159,12 +160,16 @@ class Checkpointing(ProcessControl):
             hook(models, os.fspath(choice.folder))
         content = _read(choice, trust)
         self._refuse_other_objects(choice, content)
+        reorders = training.prepared.reorders(content)
         training.take(content, models)
         for thing, state in zip(self._registered.objects, content.customs, strict=True):
             thing.load_state_dict(state)
         seed = content.progress.get("seed", torch.initial_seed())
         missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after it
-        self._say_what_was_loaded(choice, training, missing, was_chosen=input_dir is None)
+        self._say_who_draws_anew(missing)
+        if self.is_main_process and choice.manifest is not None:
+            for line in _news(choice.folder, choice.manifest, self.num_processes, input_dir is None, reorders):
+                self.print(line)
         self._shelf.count_on(choice.folder)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -303,34 +308,15 @@ class Checkpointing(ProcessControl):
         reasons: list[str] = self.collectives.gather_objects([reason])
         return reasons
 
-    def _say_what_was_loaded(
-        self, choice: Choice, training: Training, missing: Sequence[str], was_chosen: bool
-    ) -> None:
-        """On rank 0, once: what a person could not have expected."""
-        if not self.is_main_process:
-            return
+    def _say_who_draws_anew(self, missing: Sequence[str]) -> None:
+        """On rank 0, once.  missing: for each rank why it had no random states, or an empty text."""
         derived = [rank for rank, reason in enumerate(missing) if reason]
-        if derived:
+        if derived and self.is_main_process:
             ranks = ", ".join(map(str, derived))
             warnings.warn(
                 f"rank(s) {ranks} of {self.num_processes} begin new random numbers, derived from the seed, the step "
                 f"and rank: {missing[derived[0]]}. (A save on the main process only, or with fewer ranks, has none.)",
                 stacklevel=3,
-            )
-        if choice.manifest is None:
-            return
-        if was_chosen:
-            self.print(f"continuing from {choice.folder}: {choice.manifest.describe()}")
-        saved_by, loaded_by = choice.manifest.world_size, self.num_processes
-        if saved_by != loaded_by:
-            self.print(
-                f"the checkpoint was written by {saved_by} process(es) and continues in {loaded_by}: with an unchanged "
-                "batch_size per process the effective batch size changes"
-            )
-        if saved_by != loaded_by and 1 in (saved_by, loaded_by) and choice.manifest.batch:
-            self.print(
-                f"one process has an order of its own (plain PyTorch's), so what is left of epoch "
-                f"{choice.manifest.epoch} may repeat samples and miss others"
             )
 
     def _from_main(self, ask: Callable[[], _T]) -> _T:
@@ -353,3 +339,22 @@ def _read(choice: Choice, trust: bool) -> Content:
     if choice.manifest is None:
         return read_foreign(choice.folder, trust)
     return Content.read(choice.folder, choice.manifest, trust)
+
+
+def _news(folder: Path, manifest: Manifest, world_size: int, was_chosen: bool, reorders: bool) -> Iterator[str]:
+    """What the program did not say itself, for a person.
+
+    was_chosen: by us, among several.  reorders: a loader's epoch under way goes on in another order.
+    """
+    if was_chosen:
+        yield f"continuing from {folder}: {manifest.describe()}"
+    if manifest.world_size != world_size:
+        yield (
+            f"the checkpoint was written by {manifest.world_size} process(es) and continues in {world_size}: with an "
+            "unchanged batch_size per process the effective batch size changes"
+        )
+    if reorders:
+        yield (
+            f"one process has an order of its own (plain PyTorch's), so what is left of epoch {manifest.epoch} may "
+            "repeat samples and miss others; DataLoaderConfiguration(use_seedable_sampler=True) has one order for all"
+        )

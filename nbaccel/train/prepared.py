@@ -69,6 +69,16 @@ class Prepared:
         """
         return [loader.state_dict(window.position if window.source is loader else 0) for loader in self.loaders]
 
+    def reorders(self, content: Content) -> bool:
+        """Whether a loader that stood in the middle of an epoch has its order from elsewhere now.
+
+        One process has plain PyTorch's order, several have one that follows from a shared seed.
+        """
+        return any(
+            state["batches"] and (state["seed"] is None) != (loader.state_dict()["seed"] is None)
+            for loader, state in zip(self.loaders, content.progress.get("loaders", ()), strict=False)
+        )
+
     def load(self, content: Content, models: Sequence[Module], strategy: Strategy) -> None:
         """Take what `model_states`, `loader_states` and the other objects' ``state_dict`` gave.
 

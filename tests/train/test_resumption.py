@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
+from nbaccel.train.data import DataLoaderConfiguration
 from trainings import Trained
 
 EPOCHS = 3
@@ -62,8 +64,6 @@ def test_at_the_end_of_an_accumulation_window_nothing_is_lost(tmp_path: Path, ra
 def _seen(folder: str, save_after: int | None) -> tuple[list[int], int]:
     """The samples that are trained on, in windows of 3 batches; those of before, once it was loaded."""
     torch.manual_seed(0)
-    from nbaccel import Accelerator
-
     accelerator = Accelerator(gradient_accumulation_steps=3)
     model = torch.nn.Linear(1, 1)
     loader = torch.utils.data.DataLoader(range(12), 1, shuffle=True)
@@ -109,11 +109,9 @@ def test_a_save_inside_an_open_window_says_what_is_lost(tmp_path: Path) -> None:
             training.accelerator.save_state(tmp_path / "last")
 
 
-def _samples(folder: str, take: int | None) -> list[int]:
+def _samples(folder: str, take: int | None, seedable: bool = False) -> list[int]:
     torch.manual_seed(0)
-    from nbaccel import Accelerator
-
-    accelerator = Accelerator()
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(24), 2, shuffle=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -129,11 +127,16 @@ def _samples(folder: str, take: int | None) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2)])
-def test_no_sample_is_seen_twice_when_the_number_of_ranks_changes(tmp_path: Path, first: int, then: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "then", "seedable"), [(2, 3, False), (3, 2, False), (1, 2, True), (2, 1, True), (3, 1, True)]
+)
+def test_no_sample_is_seen_twice_when_the_number_of_ranks_changes(
+    tmp_path: Path, first: int, then: int, seedable: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = str(tmp_path / "last")
-    before = [sample for rank in run_ranks(first, _samples, folder, 2) for sample in rank]
-    after = [sample for rank in run_ranks(then, _samples, folder, None) for sample in rank]
+    before = [sample for rank in run_ranks(first, _samples, folder, 2, seedable) for sample in rank]
+    after = [sample for rank in run_ranks(then, _samples, folder, None, seedable) for sample in rank]
+    assert "may repeat samples" not in capfd.readouterr().out
     assert len(before) == 4 * first
     assert set(before) | set(after) == set(range(24))
     filled_up = -(24 - len(before)) % (2 * then)
