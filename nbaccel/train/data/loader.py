@@ -82,6 +82,7 @@ class PreparedLoader(DataLoader[Any]):
         states = source.states if source.states else None  # asked once: this is the step path
         lengths = source.lengths(position.batches)
         length = None if lengths is None else self._own(lengths)
+        joint_ends = frozenset(lengths or ()) if self.is_joined else frozenset()
         meetings = _Meetings(self.world, counts_anyway=length == 0)
         steps = clock.step + clock.trained
         progress.begin(position)
@@ -91,6 +92,8 @@ class PreparedLoader(DataLoader[Any]):
             for batch, is_last in place(source.open(position), self._device):
                 if is_last:
                     window.is_last = self.end_of_dataloader = True
+                elif joint_ends:  # where one rank synchronises because its batches end, all must
+                    window.is_last = progress.taken // stride + 1 in joint_ends
                 if window.position == 0:
                     clock.enter()
                 if states is not None:

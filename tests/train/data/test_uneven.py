@@ -1,0 +1,118 @@
+"""Ranks with different numbers of batches: refused before the first step, or joined."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from nbaccel import Accelerator
+from nbaccel.testing import run_ranks
+
+
+def _loader(samples: int = 5) -> DataLoader[Any]:
+    return DataLoader(torch.arange(samples, dtype=torch.float32)[:, None], 2)  # type: ignore[arg-type]
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.BatchNorm1d(3, momentum=None), torch.nn.Linear(3, 1))
+
+
+def _refused() -> tuple[str, int, list[int]]:
+    accelerator = Accelerator(even_batches=False)
+    loader = accelerator.prepare(_loader())
+    steps = 0
+    with pytest.raises(ValueError, match="different numbers of batches") as caught:
+        for _ in loader:
+            steps += 1
+    with torch.no_grad():
+        evaluated = [len(batch) for batch in loader]
+    return str(caught.value), steps, evaluated
+
+
+def test_uneven_ranks_fail_before_the_first_step_and_are_told_each_length() -> None:
+    for rank, (message, steps, evaluated) in enumerate(run_ranks(2, _refused)):
+        assert "(rank 0: 2, rank 1: 1), and rank 0 would wait for the others for ever" in message
+        assert "with accelerator.join_uneven_inputs([model]):" in message
+        assert steps == 0
+        assert evaluated == ([2, 1] if rank == 0 else [2])
+
+
+def _joined(samples: int, steps_per_window: int) -> tuple[list[float], int]:
+    accelerator = Accelerator(gradient_accumulation_steps=steps_per_window)
+    warnings.simplefilter("ignore")  # of few samples
+    model = _model()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), _loader(samples))
+    batches = 0
+    model.eval()
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        assert len(loader) == len(list(range(accelerator.process_index * 2, samples, 4)))
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            batches += 1
+    assert loader.even_batches
+    assert not loader.is_joined
+    parameters = [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+    return parameters, batches
+
+
+def _plain_join(samples: int) -> list[float]:
+    accelerator = Accelerator()  # forms the process group
+    model = DistributedDataParallel(_model().eval())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = list(_loader(samples))[accelerator.process_index :: 2]
+    with Join([model]):
+        for batch in batches:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+@pytest.mark.parametrize("samples", [2, 5, 9])
+def test_joined_ranks_train_as_torchs_join_does(samples: int) -> None:
+    (first, batches), (second, other_batches) = run_ranks(2, _joined, samples, 1)
+    expected = run_ranks(2, _plain_join, samples)[0]
+    assert first == pytest.approx(second)
+    assert first == pytest.approx(expected)
+    assert batches + other_batches == -(-samples // 2)
+
+
+@pytest.mark.parametrize("samples", [5, 13, 22])
+@pytest.mark.parametrize("steps_per_window", [2, 3])
+def test_joined_ranks_may_accumulate(samples: int, steps_per_window: int) -> None:
+    (first, _), (second, _) = run_ranks(2, _joined, samples, steps_per_window)
+    assert first == pytest.approx(second)
+
+
+def _alone() -> int:
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(_model(), _loader())
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        return len(list(loader))
+
+
+def test_one_process_joins_nobody() -> None:
+    assert _alone() == 3
+
+
+def _set_later() -> tuple[int, int]:
+    accelerator = Accelerator()
+    before = accelerator.prepare(_loader(9))
+    accelerator.even_batches = False
+    after = accelerator.prepare(_loader(9))
+    assert not accelerator.even_batches
+    return len(before), len(after)
+
+
+def test_even_batches_may_be_set_for_loaders_to_come() -> None:
+    assert run_ranks(2, _set_later) == [(3, 3), (3, 2)]
