@@ -92,7 +92,7 @@ class GroupCollectives(Collectives):
     @property
     def calls(self) -> int:
         """How many collectives this group has seen."""
-        return self._fingerprints.calls
+        return self._transport.calls
 
     def gather(self, value: Any) -> Any:
         if not holds_tensors(value):
@@ -162,7 +162,7 @@ class GroupCollectives(Collectives):
             self._transport.barrier()
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
-        rows = tensor.detach()
+        rows = tensor.detach() if tensor.requires_grad else tensor
         return self._transport.all_gather(rows.contiguous() if rows.ndim else rows[None])
 
     def _gather_rows(self, tensor: Tensor, sizes: list[int]) -> Tensor:

@@ -7,6 +7,7 @@ calls of a process group are compared, and all in debug mode: a program that mix
 from __future__ import annotations
 
 import hashlib
+import sys
 from enum import Enum
 from typing import Any
 
@@ -44,8 +45,7 @@ class Fingerprints:
 
     def __init__(self, transport: Transport, debug: bool) -> None:
         self._transport = transport
-        self._compared = None if debug else CHECKED_CALLS
-        self.calls = 0
+        self._compared = sys.maxsize if debug else CHECKED_CALLS
 
     def check(self, operation: str, value: Any = None, shape: Shape = Shape.ALL) -> bool:
         """Enter a collective; False when it was not compared with the other ranks'.
@@ -54,12 +54,12 @@ class Fingerprints:
             CollectiveMismatch: on every rank, naming what each of them called.
         """
         emit(_ENTERED)
-        self.calls += 1
-        if self._compared is not None and self.calls > self._compared:
-            self._transport.call = f"{operation} (call {self.calls} of this process group)"
+        transport = self._transport
+        transport.call = operation
+        transport.calls += 1
+        if transport.calls > self._compared:
             return False
-        mine = operation if value is None else f"{operation} {_describe(value, shape)}"
-        self._transport.call = f"{mine} (call {self.calls} of this process group)"
+        mine = transport.call = operation if value is None else f"{operation} {_describe(value, shape)}"
         everyone = self._exchange(mine)
         if any(theirs != everyone[0] for theirs in everyone):
             raise CollectiveMismatch(self._mismatch([text for text, _ in everyone]))
@@ -81,7 +81,7 @@ class Fingerprints:
     def _mismatch(self, texts: list[str]) -> str:
         sides = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         return (
-            f"the ranks met in different collectives (call {self.calls} of this process group); nothing was "
+            f"the ranks met in different collectives (call {self._transport.calls} of this process group); nothing was "
             f"exchanged.\n{sides}\n  Every rank must make the same call with the same shapes. For first dimensions "
             "that differ call accelerator.pad_across_processes first; a call under `if is_main_process` belongs "
             "outside of it."

@@ -57,8 +57,6 @@ class ProcessGroup:
 
     def join(self, world: World, device: torch.device, options: GroupOptions) -> GroupCollectives:
         """Talk through the group of this `world`; formed now, by all ranks together, where there is none."""
-        if self._talk is not None and self._group is dist.group.WORLD:
-            return self._talk
         if not dist.is_initialized():
             self._form(world, device, options)
         self._group = dist.group.WORLD
@@ -67,9 +65,14 @@ class ProcessGroup:
         return self._talk
 
     @property
+    def talk(self) -> GroupCollectives | None:
+        """The way to talk through the group as it was joined; None if it was not, or is not the same any more."""
+        return self._talk if self._group is dist.group.WORLD else None
+
+    @property
     def device(self) -> torch.device | None:
         """The device that this rank joined with; None without a group."""
-        return self._device if self._group is not None and self._group is dist.group.WORLD else None
+        return None if self.talk is None else self._device
 
     def leave(self) -> None:
         """End the group, if we formed it."""

@@ -92,6 +92,9 @@ class PartialState(Exchange):
     @property
     def collectives(self) -> Collectives:
         """How this process talks to its peers; forms the process group where there is none. Collective then."""
+        talk = process_group.talk
+        if talk is not None:
+            return talk
         world = self.world
         return process_group.join(world, self.device, self._options) if world.is_distributed else _ALONE
 

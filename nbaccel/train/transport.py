@@ -28,7 +28,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 _SENDABLE = frozenset({
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 })  # fmt: skip
 """What every backend can send and add as it is."""
 
@@ -40,97 +40,100 @@ class Transport:
     """The ranks of torch's default process group, as somewhere to send tensors.
 
     device: this rank's. Tensors elsewhere are brought to where the backend can send from, and the answer back.
-    call: the collective under way, in words, for `Waiting`.
+    call, calls: the collective under way in words, and how many there were with it; for `Waiting`.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size = world_size
         self.device = torch.device("cpu") if dist.get_backend() == "gloo" else device
         self.call = ""
-        self._kind = self.device.type
-        is_on_host = self._kind == "cpu"
-        self._wait: Callable[[Any, str], None] = _wait_on_host if is_on_host else _wait_for_device
-        self._finish: Callable[[Any, str], None] = _wait_on_host if is_on_host else _let_the_device_wait
+        self.calls = 0
+        self._is_on_host = self.device.type == "cpu"
+        self._wait = self._wait_on_host if self._is_on_host else self._wait_for_device
+        self._finish = self._wait_on_host if self._is_on_host else _let_the_device_wait
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """`rows` of all ranks, joined along the first dimension; their shapes must be equal."""
+        count, *others = rows.shape
         if not rows.numel():
-            return rows.new_empty((self.world_size * rows.shape[0], *rows.shape[1:]))
-        sent = rows if rows.dtype in _SENDABLE else rows.view(torch.uint8)
-        if sent.device.type != self._kind:
-            sent = sent.to(self.device)
-        joined = sent.new_empty((self.world_size * sent.shape[0], *sent.shape[1:]))
-        self._finish(_all_gather(joined, sent, async_op=True), self.call)
-        return _like(joined, rows)
+            return rows.new_empty((self.world_size * count, *others))
+        if not self._can_send(rows):
+            return _like(self.all_gather(self._sendable(rows)), rows)
+        joined = rows.new_empty((self.world_size * count, *others))
+        self._finish(_all_gather(joined, rows, async_op=True))
+        return joined
 
     def read_all(self, numbers: Tensor) -> Tensor:
         """A small tensor of each rank, stacked, on the host, for its program to read."""
         sent = numbers.to(self.device)
         joined = sent.new_empty((self.world_size, *sent.shape))
-        self._wait(_all_gather(joined, sent[None], async_op=True), self.call)
+        self._wait(_all_gather(joined, sent[None], async_op=True))
         return joined.cpu()
 
     def all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         """`tensor` of all ranks added or compared; a new tensor, of its dtype and on its device."""
-        if tensor.dtype in _SENDABLE or tensor.is_complex():
-            reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
-        else:
-            reduced = tensor.detach().to(_ADDED_AS.get(tensor.dtype, torch.float32))
-        if reduced.device.type != self._kind:
-            reduced = reduced.to(self.device)
-        self._finish(dist.all_reduce(reduced, operation, async_op=True), self.call)
-        return reduced.to(device=tensor.device, dtype=tensor.dtype)
+        reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if not self._can_send(tensor):
+            kind = tensor.dtype if tensor.dtype in _SENDABLE else _ADDED_AS.get(tensor.dtype, torch.float32)
+            reduced = reduced.to(self.device, kind)
+        self._finish(dist.all_reduce(reduced, operation, async_op=True))
+        return reduced.to(tensor.device, tensor.dtype)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """`tensor` as rank `source` has it; a new tensor. Dtypes and shapes must be equal."""
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not copy.numel():
             return copy
-        sent = copy if copy.dtype in _SENDABLE else (copy if copy.ndim else copy[None]).view(torch.uint8)
-        if sent.device.type != self._kind:
-            sent = sent.to(self.device)
-        self._finish(dist.broadcast(sent, source, async_op=True), self.call)
+        sent = copy if self._can_send(copy) else self._sendable(copy if copy.ndim else copy[None])
+        self._finish(dist.broadcast(sent, source, async_op=True))
         return _like(sent, tensor).reshape(tensor.shape)
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
-        ids = [self.device.index] if self._kind == "cuda" else None
-        self._wait(dist.barrier(device_ids=ids, async_op=True), self.call)
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        self._wait(dist.barrier(device_ids=ids, async_op=True))
 
+    def _can_send(self, tensor: Tensor) -> bool:
+        return tensor.is_cpu is self._is_on_host and tensor.dtype in _SENDABLE
 
-def _wait_on_host(work: Any, call: str) -> None:
-    """Return once gloo is done; look up now and then while it is not."""
-    waited_s = 0.0
-    while True:
-        try:
-            work.wait(_LOOK_UP)
-            return
-        except RuntimeError:  # "Operation timed out!": only this wait, the work goes on
-            if work.is_completed():
-                work.wait()  # raises what went wrong, if anything did
+    def _sendable(self, rows: Tensor) -> Tensor:
+        return (rows if rows.dtype in _SENDABLE else rows.view(torch.uint8)).to(self.device)
+
+    def _wait_on_host(self, work: Any) -> None:
+        """Return once gloo is done; look up now and then while it is not."""
+        waited_s = 0.0
+        while True:
+            try:
+                work.wait(_LOOK_UP)
                 return
-        waited_s += _LOOK_UP.total_seconds()
-        emit(Waiting(call, waited_s))
+            except RuntimeError:  # "Operation timed out!": only this wait, the work goes on
+                if work.is_completed():
+                    work.wait()  # raises what went wrong, if anything did
+                    return
+            waited_s += _LOOK_UP.total_seconds()
+            self._look_up(waited_s)
+
+    def _wait_for_device(self, work: Any) -> None:
+        """The same for NCCL, which aborts its communicator when a wait with a time limit expires; so it is polled."""
+        began = time.monotonic()
+        due_s = _LOOK_UP.total_seconds()
+        while not work.is_completed():
+            time.sleep(_DEVICE_POLL_S)
+            waited_s = time.monotonic() - began
+            if waited_s > due_s:
+                due_s += _LOOK_UP.total_seconds()
+                self._look_up(waited_s)
+        work.wait()
+
+    def _look_up(self, waited_s: float) -> None:
+        emit(Waiting(f"{self.call} (call {self.calls} of this process group)", waited_s))
 
 
-def _wait_for_device(work: Any, call: str) -> None:
-    """The same for NCCL, which aborts its communicator when a wait with a time limit expires; so it is polled."""
-    began = time.monotonic()
-    look_up_s = due_s = _LOOK_UP.total_seconds()
-    while not work.is_completed():
-        time.sleep(_DEVICE_POLL_S)
-        waited_s = time.monotonic() - began
-        if waited_s > due_s:
-            due_s += look_up_s
-            emit(Waiting(call, waited_s))
-    work.wait()
-
-
-def _let_the_device_wait(work: Any, call: str) -> None:
+def _let_the_device_wait(work: Any) -> None:
     """On a device, what is computed next waits for the collective, and the program goes on."""
     work.wait()
 
 
 def _like(sent: Tensor, original: Tensor) -> Tensor:
     received = sent if sent.dtype == original.dtype else sent.view(original.dtype)
-    return received if received.device == original.device else received.to(original.device)
+    return received.to(original.device)
