@@ -14,13 +14,7 @@ from nbaccel import Accelerator, CollectiveMismatch, PartialState
 from nbaccel.events import CollectiveEntered, Event, Waiting, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.collectives import CHECKED_CALLS
-from nbaccel.train.operations import (
-    broadcast,
-    broadcast_object_list,
-    gather_object,
-    pad_across_processes,
-    reduce,
-)
+from nbaccel.utils import broadcast, broadcast_object_list, gather_object, pad_across_processes, reduce
 
 Pair = namedtuple("Pair", "left right")
 
