@@ -18,6 +18,7 @@ from killing import die_at, points_passed
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.testing import run_ranks
+from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.shelf import Shelf
 from nbaccel.train.project import ProjectConfiguration
 from trainings import Tally, Tied, Trained
@@ -219,6 +220,66 @@ def test_damaged_random_states_are_derived_and_the_rest_loads(tmp_path: Path, da
     assert draws[0] == draws[1]
 
 
+FILES = [
+    "generators_0.json",
+    "manifest.json",
+    "model.json",
+    "model.safetensors",
+    "optimizer.json",
+    "optimizer.safetensors",
+    "scheduler.json",
+    "training.json",
+]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("file", FILES)
+def test_damage_to_any_file_is_named_and_never_loaded(tmp_path: Path, file: str, damage: str) -> None:
+    training = Trained.start()
+    training.epoch()
+    training.accelerator.save_state(tmp_path / "last")
+    training.epoch()
+    before = training.weights()
+    path = tmp_path / "last" / file
+    if damage == "flip":
+        flip(path)
+    elif damage == "truncate":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    if file == "generators_0.json":
+        with pytest.warns(UserWarning, match=file):
+            training.accelerator.load_state(tmp_path / "last")
+        return
+    with pytest.raises(CheckpointCorrupt, match=file):
+        training.accelerator.load_state(tmp_path / "last")
+    assert training.weights() == before, "nothing is taken from a damaged checkpoint"
+
+
+class Canary:
+    """Sings when a pickle builds it."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["CANARY"],)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "scheduler", "custom", "training"])
+def test_a_malicious_pickle_never_runs_even_under_a_whole_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setenv("CANARY", str(tmp_path / "sung"))
+    training = Trained.start()
+    training.accelerator.register_for_checkpointing(Tally(a=1))
+    folder = Path(training.accelerator.save_state(tmp_path / "last"))
+    torch.save({"state": Canary()}, folder / f"{part}.pkl")
+    manifest = Manifest.read(folder)
+    (folder / "manifest.json").unlink()
+    manifest.seal(folder)
+    with pytest.raises(UntrustedPickle, match=rf"{part}.pkl is a pickle that asks for .*mkdir"):
+        training.accelerator.load_state(folder)
+    assert not (tmp_path / "sung").exists()
+
+
 # -- names, limits, choice
 
 
@@ -294,6 +355,26 @@ def test_no_whole_checkpoint_is_an_error_that_names_all(tmp_path: Path) -> None:
         flip(tmp_path / "checkpoints" / name / "training.json")
     with pytest.raises(CheckpointCorrupt, match=r"none of the 2 checkpoint\(s\) .* is whole:\n.*_1/tr.*\n.*_0/tr"):
         accelerator.load_state()
+
+
+def test_an_empty_numbered_folder_is_passed_over(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_config=numbered(tmp_path))
+    accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_7").mkdir()  # as a killed save of Accelerate leaves it
+    with pytest.warns(UserWarning, match=r"checkpoint_7: the folder is empty\. Loading .*checkpoint_0 instead"):
+        accelerator.load_state()
+    assert accelerator.save_iteration == 1
+
+
+def test_numbering_goes_on_behind_an_explicitly_loaded_checkpoint(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_config=numbered(tmp_path))
+    for _ in range(3):
+        accelerator.save_state()
+    accelerator.load_state(tmp_path / "checkpoints" / ".." / "checkpoints" / "checkpoint_1")
+    assert accelerator.save_iteration == 2
+    accelerator.save_state(tmp_path / "elsewhere")
+    accelerator.load_state(tmp_path / "elsewhere")
+    assert accelerator.save_iteration == 2
 
 
 def test_without_a_folder_and_without_numbering_both_calls_say_what_to_do() -> None:
@@ -469,6 +550,21 @@ def test_hooks_may_write_files_of_their_own_and_take_models_over(tmp_path: Path)
     assert len(calls) == 1
 
 
+def _hooked(folder: str) -> list[tuple[int, str]]:
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    calls: list[tuple[int, str]] = []
+    accelerator.register_save_state_pre_hook(lambda _, weights, place: calls.append((len(weights), place)))
+    accelerator.save_state(folder)
+    return calls
+
+
+def test_hooks_run_on_every_rank_and_only_rank_0_gets_the_unfinished_folder(tmp_path: Path) -> None:
+    ((_, first),), ((models, second),) = run_ranks(2, _hooked, str(tmp_path / "last"))
+    assert first.startswith(str(tmp_path / ".last.tmp-"))
+    assert (models, second) == (1, str(tmp_path / "last"))
+
+
 # -- what is in a checkpoint
 
 
@@ -476,16 +572,7 @@ def test_a_checkpoint_is_these_files_and_its_manifest_says_where_the_training_st
     training = Trained.start(mixed_precision="bf16")
     training.epoch()
     assert training.accelerator.save_state(tmp_path / "last") == str(tmp_path / "last")
-    assert sorted(os.listdir(tmp_path / "last")) == [
-        "generators_0.json",
-        "manifest.json",
-        "model.json",
-        "model.safetensors",
-        "optimizer.json",
-        "optimizer.safetensors",
-        "scheduler.json",
-        "training.json",
-    ]
+    assert sorted(os.listdir(tmp_path / "last")) == FILES
     manifest = json.loads((tmp_path / "last" / "manifest.json").read_text())
     assert (manifest["step"], manifest["epoch"], manifest["world_size"]) == (4, 1, 1)
     assert manifest["settings"] == {"mixed_precision": "bf16", "gradient_accumulation_steps": 1}

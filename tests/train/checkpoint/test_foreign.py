@@ -158,6 +158,27 @@ def test_truncated_files_are_named(tmp_path: Path, file: str) -> None:
         Training(nbaccel).accelerator.load_state(tmp_path / "theirs")
 
 
+def test_a_rank_without_random_states_begins_new_ones_and_that_is_said(tmp_path: Path) -> None:
+    import nbaccel
+
+    saved(tmp_path / "theirs")
+    (tmp_path / "theirs" / "random_states_0.pkl").unlink()
+    with pytest.warns(UserWarning, match=r"rank\(s\) 0 of 1 begin new .*random_states_0.pkl is missing"):
+        Training(nbaccel).accelerator.load_state(tmp_path / "theirs")
+    torch.save({"torch_manual_seed": 5}, tmp_path / "theirs" / "random_states_0.pkl")
+    with pytest.warns(UserWarning, match=r"random_states_0.pkl cannot be used: KeyError\('random_state'\)"):
+        Training(nbaccel).accelerator.load_state(tmp_path / "theirs")
+
+
+def test_a_damaged_pickle_stays_damaged_with_trust(tmp_path: Path) -> None:
+    import nbaccel
+
+    saved(tmp_path / "theirs")
+    (tmp_path / "theirs" / "scheduler.bin").write_bytes(b"no pickle")
+    with pytest.raises(CheckpointCorrupt, match=r"scheduler.bin cannot be read"):
+        Training(nbaccel).accelerator.load_state(tmp_path / "theirs", trust=True)
+
+
 def test_other_counts_are_refused_as_in_folders_of_ours(tmp_path: Path) -> None:
     saved(tmp_path / "theirs")
     accelerator = Accelerator()
