@@ -275,6 +275,8 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         loader: PreparedLoader | None = self._accumulation.window.source
         if loader is None:
             return False, None
+        if loader.may_be_uneven:
+            loader.refuse_to_gather()
         is_filled_up = self._accumulation.window.is_last and loader.remainder > 0
         return loader.may_be_uneven, loader.remainder if is_filled_up else None
 
@@ -309,6 +311,10 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         self._forget()
         release_unused()
         return [None] * count
+
+    def clear(self, *objects: Any) -> list[None]:
+        """`free_memory`, by its other name."""
+        return self.free_memory(*objects)
 
     def end_training(self) -> None:
         """Finish the trackers, forget everything prepared and leave the process group. On every rank.

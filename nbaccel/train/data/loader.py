@@ -56,6 +56,7 @@ class PreparedLoader(DataLoader[Any]):
         self.is_joined = False
         self._source = source
         self._progress = Progress()
+        self._origin: PreparedLoader | None = None  # the loader that this one is the rest of
         self._skip = 0  # this rank's batches that every iteration leaves out
         self.move_to(device)
 
@@ -86,7 +87,7 @@ class PreparedLoader(DataLoader[Any]):
         meetings = _Meetings(self.world, counts_anyway=length == 0)
         steps = clock.step + clock.trained
         progress.begin(position)
-        window = accumulation.open(self, length)
+        window = accumulation.open(self if self._origin is None else self._origin, length)
         is_whole = False
         try:
             for batch, is_last in place(source.open(position), self._device):
@@ -214,6 +215,7 @@ class PreparedLoader(DataLoader[Any]):
             raise ValueError(f"num_batches must be at least 0, got {batches}")
         rest = copy.copy(self)
         rest._skip = self._skip + batches
+        rest._origin = self if self._origin is None else self._origin
         self._progress.resume = None
         return rest
 
@@ -284,14 +286,31 @@ class PreparedLoader(DataLoader[Any]):
             return
         lengths = self._source.lengths(position.batches)
         if lengths is not None and len(set(lengths)) > 1:
-            longest = lengths.index(max(lengths))
-            counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
             raise ValueError(
-                f"the ranks would see different numbers of batches ({counts}), and rank {longest} would wait for the "
-                "others for ever in its last backward. Leave even_batches=True, loop inside "
-                "`with accelerator.join_uneven_inputs([model]):`, or, for a loop that does not train, inside "
-                "`with torch.no_grad():`"
+                f"the ranks would see different numbers of batches ({_counted(lengths)}), and rank "
+                f"{lengths.index(max(lengths))} would wait for the others for ever in its last backward. Leave "
+                "even_batches=True, loop inside `with accelerator.join_uneven_inputs([model]):`, or, for a loop that "
+                "does not train, inside `with torch.no_grad():`"
             )
+
+    def refuse_to_gather(self) -> None:
+        """In each batch, where ranks get different numbers of batches: the last gather would not end.
+
+        Raises:
+            ValueError: they do.
+        """
+        lengths = self.lengths()
+        if lengths is not None and len(set(lengths)) > 1:
+            raise ValueError(
+                f"the ranks see different numbers of batches ({_counted(lengths)}), so a gather in each of them would "
+                f"keep rank {lengths.index(max(lengths))} waiting in its last one. Prepare this loader with "
+                "even_batches=True (gather_for_metrics leaves the repeated samples out), or gather once after the "
+                "loop, as objects."
+            )
+
+
+def _counted(lengths: list[int]) -> str:
+    return ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
 
 
 class _Meetings:

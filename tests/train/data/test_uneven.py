@@ -44,6 +44,21 @@ def test_uneven_ranks_fail_before_the_first_step_and_are_told_each_length() -> N
         assert evaluated == ([2, 1] if rank == 0 else [2])
 
 
+def _gathered() -> str:
+    accelerator = Accelerator(even_batches=False)
+    loader = accelerator.prepare(_loader())
+    with torch.no_grad(), pytest.raises(ValueError, match="different numbers of batches") as caught:
+        for batch in loader:
+            accelerator.gather_for_metrics(batch)
+    return str(caught.value)
+
+
+def test_metrics_of_uneven_ranks_are_refused_at_the_first_batch() -> None:
+    for message in run_ranks(2, _gathered):
+        assert "(rank 0: 2, rank 1: 1), so a gather in each of them would keep rank 0 waiting" in message
+        assert "even_batches=True" in message
+
+
 def _joined(samples: int, steps_per_window: int) -> tuple[list[float], int]:
     accelerator = Accelerator(gradient_accumulation_steps=steps_per_window)
     warnings.simplefilter("ignore")  # of few samples
