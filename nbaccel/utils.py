@@ -28,8 +28,11 @@ from nbaccel.train.batches import (
     convert_outputs_to_fp32,
     convert_to_fp32,
     find_batch_size,
+    is_torch_tensor,
+    listify,
     recursively_apply,
     send_to_device,
+    slice_tensors,
 )
 from nbaccel.train.checkpoint.weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
@@ -95,10 +98,12 @@ __all__ = [
     "is_npu_available",
     "is_peft_available",
     "is_tensorboard_available",
+    "is_torch_tensor",
     "is_torch_xla_available",
     "is_transformers_available",
     "is_wandb_available",
     "is_xpu_available",
+    "listify",
     "load",
     "load_model",
     "pad_across_processes",
@@ -109,6 +114,7 @@ __all__ = [
     "save",
     "send_to_device",
     "set_seed",
+    "slice_tensors",
     "synchronize_rng_state",
     "synchronize_rng_states",
     "tqdm",

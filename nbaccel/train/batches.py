@@ -15,20 +15,30 @@ from torch import Tensor
 from nbaccel.train.nested import is_container, leaves, map_children
 from nbaccel.train.precision import to_fp32
 
-__all__ = ["convert_outputs_to_fp32", "convert_to_fp32", "find_batch_size", "recursively_apply", "send_to_device"]
+__all__ = [
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "find_batch_size",
+    "is_torch_tensor",
+    "listify",
+    "recursively_apply",
+    "send_to_device",
+    "slice_tensors",
+]
 
 _P = ParamSpec("_P")
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether it is one."""
+    return isinstance(tensor, Tensor)
 
 
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
-    test_type: Callable[[Any], bool] = _is_tensor,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -97,6 +107,24 @@ def find_batch_size(data: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.shape[0]
     raise ValueError(f"no batch size can be read from this {type(data).__name__}: it holds no tensor with a dimension")
+
+
+def slice_tensors(data: Any, tensor_slice: slice) -> Any:
+    """`tensor_slice` of every tensor in `data`.
+
+    >>> slice_tensors({"x": torch.arange(4), "name": "a"}, slice(2))
+    {'x': tensor([0, 1]), 'name': 'a'}
+    """
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def listify(data: Any) -> Any:
+    """Every tensor in `data` as plain Python numbers in lists.
+
+    >>> listify({"x": torch.ones(2)})
+    {'x': [1.0, 1.0]}
+    """
+    return recursively_apply(Tensor.tolist, data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:

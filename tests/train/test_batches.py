@@ -14,8 +14,11 @@ from nbaccel.utils import (
     convert_outputs_to_fp32,
     convert_to_fp32,
     find_batch_size,
+    is_torch_tensor,
+    listify,
     recursively_apply,
     send_to_device,
+    slice_tensors,
 )
 
 Pair = namedtuple("Pair", "x y")
@@ -83,6 +86,13 @@ def test_halves_become_fp32_wherever_they_are() -> None:
 
     assert forward(torch.ones(2))[0].dtype is torch.float32
     assert forward.__doc__ == "Forward."
+
+
+def test_tensors_are_sliced_and_become_lists() -> None:
+    batch = {"x": torch.arange(6).reshape(3, 2), "more": [torch.ones(3)], "name": "a"}
+    sliced = slice_tensors(batch, slice(1, 3))
+    assert listify(sliced) == {"x": [[2, 3], [4, 5]], "more": [[1.0, 1.0]], "name": "a"}
+    assert [is_torch_tensor(value) for value in (batch["x"], batch["name"])] == [True, False]
 
 
 def test_batches_are_joined_along_the_samples() -> None:
