@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,8 @@ def test_a_malicious_pickle_never_runs_even_under_a_whole_manifest(
     training.accelerator.register_for_checkpointing(Tally(a=1))
     folder = Path(training.accelerator.save_state(tmp_path / "last"))
     torch.save({"state": Canary()}, folder / f"{part}.pkl")
-    manifest = Manifest.read(folder)
+    manifest = replace(Manifest.read(folder), files={})
+    (folder / f"{part}.json").unlink()
     (folder / "manifest.json").unlink()
     manifest.seal(folder)
     with pytest.raises(UntrustedPickle, match=rf"{part}.pkl is a pickle that asks for .*mkdir"):
@@ -528,6 +530,8 @@ def test_hooks_may_write_files_of_their_own_and_take_models_over(tmp_path: Path)
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         calls.append((len(models), len(weights)))
         torch.save(weights.pop(), os.path.join(folder, "adapter.bin"))
+        for name in ("model.txt", "custom.json", "scheduler.pkl", "optimizer_1.json"):  # none of these is ours
+            Path(folder, name).write_text("mine")
 
     def load(models: list[Any], folder: str) -> None:
         models.pop().load_state_dict(torch.load(os.path.join(folder, "adapter.bin")))
@@ -537,6 +541,7 @@ def test_hooks_may_write_files_of_their_own_and_take_models_over(tmp_path: Path)
     training.accelerator.save_state(tmp_path / "last")
     assert calls == [(1, 1)]
     assert {"model.json", "model.safetensors"}.isdisjoint(os.listdir(tmp_path / "last"))
+    assert (tmp_path / "last" / "custom.json").read_text() == "mine"
     before = training.weights()
     training.epoch()
     training.accelerator.load_state(tmp_path / "last")

@@ -42,6 +42,10 @@ class Content:
         sizes = {tensor.data_ptr(): tensor.nbytes for _, state in self._named() for tensor in _tensors(state)}
         return sum(sizes.values())
 
+    @property
+    def parts(self) -> list[str]:
+        return [name for name, _ in self._named()]
+
     def write(self, folder: Path) -> list[str]:
         """Write it part by part; for each part that only a pickle can hold, the reason.
 
@@ -52,22 +56,20 @@ class Content:
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest, trust: bool) -> Content:
-        """What was written into `folder`: the files that its manifest lists, verified already, and no others.
+        """What was written into `folder`: the parts that its manifest names, from files that are verified already.
 
         Raises:
             UntrustedPickle: a part is a pickle, and `trust` was not given.
             CheckpointCorrupt: a part cannot be read.
         """
-        parts = {Path(file).stem for file in manifest.files}
+        states = {name: read_part(folder, name, manifest, trust) for name in manifest.parts}
 
         def all_of(kind: str) -> list[Any]:
-            count = 0
-            while numbered(kind, count) in parts:
-                count += 1
-            return [read_part(folder, numbered(kind, index), manifest, trust) for index in range(count)]
+            names = (numbered(kind, index) for index in range(len(states)))
+            return [states[name] for name in names if name in states]
 
         models, optimizers, schedulers, customs = map(all_of, _KINDS)
-        return cls(models, optimizers, schedulers, customs, read_part(folder, _PROGRESS, manifest, trust))
+        return cls(models, optimizers, schedulers, customs, states.get(_PROGRESS, {}))
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for kind, states in zip(_KINDS, (self.models, self.optimizers, self.schedulers, self.customs), strict=True):

@@ -51,21 +51,21 @@ def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
             yield unfinished
             _take_name(target, unfinished)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _clear(unfinished)
 
 
 def delete_whole(folder: Path) -> None:
     """Delete `folder`; a process killed meanwhile leaves no half folder of that name."""
     outdated = _own_name(folder, "old")
     os.rename(folder, outdated)
-    shutil.rmtree(outdated)
+    _clear(outdated)
 
 
 def delete_dead(leftovers: Iterable[Path]) -> None:
     """Delete those of `leftovers` whose process, the number at the end of the name, is gone."""
     for leftover in leftovers:
         if not _is_alive(leftover.name.rpartition("-")[2]):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _clear(leftover)
 
 
 def complete_leftovers(target: Path) -> list[Path]:
@@ -153,7 +153,7 @@ def _take_name(target: Path, complete: Path) -> None:
     os.rename(target, outdated)
     os.rename(complete, target)
     sync(target.parent)
-    shutil.rmtree(outdated)
+    _clear(outdated)
 
 
 def _put_right(target: Path) -> None:
@@ -163,6 +163,11 @@ def _put_right(target: Path) -> None:
             os.rename(complete, target)
             sync(target.parent)
     delete_dead([*aside(target, "tmp-*"), *aside(target, "old-*")])
+
+
+def _clear(folder: Path) -> None:
+    """Delete what no longer has a checkpoint's name. What cannot be deleted now (NFS keeps open files) goes later."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_alive(pid: str) -> bool:

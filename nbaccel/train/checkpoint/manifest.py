@@ -76,7 +76,8 @@ class Manifest:
     stamp: names the moment of the save, equal on all ranks that took part.
     step: optimizer steps done.  epoch: iterations of the first prepared loader that are done.
     batch: batches of the epoch under way that are done, of all ranks together.
-    files: by path inside the folder.
+    parts: names of the states that are in the files: "model", "optimizer", "custom_1".
+    files: by path inside the folder; those of hooks are among them.
     """
 
     stamp: str
@@ -85,6 +86,7 @@ class Manifest:
     batch: int
     world_size: int
     settings: dict[str, Any] = field(default_factory=dict)
+    parts: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=_versions)
     files: dict[str, FileRecord] = field(default_factory=dict)
 

@@ -49,7 +49,7 @@ def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
         CheckpointCorrupt: a file of the part is missing or cannot be read.
         UntrustedPickle: it is a pickle that could run code, without `trust`.
     """
-    if f"{name}.pkl" in manifest.files:
+    if f"{name}.json" not in manifest.files:
         return load_pickle(folder / f"{name}.pkl", trust)
     structure, with_tensors = folder / f"{name}.json", f"{name}.safetensors" in manifest.files
     try:

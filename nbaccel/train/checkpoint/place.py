@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from nbaccel.errors import CheckpointCorrupt
-from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest
+from nbaccel.train.checkpoint.manifest import Manifest
 
 __all__ = ["SUBFOLDER", "place_for", "place_of"]
 
 SUBFOLDER = "nbaccel_checkpoint"
 
 _OURS = re.compile(
-    r"(model|optimizer|scheduler|custom)(_\d+)?\.(json|safetensors|pkl)|generators_\d+\.json|training\.json"
+    r"(model|optimizer|scheduler|custom)(_\d+)?\.(json|safetensors|pkl)|(training|manifest|generators_\d+)\.json"
+    rf"|\.{SUBFOLDER}\..*"
 )
-_NOBODYS = (".ipynb_checkpoints", ".DS_Store", "__pycache__")
+_NOBODYS = re.compile(r"\.ipynb_checkpoints|\.DS_Store|__pycache__")
 """What Jupyter and systems put into any folder that somebody has looked into."""
 
 
@@ -40,11 +42,17 @@ def place_of(folder: str | os.PathLike[str]) -> Path:
 
 
 def _holds_other_things(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
     try:
-        listed = {Path(name).parts[0] for name in Manifest.read(folder).files}
-    except CheckpointCorrupt:
-        listed = set()
-    known = {MANIFEST, *_NOBODYS, *listed}
-    return any(path.name not in known and not _OURS.fullmatch(path.name) for path in folder.iterdir())
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    strange = {name for name in names if not (_OURS.fullmatch(name) or _NOBODYS.fullmatch(name))}
+    return bool(strange) and not strange <= _listed(folder)
+
+
+def _listed(folder: Path) -> set[str]:
+    """What a checkpoint in `folder` holds by its own account, files of hooks included."""
+    for _ in range(2):  # rank 0 may be replacing the folder right now
+        with suppress(CheckpointCorrupt):
+            return {Path(name).parts[0] for name in Manifest.read(folder).files}
+    return set()

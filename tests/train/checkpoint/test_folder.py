@@ -27,7 +27,7 @@ def save(target: Path, step: int) -> None:
     content = Content([{"weight": torch.full((4,), float(step))}], progress={"step": step})
     with replacing(target, content.nbytes) as folder:
         content.write(folder)
-        Manifest(f"step {step}", step, 0, None, 1).seal(folder)
+        Manifest(f"step {step}", step, 0, 0, 1, parts=content.parts).seal(folder)
 
 
 def step_in(target: Path) -> int:
@@ -145,7 +145,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_the_older_checkpoint(tmp_path
             replacing(target, content.nbytes) as folder,
         ):
             content.write(folder)
-            Manifest("step 2", 2, 0, None, 1).seal(folder)
+            Manifest("step 2", 2, 0, 0, 1).seal(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
@@ -193,7 +193,7 @@ def test_names_with_pattern_characters_are_names(tmp_path: Path) -> None:
 def test_deleting_is_a_rename_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "checkpoint_0", step=1)
 
-    def killed(path: Path) -> None:
+    def killed(path: Path, **_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(folders.shutil, "rmtree", killed)
