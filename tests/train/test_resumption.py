@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,62 @@ def test_between_one_process_and_several_the_order_changes_and_that_is_said(
     said = capfd.readouterr().out
     assert said.count(f"was written by {first} process(es) and continues in {then}") == 1
     assert said.count("what is left of epoch 0 may repeat samples") == 1
+
+
+class Numbers(torch.utils.data.IterableDataset[int]):
+    """A stream that knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 20:
+            self.at += 1
+            self.read += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_with_a_state_goes_on_by_it_and_reads_nothing_twice(tmp_path: Path) -> None:
+    seen: list[int] = []
+    for resumes in (False, True):
+        accelerator = Accelerator()
+        stream = Numbers()
+        loader = accelerator.prepare(torch.utils.data.DataLoader(stream, 2))
+        if resumes:
+            accelerator.load_state(tmp_path / "last")
+        for number, batch in enumerate(loader):
+            seen += batch.tolist()
+            if not resumes and number == 3:
+                accelerator.save_state(tmp_path / "last")
+                break
+    assert seen == list(range(20))
+    assert stream.read == 12
+
+
+@pytest.mark.slow
+def test_with_worker_processes_the_rest_is_bit_for_bit_the_same(tmp_path: Path) -> None:
+    losses = []
+    for resumes in (False, True):
+        training = Trained.start(samples=24, batch_size=2)
+        workers = torch.utils.data.DataLoader(training.loader.dataset, 2, shuffle=True, num_workers=1)
+        accelerator = training.accelerator
+        accelerator.free_memory()
+        accelerator.prepare(training.model, training.optimizer, training.scheduler)
+        training.loader = accelerator.prepare(workers)
+        if resumes:
+            accelerator.load_state(tmp_path / "last")
+        mine: list[float] = []
+        for (x,) in training.loader:
+            mine.append(training.batch(x))
+            if not resumes and len(mine) == 5:
+                accelerator.save_state(tmp_path / "last")
+        losses.append(mine)
+    assert losses[1] == losses[0][5:]
