@@ -181,13 +181,6 @@ class _RoundShard(StreamShard):
         length = (self._size(whole) or 0) // self.world_size
         return self._cut_for(whole, length, rank)
 
-    def lengths_of(self, batches: int) -> list[int]:
-        """How many batches each rank gets of `batches` of rank 0's loader."""
-        rounds, extra = divmod(max(0, batches), self.stride)
-        if self.drop_last:
-            return [rounds] * self.world_size
-        return [rounds + (bool(extra) if self.even else rank < extra) for rank in range(self.world_size)]
-
     def _fill(self, members: list[Any], first: list[Any], rank: int) -> Any:
         have = self._count(members)
         if have < 0:

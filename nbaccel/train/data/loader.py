@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class PreparedLoader(DataLoader[Any]):
     loader: the user's own.  end_of_dataloader: the batch in hand is the last one.
     iteration: the number of the epoch that is under way, or comes next. With several ranks an iteration counts as an
     epoch if it trained, or the ranks met in it (a gather, a barrier): so a look at the loader on one rank, with
-    ``next(iter(loader))`` or a whole loop, does not change which samples that rank gets in the next epoch.
+    ``next(iter(loader))`` or a whole loop, does not change which samples that rank gets in the next epoch. In one
+    process it counts if it trained, or went through to the end.
     is_joined: uneven lengths are taken care of; see `Accelerator.join_uneven_inputs`.
     """
 
@@ -57,6 +59,7 @@ class PreparedLoader(DataLoader[Any]):
         self._source = source
         self._progress = Progress()
         self._origin: PreparedLoader | None = None  # the loader that this one is the rest of
+        self._resumed: Position | None = None  # the position that the skipped batches replace
         self._skip = 0  # this rank's batches that every iteration leaves out
         self.move_to(device)
 
@@ -110,17 +113,19 @@ class PreparedLoader(DataLoader[Any]):
             if progress.begun is position:
                 meetings.look()
                 has_trained = clock.step + clock.trained > steps
-                progress.end(counts=has_trained or (meetings.were_held and (is_whole or progress.taken > 0)))
+                progress.end(counts=has_trained or (meetings.were_held if meetings.are_counted else is_whole))
             accumulation.close(window)
 
     def _next_position(self) -> Position:
         """Where an iteration that starts now begins."""
         progress = self._progress
         resumed = progress.resume
-        if resumed is not None and not self._skip:
+        if resumed is not None:
             return resumed
-        batches = self._skip * self._source.stride
-        return Position(progress.epoch, batches, self._source.seed, self._source.order(), None, self._batch_size)
+        batches, epoch = self._skip * self._source.stride, progress.epoch
+        if self._resumed is not None and self._resumed.epoch == epoch:
+            return replace(self._resumed, batches=batches, dataset=None)
+        return Position(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size)
 
     # -- how long
 
@@ -209,14 +214,14 @@ class PreparedLoader(DataLoader[Any]):
     def without_first(self, batches: int) -> PreparedLoader:
         """This loader without this rank's first `batches`, in every iteration; it counts epochs together with this one.
 
-        A position that `load_state_dict` has set is replaced by it.
+        A position that `load_state_dict` has set is replaced by it; the order of that epoch stays.
         """
         if batches < 0:
             raise ValueError(f"num_batches must be at least 0, got {batches}")
         rest = copy.copy(self)
         rest._skip = self._skip + batches
         rest._origin = self if self._origin is None else self._origin
-        self._progress.resume = None
+        rest._resumed, self._progress.resume = self._progress.resume, None
         return rest
 
     # -- what programs ask
@@ -314,16 +319,18 @@ def _counted(lengths: list[int]) -> str:
 
 
 class _Meetings:
-    """Whether the ranks met in a collective since this was made. Alone, one always meets.
+    """Whether the ranks met in a collective since this was made.
 
     counts_anyway: also if they did not; the others may have, in batches that this rank has none of.
+    are_counted: False alone, and where the backend does not count collectives.
     """
 
-    __slots__ = ("_before", "_count", "were_held")
+    __slots__ = ("_before", "_count", "are_counted", "were_held")
 
     def __init__(self, world: World, counts_anyway: bool) -> None:
         self._count = _collective_counter() if world.is_distributed else None
-        self.were_held = counts_anyway or self._count is None
+        self.are_counted = self._count is not None
+        self.were_held = counts_anyway or not self.are_counted
         self._before = -1 if self._count is None else self._count()
 
     def look(self) -> None:

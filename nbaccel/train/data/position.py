@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Position:
     order: states of the generators that this order followed from when the epoch began.
     dataset: state of the dataset, or of a loader that has one, after those batches; None where there is none.
     batch_size: of the user's loader; None where batches have sizes of their own.
+    goes_on: this is an epoch that began before, so what it drew is to be drawn again.
     """
 
     epoch: int = 0
@@ -34,9 +35,10 @@ class Position:
     order: dict[str, torch.Tensor] = field(default_factory=dict)
     dataset: Any = None
     batch_size: int | None = None
+    goes_on: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "goes_on"}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], batch_size: int | None) -> Position:
@@ -45,10 +47,10 @@ class Position:
         Raises:
             ValueError: the position falls inside one of this loader's batches.
         """
-        position = cls(**state)
+        position = cls(**state, goes_on=True)
         saved = position.batch_size
         if saved == batch_size or not position.batches or saved is None or batch_size is None:
-            return cls(**{**state, "batch_size": batch_size})
+            return replace(position, batch_size=batch_size)
         batches, rest = divmod(position.batches * saved, batch_size)
         if rest:
             samples = position.batches * saved
@@ -57,7 +59,7 @@ class Position:
                 f"{position.epoch}, which is no whole number of batches of {batch_size}. Resume with a batch_size that "
                 f"divides {samples}, or start the epoch again with loader.set_epoch({position.epoch})"
             )
-        return cls(**{**state, "batches": batches, "batch_size": batch_size})
+        return replace(position, batches=batches, batch_size=batch_size)
 
 
 class Progress:

@@ -71,10 +71,13 @@ class Shard(Iterable[Any]):
 
     def lengths(self, skip: int = 0) -> list[int]:
         """How many batches each rank gets without the first `skip`; TypeError where the batches have no length."""
-        batches = max(0, len(self.batches) - skip)  # type: ignore[arg-type]
+        return self.lengths_of(len(self.batches) - skip)  # type: ignore[arg-type]
+
+    def lengths_of(self, batches: int) -> list[int]:
+        """How many batches each rank gets of so many."""
+        rounds, extra = divmod(max(0, batches), self.stride)
         if self.split:
-            return [batches - (batches > 0 and self._is_left_out(rank)) for rank in range(self.world_size)]
-        rounds, extra = divmod(batches, self.world_size)
+            return [rounds - (rounds > 0 and self._is_left_out(rank)) for rank in range(self.world_size)]
         if self.drop_last:
             return [rounds] * self.world_size
         return [rounds + (bool(extra) if self.even else rank < extra) for rank in range(self.world_size)]

@@ -196,7 +196,8 @@ class StreamSource(Source):
         return self.shard.may_be_uneven or self.loader.num_workers > 1  # each worker ends with a short batch
 
     def lengths(self, skip: int = 0) -> list[int] | None:
-        return None if self._length() is None else self.shard.lengths(skip)
+        length = self._length()
+        return None if length is None else self.shard.lengths_of(length - skip)
 
     def order(self) -> dict[str, Any]:
         return {}
@@ -264,7 +265,7 @@ def drawn_again(position: Position, loader: DataLoader[Any]) -> AbstractContextM
 
     The random numbers of the program then go on where they were.
     """
-    return replayed(position.order, loader) if position.batches else nullcontext()
+    return replayed(position.order, loader) if position.goes_on else nullcontext()
 
 
 def count_down(values: Iterable[Any], length: int) -> Iterator[tuple[Any, bool]]:

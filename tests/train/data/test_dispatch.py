@@ -162,6 +162,28 @@ def test_a_failure_to_read_is_told_to_every_rank() -> None:
     ]
 
 
+class _Sized(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(10)
+
+    def __len__(self) -> int:
+        return 10
+
+
+def _sized(dispatch: bool) -> list[Any]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    loader = accelerator.prepare(DataLoader(_Sized(), 2))
+    return [len(loader), *([batch.tolist() for batch in loader] for _ in range(2)), len(loader)]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_streams_with_a_length_have_one_when_prepared(dispatch: bool) -> None:
+    last = ([8], [9]) if dispatch else ([8, 9], [0, 1])
+    first = [[0, 1], [4, 5], last[0]]
+    second = [[2, 3], [6, 7], last[1]]
+    assert run_ranks(2, _sized, dispatch) == [[3, first, first, 3], [3, second, second, 3]]
+
+
 def _left_early() -> list[list[int]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     loader = accelerator.prepare(DataLoader(range(12), 2))  # type: ignore[arg-type, var-annotated]

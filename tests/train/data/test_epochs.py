@@ -95,6 +95,14 @@ def test_evaluation_inside_training_disturbs_neither() -> None:
     assert ends
 
 
+def test_alone_a_look_is_no_epoch_and_a_whole_loop_is_one() -> None:
+    loader = Accelerator().prepare(DataLoader(range(4), 2))  # type: ignore[arg-type, var-annotated]
+    next(iter(loader))
+    assert loader.iteration == 0
+    list(loader)
+    assert loader.iteration == 1
+
+
 class _Own(Sampler[int]):
     """Draws from every generator there is, anew in each epoch."""
 

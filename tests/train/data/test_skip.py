@@ -100,6 +100,29 @@ def test_a_position_that_was_loaded_gives_way_to_an_explicit_skip() -> None:
     assert len(list(loader)) == 5
 
 
+def test_a_rest_that_is_shuffled_draws_anew_in_each_epoch() -> None:
+    torch.manual_seed(0)
+    loader = Accelerator().prepare(DataLoader(range(40), 2, shuffle=True))  # type: ignore[arg-type, var-annotated]
+    rest = skip_first_batches(loader, 5)
+    assert [batch.tolist() for batch in rest] != [batch.tolist() for batch in rest]
+
+
+def test_an_explicit_skip_after_a_loaded_position_stays_in_the_order_of_that_epoch() -> None:
+    def start(seed: int) -> tuple[Accelerator, Any]:
+        torch.manual_seed(seed)
+        accelerator = Accelerator()
+        return accelerator, accelerator.prepare(DataLoader(range(10), 2, shuffle=True))  # type: ignore[arg-type]
+
+    _, loader = start(1)
+    whole = [batch.tolist() for batch in loader]
+    _, loader = start(1)
+    for _ in zip(range(2), loader, strict=False):
+        state = loader.state_dict()
+    accelerator, loader = start(99)
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)] == whole[2:]
+
+
 def test_the_position_of_a_rest_is_that_of_the_whole() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(range(10), 2))  # type: ignore[arg-type, var-annotated]
