@@ -22,7 +22,8 @@ FLOORS = {
     **dict.fromkeys(["errors", "world", "settings", "events", "failures", "hardware", "tracking"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
-    **dict.fromkeys(["", "utils", "logging", "local_sgd", "cli", "testing"], 3),  # "" is nbaccel/__init__.py
+    # "" is nbaccel/__init__.py
+    **dict.fromkeys(["", "utils", "logging", "data_loader", "local_sgd", "state", "cli", "testing"], 3),
 }
 """Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top, which
 are made of single files, also see their neighbours."""

@@ -39,6 +39,7 @@ class PreparedLoader(DataLoader[Any]):
     ``next(iter(loader))`` or a whole loop, does not change which samples that rank gets in the next epoch. In one
     process it counts if it trained, or went through to the end.
     is_joined: uneven lengths are taken care of; see `Accelerator.join_uneven_inputs`.
+    is_bound: it is to be iterated in the world it was prepared for; False for loaders of a made-up rank.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class PreparedLoader(DataLoader[Any]):
         self.accumulation = accumulation
         self.end_of_dataloader = False
         self.is_joined = False
+        self.is_bound = True
         self._source = source
         self._progress = Progress()
         self._origin: PreparedLoader | None = None  # the loader that this one is the rest of
@@ -277,6 +279,8 @@ class PreparedLoader(DataLoader[Any]):
     # -- refusals
 
     def _refuse_other_world(self) -> None:
+        if not self.is_bound:
+            return
         world = current_world()
         if world.world_size != self.world.world_size:
             raise NotPrepared(
