@@ -67,7 +67,8 @@ class Prepared:
 
         Their gradients are in no checkpoint, so they are read again.
         """
-        return [loader.state_dict(window.position if window.source is loader else 0) for loader in self.loaders]
+        source = getattr(window.source, "loader", None)  # of this loader, or of what skip_first_batches made of it
+        return [loader.state_dict(window.position if source is loader.loader else 0) for loader in self.loaders]
 
     def reorders(self, content: Content) -> bool:
         """Whether a loader that stood in the middle of an epoch has its order from elsewhere now.

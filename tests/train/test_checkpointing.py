@@ -132,6 +132,39 @@ def _loaded_weights(folder: str) -> tuple[list[float], int]:
     return training.weights(), training.accelerator._training().step
 
 
+def _saves_in_every_way(folder: str) -> list[int]:
+    os.chdir(folder)
+    training = Trained.start()
+    accelerator = training.accelerator
+    for epoch in range(2):
+        training.epoch()
+        accelerator.save_state(f"checkpoints/epoch_{epoch}")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            accelerator.save_state("checkpoints/last")
+            torch.save(accelerator.unwrap_model(training.model).state_dict(), "model_final.pth")
+        accelerator.wait_for_everyone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerator.save_state(output_dir="checkpoints/")
+        steps = []
+        for name in ("checkpoints/epoch_0", "checkpoints/epoch_1", "checkpoints/last", "checkpoints/"):
+            again = Trained.start()
+            again.accelerator.load_state(name)
+            steps.append(again.accelerator._training().step)
+    plain = Tied()
+    plain.load_state_dict(torch.load("model_final.pth"))
+    assert [value for parameter in plain.parameters() for value in parameter.flatten().tolist()] == training.weights()
+    return steps
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_programs_that_save_on_all_ranks_on_one_and_into_one_another_load_again(tmp_path: Path, ranks: int) -> None:
+    steps_per_epoch = 4 // ranks
+    expected = [steps_per_epoch, 2 * steps_per_epoch, 2 * steps_per_epoch, 2 * steps_per_epoch]
+    assert run_ranks(ranks, _saves_in_every_way, str(tmp_path)) == [expected] * ranks
+
+
 # -- ranks that come early, late, or never
 
 

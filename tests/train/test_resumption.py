@@ -97,6 +97,20 @@ def test_batches_of_an_open_window_are_seen_again_since_their_gradients_are_not_
     assert (step, last_step) == (had // 3, 4)
 
 
+def test_batches_that_were_skipped_and_those_of_an_open_window_are_told_apart(tmp_path: Path) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(range(12), 1))
+    for x in accelerator.skip_first_batches(loader, 3):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x.float()[None]).sum())
+        if x.item() == 7:
+            with pytest.warns(UserWarning, match=r"the gradients of its 2 batch\(es\) are not saved"):
+                accelerator.save_state(tmp_path / "last")
+            break
+    accelerator.load_state(tmp_path / "last")
+    assert next(iter(loader)).item() == 6
+
+
 def test_a_save_inside_an_open_window_says_what_is_lost(tmp_path: Path) -> None:
     training = Trained.start(gradient_accumulation_steps=3)
     for (x,) in training.loader:
