@@ -28,6 +28,13 @@ def test_every_utility_says_what_it_is(name: str) -> None:
     assert inspect.getdoc(getattr(utils, name)), f"nbaccel.utils.{name} has no docstring"
 
 
+def test_the_face_of_the_states_shows_the_same_states() -> None:
+    from nbaccel.state import AcceleratorState, GradientState, PartialState
+
+    assert (AcceleratorState, PartialState) == (nbaccel.AcceleratorState, nbaccel.PartialState)
+    assert isinstance(nbaccel.Accelerator().gradient_state, GradientState)
+
+
 def test_names_that_both_faces_show_are_the_same_objects() -> None:
     for name in set(utils.__all__) & set(nbaccel.__all__):
         assert getattr(utils, name) is getattr(nbaccel, name), name
@@ -53,12 +60,23 @@ def test_one_bar_is_shown_for_all_ranks() -> None:
     assert run_ranks(2, shown, False) == [True, True]
 
 
-def test_packages_are_found_without_being_imported() -> None:
-    before = set(sys.modules)
-    for name, package in [("peft", "peft"), ("bnb", "bitsandbytes"), ("datasets", "datasets"), ("wandb", "wandb")]:
-        is_available: Any = getattr(utils, f"is_{name}_available")
-        assert is_available() == (importlib.util.find_spec(package) is not None)
-        assert package in before or package not in sys.modules
+@pytest.mark.parametrize(
+    ("is_available", "package"),
+    [
+        (utils.is_bnb_available, "bitsandbytes"),
+        (utils.is_datasets_available, "datasets"),
+        (utils.is_deepspeed_available, "deepspeed"),
+        (utils.is_mlflow_available, "mlflow"),
+        (utils.is_peft_available, "peft"),
+        (utils.is_tensorboard_available, "tensorboard"),
+        (utils.is_transformers_available, "transformers"),
+        (utils.is_wandb_available, "wandb"),
+    ],
+)
+def test_packages_are_found_without_being_imported(is_available: Any, package: str) -> None:
+    was_imported = package in sys.modules
+    assert is_available() == (importlib.util.find_spec(package) is not None)
+    assert (package in sys.modules) == was_imported
 
 
 def test_devices_are_asked_of_torch() -> None:

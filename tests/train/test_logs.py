@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.logging import get_logger
+from nbaccel.logging import MultiProcessAdapter, get_logger
 from nbaccel.testing import run_ranks
 
 
@@ -69,6 +69,7 @@ def test_in_order_does_not_hang_where_levels_differ(tmp_path: Path) -> None:
 
 def test_it_works_before_any_state_and_names_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger("program", log_level="info")
+    assert isinstance(logger, MultiProcessAdapter)
     logger.info("alone")
     logger.info("alone in order", in_order=True)
     logger.debug("below the level")

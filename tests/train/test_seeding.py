@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nbaccel.testing import run_ranks
-from nbaccel.utils import RNGType, set_seed, synchronize_rng_states
+from nbaccel.utils import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,8 @@ def test_every_rank_goes_on_from_the_state_of_rank_0(world_size: int) -> None:
         rank = PartialState().process_index
         generator = torch.Generator().manual_seed(rank)
         torch.manual_seed(10 + rank)
-        synchronize_rng_states(["torch", RNGType.GENERATOR], generator)
+        synchronize_rng_states(["torch"])
+        synchronize_rng_state(RNGType.GENERATOR, generator)
         return float(torch.rand(())), float(torch.rand((), generator=generator))
 
     expected = (

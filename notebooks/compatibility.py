@@ -1,0 +1,331 @@
+"""The compatibility page: every name of Accelerate 1.15 that a notebook user meets, ours or not, and what differs.
+
+`python notebooks/compatibility.py` writes `03_accelerate_compatibility.ipynb` from the table below. Tests hold the
+table against nbaccel and against the real accelerate, and the notebook against the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+PAGE = Path(__file__).parent / "03_accelerate_compatibility.ipynb"
+
+STATES = {
+    "yes": "the same meaning and the same numbers",
+    "differs": "ours, with a difference on purpose",
+    "later": "not in this version",
+    "no": "not planned",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One name. state: a key of `STATES`.  note: what a user should know; for `differs`, the difference."""
+
+    name: str
+    state: str
+    note: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.state in ("yes", "differs")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Names that live in one place.
+
+    theirs, ours: where a program finds them, "package.module" or "package.module:Class".
+    table: a line per name, "name | state | note"; several names with one state and note are separated by commas.
+    """
+
+    title: str
+    theirs: str
+    ours: str
+    table: str
+
+    def rows(self) -> Iterator[Row]:
+        for line in filter(str.strip, self.table.splitlines()):
+            names, state, *note = (part.strip() for part in line.split("|", 2))
+            for name in names.split(","):
+                yield Row(name.strip(), state, "".join(note))
+
+
+DIFFERENCES = """
+| what | Accelerate 1.15 | nbaccel |
+|---|---|---|
+| last, shorter window of accumulation | its m batches weigh m/N of a step | they weigh a whole step; `GradientAccumulationPlugin(scale_last_window=False)` for Accelerate's numbers |
+| two `Accelerator()` in one process | share their accumulation; another precision is an error that asks for a restart | do not know each other |
+| `break` out of a prepared loader | the loader stays the active one | the loop is over, its window too |
+| several processes on a CPU machine | train separately unless `cpu=True` | form one group |
+| a model that was not prepared, in several ranks | N separate trainings | an error before the first step, with the `prepare` line |
+| `save_state` on the main process only | the other ranks' random states are missing, or a deadlock | works; ranks without a state begin derived ones, and it says so |
+| resuming inside an epoch | dropout draws other numbers than it would have | the next loss is bit for bit the one of the uninterrupted run |
+| `split_between_processes` of ranges, arrays, sets, strings | not split: every rank does all | split, or an error that says why not |
+| shuffling in several ranks | rank 0's generator is sent around at every epoch | follows from (seed, epoch), without a message; `use_seedable_sampler=True` gives Accelerate's order |
+| collectives with other shapes or in another order | a hang, or garbage, unless in debug mode | the first 16 of each group are compared: an error on every rank that names both sides |
+| `destroy_process_group` | the state goes on to claim two processes | a later use forms a new group |
+| `device` of a CPU rank | `cpu:0`, which no tensor's device equals | `cpu` |
+| fp16 on a CPU | is silently fp32 | is fp16, with a gradient scaler |
+| loss scale after many skipped steps | sinks to 0 without a word | a warning; `GradScalerKwargs(min_scale=…)` |
+| `log` without a step | the tracker counts | the optimizer step under way; wandb still counts by itself |
+| a chosen tracker whose package is missing | left out without a word | an error with the `pip install` line |
+| `notebook_launcher(mixed_precision=…)` | is not passed on | is what `Accelerator()` uses |
+| `notebook_launcher` after CUDA was used | restart your notebook | the ranks start from a clean process |
+| what `notebook_launcher` returns | None | rank 0's value |
+| an error in a rank | rank 0's lost connection, 73 lines | the first rank that failed, with its own traceback |
+"""  # noqa: E501 - rows of a table
+
+GROUPS = (
+    Group(
+        "`from accelerate import …`",
+        "accelerate",
+        "nbaccel",
+        """
+        Accelerator, PartialState, skip_first_batches | yes
+        notebook_launcher | differs | returns rank 0's value; any state of CUDA; arguments on ports mean nothing here
+        debug_launcher | differs | returns rank 0's value
+        AutocastKwargs, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs | yes
+        DistributedType, InitProcessGroupKwargs, ProfileKwargs, synchronize_rng_states | yes
+        GradScalerKwargs | yes | and `min_scale`
+        find_executable_batch_size | later | a retry that all ranks agree on
+        DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig | later | models larger than one device
+        infer_auto_device_map, init_empty_weights, init_on_device, dispatch_model | no | transformers does it
+        load_checkpoint_and_dispatch, load_checkpoint_in_model | no | the same
+        cpu_offload, cpu_offload_with_hook, disk_offload, prepare_pippy | no
+        is_rich_available | no
+        """,
+    ),
+    Group(
+        "`Accelerator(…)`",
+        "accelerate:Accelerator.__init__",
+        "nbaccel:Accelerator.__init__",
+        """
+        device_placement, split_batches, gradient_accumulation_steps, cpu, dataloader_config, log_with | yes
+        project_dir, project_config, step_scheduler_with_optimizer, kwargs_handlers, dynamo_backend | yes
+        mixed_precision | differs | "no", "fp16" and "bf16"; fp8 is not known
+        gradient_accumulation_plugin | yes | and `scale_last_window`
+        rng_types | no | the order of a loader follows from (seed, epoch); `synchronize_rng_states` is there
+        deepspeed_plugin, fsdp_plugin | later
+        deepspeed_plugins, torch_tp_plugin, megatron_lm_plugin, parallelism_config | no
+        dynamo_plugin | no | `dynamo_backend`, or `torch.compile` before or after `prepare`
+        """,
+    ),
+    Group(
+        "`accelerator.…`",
+        "accelerate:Accelerator",
+        "nbaccel:Accelerator",
+        """
+        prepare, prepare_model, prepare_data_loader, prepare_optimizer, prepare_scheduler | yes
+        accumulate, backward | differs | a short last window weighs a whole step
+        no_sync, trigger_sync_in_backward, sync_gradients, gradient_accumulation_steps | yes
+        autocast, clip_grad_norm_, clip_grad_value_, unscale_gradients, optimizer_step_was_skipped | yes
+        gather | differs | values without a tensor, such as texts, are gathered too
+        gather_for_metrics | differs | mappings that hold texts keep their values
+        reduce, pad_across_processes | yes
+        split_between_processes | differs | also ranges, arrays and sets; a mapping is not changed in place
+        wait_for_everyone, main_process_first, local_main_process_first, print | yes
+        on_main_process, on_local_main_process, on_last_process, on_process, on_local_process | yes
+        is_main_process, is_local_main_process, is_last_process, num_processes, process_index | yes
+        local_process_index, distributed_type, use_distributed, mixed_precision | yes
+        device | differs | `cpu`, not `cpu:0`
+        set_trigger, check_trigger | yes
+        save_state | differs | atomic and checked; no collective, so it may be called on the main process only
+        load_state | differs | reads Accelerate's folders too; pickles only with `trust=True`
+        register_for_checkpointing, register_save_state_pre_hook, register_load_state_pre_hook | yes
+        save, save_model, get_state_dict, unwrap_model, save_iteration, project_dir, logging_dir | yes
+        free_memory, clear | yes
+        end_training | yes
+        init_trackers | differs | a missing package is an error with the command that installs it
+        log | differs | a default step, `average=True`; tensors on a GPU do not make the step wait
+        get_tracker | yes
+        profile, join_uneven_inputs, skip_first_batches, verify_device_map | yes
+        even_batches, split_batches, dispatch_batches, non_blocking, use_seedable_sampler | yes
+        use_stateful_dataloader | yes | every prepared loader has a `state_dict`, without torchdata
+        multi_device, should_save_model, fp8_backend, deepspeed_plugin, is_fsdp2 | no
+        context_parallel_rank, data_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank | no
+        tensor_parallel_rank, parallelism_config, is_composable_parallelism_enabled, torch_device_mesh | no
+        maybe_context_parallel, deepspeed_ulysses_dl_adapter, lomo_backward | no
+        """,
+    ),
+    Group(
+        "`PartialState().…`",
+        "accelerate:PartialState",
+        "nbaccel:PartialState",
+        """
+        default_device, set_device, initialized, use_distributed | yes
+        destroy_process_group | differs | a later use forms a new group
+        is_last_process, is_local_main_process, is_main_process, print, wait_for_everyone | yes
+        main_process_first, local_main_process_first, split_between_processes | yes
+        on_main_process, on_local_main_process, on_last_process, on_process, on_local_process | yes
+        """,
+    ),
+    Group(
+        "`from accelerate.state import …`",
+        "accelerate.state",
+        "nbaccel.state",
+        """
+        PartialState | yes
+        AcceleratorState | differs | several with several precisions may follow each other
+        GradientState | differs | `accelerator.gradient_state`: every accelerator has its own
+        """,
+    ),
+    Group(
+        "`accelerator.gradient_state.…`",
+        "accelerate.state:GradientState",
+        "nbaccel.train.gradient_state:GradientState",
+        """
+        active_dataloader, end_of_dataloader, in_dataloader, num_steps, remainder | yes
+        adjust_scheduler, sync_with_dataloader | no | the plugin's own fields say so
+        """,
+    ),
+    Group(
+        "Prepared loaders",
+        "accelerate.data_loader:DataLoaderShard",
+        "nbaccel.train.data:PreparedLoader",
+        """
+        set_epoch, remainder, total_batch_size, total_dataset_length, state_dict, load_state_dict, batch_sampler | yes
+        """,
+    ),
+    Group(
+        "`from accelerate.utils import …`",
+        "accelerate.utils",
+        "nbaccel.utils",
+        """
+        set_seed, synchronize_rng_state, synchronize_rng_states, RNGType | yes
+        gather | differs | values without a tensor are gathered too
+        gather_object | differs | mappings are joined by key; a value that cannot be pickled is an error on every rank
+        reduce, broadcast, broadcast_object_list, pad_across_processes, wait_for_everyone | yes
+        concatenate, send_to_device, recursively_apply, slice_tensors, listify, is_torch_tensor | yes
+        find_batch_size, convert_to_fp32, convert_outputs_to_fp32 | yes
+        extract_model_from_parallel, release_memory, patch_environment | yes
+        save | yes | and a path is complete or as it was
+        load | differs | tensors and plain data; other objects with `weights_only=False`
+        tqdm | yes
+        DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, KwargsHandler | yes
+        AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs, ProfileKwargs | yes
+        DDPCommunicationHookType, DistributedType | yes
+        LoggerType | differs | csv and jsonl too; not aim, clearml, comet_ml, dvclive, swanlab, trackio
+        PrecisionType | differs | no fp8
+        is_bf16_available, is_cuda_available, is_mps_available, is_npu_available, is_xpu_available | yes
+        is_bnb_available, is_datasets_available, is_deepspeed_available, is_mlflow_available, is_peft_available | yes
+        is_tensorboard_available, is_torch_xla_available, is_transformers_available, is_wandb_available | yes
+        find_executable_batch_size | later
+        FullyShardedDataParallelPlugin, DeepSpeedPlugin | later
+        TorchDynamoPlugin, DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
+        AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no
+        infer_auto_device_map, get_balanced_memory, get_max_memory, load_and_quantize_model, merge_fsdp_weights | no
+        write_basic_config, clear_environment, convert_bytes, compare_versions, is_compiled_module | no
+        """,
+    ),
+    Group(
+        "`from accelerate.logging import …`",
+        "accelerate.logging",
+        "nbaccel.logging",
+        """
+        get_logger | differs | works before there is a state; ACCELERATE_LOG_LEVEL is not read
+        MultiProcessAdapter | yes
+        """,
+    ),
+    Group(
+        "`from accelerate.tracking import …`",
+        "accelerate.tracking",
+        "nbaccel.tracking",
+        """
+        GeneralTracker | yes | tensors have become numbers before they come to `log`
+        on_main_process | yes
+        TensorBoardTracker, WandBTracker, MLflowTracker | no | by name: `log_with="tensorboard"`, "wandb", "mlflow"
+        AimTracker, ClearMLTracker, CometMLTracker, DVCLiveTracker, SwanLabTracker, TrackioTracker | no
+        """,
+    ),
+    Group(
+        "`from accelerate.local_sgd import …`",
+        "accelerate.local_sgd",
+        "nbaccel.local_sgd",
+        """
+        LocalSGD | yes
+        """,
+    ),
+    Group(
+        "`from accelerate.data_loader import …`: here from `nbaccel`",
+        "accelerate.data_loader",
+        "nbaccel.train.data",
+        """
+        skip_first_batches | yes
+        prepare_data_loader | no | `accelerator.prepare_data_loader`
+        """,
+    ),
+)
+
+INTRODUCTION = """\
+# What of Accelerate is here
+
+A program written for Hugging Face Accelerate runs on nbaccel when its imports say `nbaccel` instead of `accelerate`.
+This page lists the names that notebook programs meet, in Accelerate 1.15, and how each of them stands here. It is
+generated from `notebooks/compatibility.py`; tests hold that table against both libraries, and thirteen programs of
+`tests/programs` give the same numbers with both."""
+
+CHECK = """\
+import importlib
+import inspect
+
+missing, found = [], 0
+for place, names in ours.items():
+    module, _, path = place.partition(":")
+    value = importlib.import_module(module)
+    for part in filter(None, path.split(".")):
+        value = getattr(value, part)
+    there = set(inspect.signature(value).parameters) if path.endswith("__init__") else set(dir(value))
+    found += len(there & set(names.split()))
+    missing += [f"{place} {name}" for name in names.split() if name not in there]
+print(f"{found} names are here; missing: {missing or 'none'}")"""
+
+
+def check() -> str:
+    """The cell that looks every name up."""
+    lines = ["# Every name of the tables below that is ours, looked up in this installation.", "ours = {"]
+    for group in GROUPS:
+        names = sorted({row.name for row in group.rows() if row.is_ours})
+        lines.append(f'    "{group.ours}": """')
+        lines += [f"        {' '.join(names[start : start + 5])}" for start in range(0, len(names), 5)]
+        lines.append('    """,')
+    return "\n".join([*lines, "}", "", CHECK])
+
+
+def table(group: Group) -> str:
+    """The group as Markdown: a line per state and note."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in group.rows():
+        lines.setdefault((row.state, row.note), []).append(f"`{row.name}`")
+    order = sorted(lines, key=lambda key: list(STATES).index(key[0]))
+    body = [f"| {' '.join(lines[key])} | {key[0]} | {key[1]} |" for key in order]
+    return "\n".join([f"## {group.title}", "", "| names | here | note |", "|---|---|---|", *body])
+
+
+def page() -> nbformat.NotebookNode:
+    """The notebook."""
+    legend = "\n".join(f"- **{state}**: {meaning}" for state, meaning in STATES.items())
+    sources = [
+        ("markdown", INTRODUCTION),
+        ("code", check()),
+        ("markdown", f"## What differs on purpose\n{DIFFERENCES.rstrip()}"),
+        ("markdown", f"## How to read the tables\n\n{legend}"),
+        *(("markdown", table(group)) for group in GROUPS),
+    ]
+    make = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
+    cells = [make[kind](source, id=f"cell-{index}") for index, (kind, source) in enumerate(sources)]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
+
+
+def text() -> str:
+    """The notebook as its file."""
+    return nbformat.writes(page()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text(), encoding="utf-8")
