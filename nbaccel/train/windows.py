@@ -48,11 +48,12 @@ class Accumulating:
     models: those of the block about to be entered.
     """
 
-    __slots__ = ("_accumulation", "_held", "_strategy", "models")
+    __slots__ = ("_accumulation", "_has_peers", "_held", "_strategy", "models")
 
     def __init__(self, accumulation: Accumulation, strategy: Strategy) -> None:
         self._accumulation = accumulation
         self._strategy = strategy
+        self._has_peers = strategy.has_peers
         self._held: list[list[AbstractContextManager[Any]]] = []  # one entry per block that is entered
         self.models: Sequence[Module] = ()
 
@@ -62,13 +63,13 @@ class Accumulating:
         factor = window.advance(accumulation.steps)  # may raise RunStopped; nothing is held by then
         if factor != 1.0:
             _multiply_gradients(self.models, factor)
-        if self._strategy.has_peers:
+        if self._has_peers:
             self._hold(not (window.sync or accumulation.rules.sync_each_batch))
         accumulation.depth += 1
 
     def __exit__(self, *exception: object) -> None:
         self._accumulation.depth -= 1
-        if self._strategy.has_peers:
+        if self._has_peers:
             for context in self._held.pop():
                 context.__exit__(None, None, None)
 

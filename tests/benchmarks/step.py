@@ -1,12 +1,14 @@
 """What a prepared step costs beside the raw one, in CPU time of one process: ``python tests/benchmarks/step.py``.
 
-Turns of raw, prepared and raw again alternate, so that the machine's mood falls on all of them; the ratio is that
-of the medians, and the second raw row says how far two equal things lie apart.
+Turns of raw, prepared and raw again come in random order, so that the machine's mood falls on all of them, and each
+turn trains a new model: where its memory lies is worth some microseconds. The ratio is that of the medians, and the
+second raw row says how far two equal things lie apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -54,14 +56,17 @@ def prepared_turn(**options: Any) -> Callable[[], None]:
     return turn
 
 
-def measure(turns: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def measure(rows: dict[str, Callable[[], Callable[[], None]]], rounds: int) -> dict[str, float]:
     """Median CPU microseconds per step of each row."""
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(rounds):
-        for name, turn in turns.items():
+        for name in random.sample(list(rows), len(rows)):
+            turn = rows[name]()
+            turn()  # the first one allocates
             start = time.process_time()
             turn()
-            seconds[name].append(time.process_time() - start)
+            turn()
+            seconds[name].append((time.process_time() - start) / 2)
     return {name: statistics.median(values) / _BATCHES * 1e6 for name, values in seconds.items()}
 
 
@@ -70,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    rows = measure({"raw": raw_turn(), "prepared": prepared_turn(), "raw again": raw_turn()}, rounds)
+    rows = measure({"raw": raw_turn, "prepared": prepared_turn, "raw again": raw_turn}, rounds)
     for name, microseconds in rows.items():
         print(f"{name:10} {microseconds:8.1f} us per step   {microseconds / rows['raw']:.3f} x raw")
 

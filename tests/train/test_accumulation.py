@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
@@ -252,3 +253,31 @@ def test_synchronising_later_means_nothing_in_one_process() -> None:
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(model(torch.ones(1, 1)).sum())
     assert model.weight.grad.item() == 1.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.lists(st.integers(-9, 9), min_size=1, max_size=12), steps=st.integers(1, 5), is_sized=st.booleans())
+def test_every_window_has_the_mean_gradient_of_its_batches(data: list[int], steps: int, is_sized: bool) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = torch.nn.Linear(1, 1, bias=False)
+    dataset: Any = TensorDataset(torch.tensor(data, dtype=torch.float32)[:, None])
+    if not is_sized:
+        dataset = Stream(dataset)
+    model, loader = accelerator.prepare(model, DataLoader(dataset, batch_size=1))
+    gradients = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch[0]).sum())
+            if accelerator.sync_gradients:
+                gradients.append(model.weight.grad.item())
+                model.weight.grad = None
+    windows = [data[start : start + steps] for start in range(0, len(data), steps)]
+    assert gradients == pytest.approx([sum(window) / len(window) for window in windows], abs=1e-5)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)

@@ -7,8 +7,9 @@ file only words them and raises nothing itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import torch.distributed as dist
 from torch.nn import Module
 
 __all__ = ["explain_twice_ready", "explain_unused"]
@@ -18,7 +19,7 @@ _TWICE = re.compile(r"Parameter at index (\d+).* has been marked as ready twice"
 _SHOWN = 8
 
 
-def explain_unused(error: RuntimeError, module: Module, rank: int, world_size: int) -> RuntimeError | None:
+def explain_unused(error: RuntimeError, module: Module) -> RuntimeError | None:
     """The error for parameters that took no part in the loss; None where `error` is about something else."""
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" not in text:
@@ -28,7 +29,7 @@ def explain_unused(error: RuntimeError, module: Module, rank: int, world_size: i
     unused = [names[int(index)] for index in found.group(1).split() if int(index) < len(names)] if found else []
     which = f"{len(unused)} of {len(names)} parameters ({_shortened(unused)})" if unused else "some parameters"
     return RuntimeError(
-        f"rank {rank} of {world_size}: {which} of {type(module).__name__} got no gradient in the last backward, and "
+        f"{_here()}: {which} of {type(module).__name__} got no gradient in the last backward, and "
         "DDP still waits for them.\n"
         "  Use them in the loss, freeze them before prepare (requires_grad_(False)), or let DDP look for unused ones "
         "in every step:\n"
@@ -36,12 +37,10 @@ def explain_unused(error: RuntimeError, module: Module, rank: int, world_size: i
     )
 
 
-def explain_twice_ready(
-    error: RuntimeError, modules: Sequence[Module], rank: int, world_size: int
-) -> RuntimeError | None:
+def explain_twice_ready(error: RuntimeError, find: Callable[[], Iterable[Module]]) -> RuntimeError | None:
     """The error for a parameter whose gradient was complete twice; None where `error` is about something else.
 
-    modules: those that might be meant; torch does not say which.
+    find: gives the modules that might be meant, since torch does not say which. Not called for other errors.
     """
     text = str(error)
     if "Expected to mark a variable ready only once" not in text:
@@ -50,18 +49,22 @@ def explain_twice_ready(
     index = int(found.group(1)) if found else -1
     names = [
         f"{_reduced_names(module)[index]} of {type(module).__name__}"
-        for module in modules
+        for module in find()
         if 0 <= index < len(_reduced_names(module))
     ]
     which = " or ".join(names) or "a parameter"
     return RuntimeError(
-        f"rank {rank} of {world_size}: the gradient of {which} was complete twice in one backward, so DDP would "
+        f"{_here()}: the gradient of {which} was complete twice in one backward, so DDP would "
         "reduce it twice.\n"
         "  The parameter is used again inside a checkpointed block, or outside of the model's forward. Checkpoint "
         "with use_reentrant=False; accelerator.gradient_checkpointing(model) does. If the graph is the same in every "
         "step:\n"
         "    Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])"
     )
+
+
+def _here() -> str:
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
 def _reduced_names(module: Module) -> list[str]:

@@ -26,7 +26,7 @@ class Replica(DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            explained = explain_unused(error, self.module, dist.get_rank(), dist.get_world_size())
+            explained = explain_unused(error, self.module)
             if explained is None:
                 raise
             raise explained from error
@@ -61,8 +61,7 @@ class Replicated(Strategy):
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:
-            modules = [thing.module for thing in _living_modules() if isinstance(thing, Replica)]
-            explained = explain_twice_ready(error, modules, self.world.rank, self.world.world_size)
+            explained = explain_twice_ready(error, _replicated_modules)
             if explained is None:
                 raise
             raise explained from error
@@ -96,6 +95,10 @@ class Replicated(Strategy):
     def finds_parallel(self) -> bool:
         # Some 10 ms, so it is asked once, before refusing.
         return any(_is_parallel(module) for module in _living_modules())
+
+
+def _replicated_modules() -> list[Module]:
+    return [thing.module for thing in _living_modules() if isinstance(thing, Replica)]
 
 
 def _living_modules() -> Iterator[Module]:
