@@ -1,7 +1,11 @@
-"""Which rank sees which sample, and what metrics are made of, compared with the real package where it is the same."""
+"""Which rank sees which sample, and what metrics are made of, compared with the real package where it is the same.
+
+Both run every case in the same two ranks, so that the cost is that of two launches.
+"""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +20,9 @@ from nbaccel.train.data import DataLoaderConfiguration
 
 accelerate = pytest.importorskip("accelerate")
 
+Make = Callable[[dict[str, Any]], Any]
+Case = tuple[int, dict[str, Any], dict[str, Any]]
+
 
 class Stream(IterableDataset[Any]):
     def __init__(self, samples: int) -> None:
@@ -25,21 +32,41 @@ class Stream(IterableDataset[Any]):
         return iter(range(self.samples))
 
 
-Make = Callable[[dict[str, Any]], Any]
-
-
 def _ours(options: dict[str, Any]) -> Any:
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
 
 
 def _theirs(options: dict[str, Any]) -> Any:
-    warnings.simplefilter("ignore")
     return accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**options))
 
 
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"split_batches": True},
+    {"even_batches": False},
+    {"dispatch_batches": True},
+    {"dispatch_batches": True, "split_batches": True},
+]
+LOADERS: list[dict[str, Any]] = [
+    {"batch_size": 4},
+    {"batch_size": 4, "drop_last": True},
+    {"batch_size": 2, "num_workers": 1},
+]
+STREAMS: list[dict[str, Any]] = [{}, {"split_batches": True}, {"dispatch_batches": False}]
+
+CASES: list[Case] = [
+    *(
+        (samples, options, loader)
+        for samples, options, loader in itertools.product([1, 7, 16], CONFIGURATIONS, LOADERS)
+        if not ("drop_last" in loader and "dispatch_batches" in options)  # accelerate 1.15 fails with a TypeError
+    ),
+    *((samples, options, {"batch_size": 4, "streamed": True}) for samples in (1, 7, 16) for options in STREAMS),
+]
+
+
 def _seen(make: Make, samples: int, options: dict[str, Any], loader_options: dict[str, Any]) -> list[Any]:
-    """Per epoch: this rank's batches, what metrics got of all ranks, and where the end showed."""
-    warnings.simplefilter("ignore")
+    """The length, and per epoch: this rank's batches, what metrics got of all ranks, where the end showed."""
+    loader_options = dict(loader_options)
     streamed = loader_options.pop("streamed", False)
     accelerator = make(options)
     dataset: Any = Stream(samples) if streamed else list(range(samples))
@@ -56,50 +83,32 @@ def _seen(make: Make, samples: int, options: dict[str, Any], loader_options: dic
         if streamed and options.get("dispatch_batches") is False:
             metrics.clear()  # accelerate's have the samples twice that fill up the last round
         epochs.append((batches, metrics, ends))
-    try:
-        length = len(loader)
-    except TypeError:
-        length = -1
-    return [length, epochs]
+    return [None if streamed else len(loader), epochs]
 
 
-CASES = [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": 2, "num_workers": 1}]
-
-CONFIGURATIONS: list[dict[str, Any]] = [
-    {},
-    {"split_batches": True},
-    {"even_batches": False},
-    {"dispatch_batches": True},
-    {"dispatch_batches": True, "split_batches": True},
-]
+def _all_cases(make: Make) -> list[Any]:
+    warnings.simplefilter("ignore")
+    return [_seen(make, *case) for case in CASES]
 
 
-@pytest.mark.parametrize("samples", [1, 7, 16])
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
-@pytest.mark.parametrize("loader_options", CASES, ids=str)
-def test_ranks_get_what_accelerate_gives_them(
-    samples: int, options: dict[str, Any], loader_options: dict[str, Any]
-) -> None:
-    if loader_options.get("drop_last") and options.get("dispatch_batches"):
-        pytest.skip("accelerate 1.15 fails with a TypeError")
-    assert run_ranks(2, _seen, _ours, samples, options, loader_options) == run_ranks(
-        2, _seen, _theirs, samples, options, loader_options
-    )
+@pytest.fixture(scope="module")
+def both() -> list[tuple[Any, Any]]:
+    """Per case, what both ranks saw: ours and theirs."""
+    ours, theirs = (list(zip(*run_ranks(2, _all_cases, make), strict=True)) for make in (_ours, _theirs))
+    return list(zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("samples", [1, 7, 16])
-@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"dispatch_batches": False}], ids=str)
-def test_streams_are_dealt_as_accelerate_deals_them(samples: int, options: dict[str, Any]) -> None:
-    loader_options = {"batch_size": 4, "streamed": True}
-    ours = run_ranks(2, _seen, _ours, samples, options, loader_options)
-    theirs = run_ranks(2, _seen, _theirs, samples, options, loader_options)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_ranks_get_what_accelerate_gives_them(number: int, both: list[tuple[Any, Any]]) -> None:
+    ours, theirs = both[number]
     assert ours == theirs
 
 
-def _shuffled(make: Make, world_size: int) -> list[Any]:
+def _shuffled(make: Make) -> list[Any]:
+    warnings.simplefilter("ignore")
     accelerator = make({"use_seedable_sampler": True, "data_seed": 5})
     loader = accelerator.prepare(DataLoader(range(10), 2, shuffle=True))  # type: ignore[arg-type, var-annotated]
-    epochs = []
+    epochs: list[list[int]] = []
     for _ in range(3):
         epochs.append([])
         for batch in loader:
@@ -110,11 +119,12 @@ def _shuffled(make: Make, world_size: int) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_seedable_sampler_gives_accelerates_order(world_size: int) -> None:
-    ours, theirs = (run_ranks(world_size, _shuffled, make, world_size) for make in (_ours, _theirs))
+    ours, theirs = (run_ranks(world_size, _shuffled, make) for make in (_ours, _theirs))
     assert ours == theirs
 
 
 def _skipped(make: Make) -> list[Any]:
+    warnings.simplefilter("ignore")
     accelerator = make({})
     loader = accelerator.prepare(DataLoader(torch.arange(22), 2))  # type: ignore[arg-type]
     rest = accelerator.skip_first_batches(loader, 2)
