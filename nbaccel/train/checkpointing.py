@@ -137,8 +137,9 @@ class Checkpointing(ProcessControl):
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, trust: bool = False) -> None:
         """Continue from a checkpoint, in this or another number of ranks. Collective.
 
-        Everything that was prepared and registered when it was written must be so now, in the same order. Folders
-        that Accelerate wrote load too, but for the position inside an epoch.
+        Everything that was prepared and registered when it was written must be so now, in the same order. Prepared
+        loaders go on at the batch after the last one that was trained on, so a program need not skip any itself
+        (`skip_first_batches` replaces that position). Folders that Accelerate wrote load too; they have no position.
 
         input_dir: the folder; None for the newest whole one of those that are named automatically. Damaged ones
         are passed over with a warning, and the numbering of `save_state` goes on behind it.

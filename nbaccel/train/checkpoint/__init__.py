@@ -7,8 +7,9 @@
       generators_0.json  generators_1.json   random states, one sealed file per rank
       manifest.json                          written last: size and CRC32 of every file, and where the training stood
 
-Nothing in it is a pickle, unless a registered object's state is more than data. The files from bottom to top:
-`files` (sealed JSON), `manifest`, `folder` (atomic replacement), `packing` and `parts` (states to files), `content`
-(what a checkpoint holds), `generators`, `foreign` (Accelerate's folders), `shelf` (names, choice, limits), `training`
-(the parts of an Accelerator); `weights` is the other format, one model for Hugging Face's libraries.
+Nothing in it is a pickle, unless a registered object's state is more than data. Other files in it are those of the
+program's hooks. The modules from bottom to top: `files` (sealed JSON), `manifest`, `folder` (atomic replacement),
+`place` (other people's files stay), `packing` and `parts` (states to files), `content` (what a checkpoint holds),
+`generators`, `foreign` (Accelerate's folders), `shelf` (names, choice, limits), `training` (the parts of an
+Accelerator). `weights` is the other format, one model for Hugging Face's libraries.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import os
 import random
+import re
 import shutil
 import sys
 import zlib
@@ -30,6 +31,8 @@ __all__ = ["Stamp", "add", "adopt", "carry", "derive", "find", "read", "restore"
 
 State = dict[str, Any]
 """The generators of one process, in JSON."""
+
+_WAITING = re.compile(r"\.rank(?P<rank>\d+)\.step(?P<step>\d+)$")
 
 
 def read(device: torch.device) -> State:
@@ -113,7 +116,10 @@ def add(target: Path, rank: int, stamp: Stamp, state: State) -> None:
 def adopt(target: Path, stamp: Stamp) -> None:
     """In rank 0, after its commit: move in the files that wait for it, and delete those of earlier saves."""
     for waiting in aside(target, "rank*.step*"):
-        rank, step = (int(suffix.lstrip(".rankstep")) for suffix in waiting.suffixes[-2:])
+        said = _WAITING.search(waiting.name)
+        if said is None:
+            continue
+        rank, step = int(said["rank"]), int(said["step"])
         if step == stamp.step and _read(waiting).get("stamp") == str(stamp):
             _move_in(waiting, target, rank)
         elif step < stamp.step:
