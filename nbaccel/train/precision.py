@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -132,16 +132,16 @@ class Fp16(Bf16):
     def unscale(self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor] | None = None) -> None:
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for optimizer in optimizers:
-            owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            is_meant = wanted is None or any(id(parameter) in wanted for parameter in owned)
-            has_gradients = any(parameter.grad is not None for parameter in owned)  # else torch's scaler refuses
-            if is_meant and has_gradients and id(optimizer) not in self._unscaled:
+            is_meant = wanted is None or any(id(parameter) in wanted for parameter in _parameters(optimizer))
+            if is_meant and _has_gradients(optimizer) and id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
                 self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         if closure is not None:
             raise ValueError("fp16 cannot step with a closure (LBFGS): use mixed_precision='bf16' or 'no'")
+        if not _has_gradients(optimizer):  # torch's scaler refuses what plain torch takes as a step of nothing
+            return optimizer.step(), True
         if id(optimizer) in self._stepped:
             self._update()
         taken: list[bool] = []
@@ -181,6 +181,14 @@ class Fp16(Bf16):
             "The loss itself is probably infinite: lower the learning rate, clip gradients, or use "
             "mixed_precision='bf16'."
         )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters(optimizer))
 
 
 class _AutocastForward:

@@ -291,3 +291,36 @@ def test_autocast_takes_its_options_from_the_handler() -> None:
         assert model.linear(torch.ones(1, 2)).dtype == torch.bfloat16
         with accelerator.autocast(autocast_handler=AutocastKwargs(enabled=False)):
             assert model.linear(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_an_optimizer_without_gradients_steps_over_nothing_under_fp16() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    idle, busy = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (idle, busy)]
+    idle, busy, *optimizers = accelerator.prepare(idle, busy, *optimizers)
+    before = busy.weight.item()
+    for _ in range(2):
+        accelerator.backward(busy(torch.ones(1, 1)).sum() / 4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert before - busy.weight.item() == pytest.approx(0.5)
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_the_scaler_is_there_for_fp16_only() -> None:
+    assert Accelerator(mixed_precision="bf16").scaler is None
+    scaler = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)]).scaler
+    assert scaler is not None
+    assert scaler.get_scale() == 8.0
+
+
+def test_a_scaler_that_is_switched_off_leaves_losses_as_they_are() -> None:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(1, 1)).sum() / 4)
+    assert model.weight.grad.item() == 0.25
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0).item() == 0.25
+    optimizer.step()
+    assert not optimizer.step_was_skipped
