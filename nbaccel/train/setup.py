@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from typing import Any
-
-import torch
 
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
-from nbaccel.world import World
+from nbaccel.train.seeding import set_seed
 
 __all__ = ["setup_rank"]
 
@@ -24,13 +20,6 @@ def setup_rank(namespace: dict[str, Any] | None, binds_accelerator: bool = True)
     """
     seed = RunSettings.from_env().seed
     if seed is not None:
-        _seed_generators(seed + World.from_env().rank)
+        set_seed(seed, device_specific=True)
     if namespace is not None and binds_accelerator and "accelerator" not in namespace:
         namespace["accelerator"] = Accelerator()
-
-
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # CUDA's too, at the latest when it is initialised

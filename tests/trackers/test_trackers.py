@@ -8,6 +8,7 @@ import json
 import math
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from nbaccel import Accelerator
 from nbaccel.events import Metric, StepsEnded, emit, outlet
+from nbaccel.testing import run_ranks
 from nbaccel.tracking import GeneralTracker, find_tracker, tracker_names
 
 Rows = list[tuple[int, dict[str, float]]]
@@ -266,3 +269,21 @@ def test_a_tracker_knows_whether_its_package_is_there_without_importing_it() -> 
     assert not Absent.is_available()
     assert find_tracker("jsonl").is_available()
     assert find_tracker("wandb").is_available() == (importlib.util.find_spec("wandb") is not None)
+
+
+@pytest.mark.timeout(120)
+def test_what_two_ranks_log_is_kept_once_by_every_library(kind: Kind, tmp_path: Path) -> None:
+    def program() -> int:
+        warnings.simplefilter("ignore")  # inside the libraries
+        accelerator = Accelerator(log_with=kind.name, project_dir=tmp_path)
+        accelerator.init_trackers("digits", config={"lr": 0.1})
+        for step in range(3):
+            accelerator.log({"loss": torch.tensor(float(step + accelerator.process_index))}, step=step, average=True)
+        count = len(accelerator.trackers)
+        accelerator.end_training()
+        if kind.name == "wandb" and accelerator.is_main_process:
+            sys.modules["wandb"].teardown()  # its service process
+        return count
+
+    assert run_ranks(2, program) == [1, 0]
+    assert kind.read(tmp_path) == [(step, {"loss": step + 0.5}) for step in range(3)]
