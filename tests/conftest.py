@@ -45,6 +45,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     environ = _environ()
     files = _files()
     yield
+    _forget_accelerates_state()
     complaints = [
         *(f"process {process}" for process in processes.end_new_ones(patience_s=2)),
         *(f"thread {thread.name}" for thread in _new_threads(threads, patience_s=1)),
@@ -86,6 +87,14 @@ def _process_groups() -> list[str]:
         return []
     distributed.destroy_process_group()
     return ["an initialised process group"]
+
+
+def _forget_accelerates_state() -> None:
+    """Accelerate keeps who it is in its classes: a test that used it here would decide for every rank forked later."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def _files() -> set[str]:
