@@ -116,9 +116,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         self._dynamo_backend = backend_name(dynamo_backend)
         steps = gradient_accumulation_steps if self._rules.num_steps is None else self._rules.num_steps
         self._asked = RunSettings(mixed_precision, steps, cpu=cpu)
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration(
-            split_batches=split_batches, even_batches=even_batches
-        )
+        self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.device_placement = device_placement
         project = project_config or ProjectConfiguration(project_dir)
@@ -133,6 +131,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         _watch_forks(self)
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
         self._bind()
+        self._look_at_project_dir()
 
     # -- who and where
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
-from nbaccel.train.checkpoint.folder import replacing, sayable
+from nbaccel.train.checkpoint.folder import may_write_below, replacing, sayable
 from nbaccel.train.checkpoint.foreign import read_foreign, restore_foreign_generators
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.place import SUBFOLDER
@@ -254,6 +254,16 @@ class Checkpointing(ProcessControl):
             write_object(obj, f, safe_serialization)
 
     # -- how
+
+    def _look_at_project_dir(self) -> None:
+        """Warn now, and not hours later at the first save, if nothing can be saved there."""
+        place = self.project_dir
+        if place is not None and self._writes and not may_write_below(Path(place)):
+            warnings.warn(
+                f"project_dir {os.fspath(place)} cannot be written to: checkpoints and logs will fail there. Choose "
+                "another folder before the training.",
+                stacklevel=3,
+            )
 
     @property
     def _writes(self) -> bool:

@@ -639,6 +639,15 @@ def test_project_folders_are_those_of_the_configuration(tmp_path: Path) -> None:
         ProjectConfiguration(total_limit=0)
 
 
+def test_a_project_folder_that_cannot_be_written_to_is_said_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)  # root may write anywhere
+    with pytest.warns(UserWarning, match=r"project_dir .*/runs/1 cannot be written to: checkpoints and logs will fail"):
+        Accelerator(project_dir=tmp_path / "runs" / "1")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_disk_without_space_keeps_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Trained.start()
     training.accelerator.save_state(tmp_path / "last")

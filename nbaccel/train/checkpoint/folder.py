@@ -22,7 +22,7 @@ from nbaccel.errors import CannotSave, CheckpointCorrupt
 from nbaccel.train.checkpoint.files import aside, sync
 from nbaccel.train.checkpoint.manifest import Manifest
 
-__all__ = ["complete_leftovers", "delete_dead", "delete_whole", "in_units", "replacing", "sayable"]
+__all__ = ["complete_leftovers", "delete_dead", "delete_whole", "in_units", "may_write_below", "replacing", "sayable"]
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -52,6 +52,11 @@ def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
             _take_name(target, unfinished)
         finally:
             _clear(unfinished)
+
+
+def may_write_below(folder: Path) -> bool:
+    """Whether this process may make `folder`, or write into it; nothing is made."""
+    return os.access(_existing(folder), os.W_OK | os.X_OK)
 
 
 def delete_whole(folder: Path) -> None:

@@ -58,6 +58,31 @@ def test_kinds_that_optimizers_and_schedulers_use_are_kept(state: Any) -> None:
     assert getattr(again, "maxlen", None) == getattr(state, "maxlen", None)
 
 
+OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind.__name__ not in ("Optimizer", "SparseAdam")
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch_packs_after_a_step(kind: Any) -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+
+    def loss() -> torch.Tensor:
+        value = layer(torch.ones(1, 2)).square().sum()
+        value.backward()
+        return value
+
+    optimizer = kind(layer.parameters(), lr=0.1)
+    loss()
+    optimizer.step(loss)
+    state = optimizer.state_dict()
+    assert str(there_and_back(state)) == str(state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_tensors_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     tensor = torch.arange(6).reshape(2, 3).to(dtype).t()
