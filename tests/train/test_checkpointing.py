@@ -545,7 +545,7 @@ def test_a_state_that_is_more_than_data_is_a_pickle_that_only_trust_loads(tmp_pa
     accelerator = Accelerator()
     tally = Tally(policy=Opaque())
     accelerator.register_for_checkpointing(tally)
-    with pytest.warns(UserWarning, match=r"policy is an Opaque\. It is saved as a pickle, which .* trust=True"):
+    with pytest.warns(UserWarning, match=r"policy is an Opaque\. It is saved as a pickle, from .* trust=True"):
         accelerator.save_state(tmp_path / "last")
     Opaque.built = 0
     with pytest.raises(UntrustedPickle, match=r"custom.pkl is a pickle that asks for .*build_opaque, and loading it"):
@@ -554,6 +554,17 @@ def test_a_state_that_is_more_than_data_is_a_pickle_that_only_trust_loads(tmp_pa
     accelerator.load_state(tmp_path / "last", trust=True)
     assert Opaque.built == 1
     assert isinstance(tally.state["policy"], Opaque)
+
+
+def test_tensors_without_plain_memory_are_pickled_and_need_no_trust(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    tally = Tally(edges=torch.eye(3).to_sparse())
+    accelerator.register_for_checkpointing(tally)
+    with pytest.warns(UserWarning, match=r"edges is a tensor without plain memory"):
+        accelerator.save_state(tmp_path / "last")
+    tally.state = {}
+    accelerator.load_state(tmp_path / "last")
+    assert torch.equal(tally.state["edges"].to_dense(), torch.eye(3))
 
 
 def test_hooks_may_write_files_of_their_own_and_take_models_over(tmp_path: Path) -> None:

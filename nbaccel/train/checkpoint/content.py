@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nbaccel.train.checkpoint.manifest import Manifest
@@ -38,7 +39,7 @@ class Content:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, which is nearly all that is going to be written."""
+        """Bytes of all plain tensors, which is nearly all that is going to be written."""
         sizes = {tensor.data_ptr(): tensor.nbytes for _, state in self._named() for tensor in _tensors(state)}
         return sum(sizes.values())
 
@@ -78,7 +79,7 @@ class Content:
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
+    if isinstance(state, Tensor) and state.layout is torch.strided:
         yield state
     for _, child in children(state):
         yield from _tensors(child)
