@@ -285,8 +285,8 @@ class Checkpointing(ProcessControl):
             self._run_save_hooks(training, weights, folder)  # they may take weights out
             for reason in content.write(folder):
                 warnings.warn(
-                    f"{reason}. It is saved as a pickle, from which load_state takes tensors and plain data; anything else "
-                    "needs load_state(..., trust=True).",
+                    f"{reason}. It is saved as a pickle, from which load_state takes tensors and plain data; anything "
+                    "else needs load_state(..., trust=True).",
                     stacklevel=3,
                 )
             generators.write(folder, self.process_index, str(stamp), state)
