@@ -35,3 +35,21 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+
+    @classmethod
+    def chosen(
+        cls, configuration: DataLoaderConfiguration | None, split_batches: bool, even_batches: bool
+    ) -> DataLoaderConfiguration:
+        """`configuration`, or one of the two choices that an Accelerator also takes by themselves.
+
+        Raises:
+            ValueError: both say something.
+        """
+        if configuration is None:
+            return cls(split_batches=split_batches, even_batches=even_batches)
+        if split_batches or not even_batches:
+            raise ValueError(
+                f"split_batches={split_batches}, even_batches={even_batches} and a dataloader_config: choose them in "
+                "the DataLoaderConfiguration"
+            )
+        return configuration

@@ -320,3 +320,10 @@ def test_metrics_count_every_sample_once(samples: int, even: bool, split: bool, 
     for tensors, objects in run_ranks(2, _metrics, samples, 4, even, split, streamed):
         assert tensors == list(range(samples))
         assert objects == sorted(f"id{index}" for index in range(samples))
+
+
+def test_choices_given_twice_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"split_batches=True, even_batches=True and a dataloader_config: choose them"):
+        Accelerator(split_batches=True, dataloader_config=DataLoaderConfiguration())
+    assert Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)).split_batches
+    assert Accelerator(split_batches=True).split_batches

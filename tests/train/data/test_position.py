@@ -271,3 +271,44 @@ def test_a_state_holds_numbers_texts_and_tensors_only() -> None:
     tensors = state.pop("order")
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
     json.dumps(state)
+
+
+def _hugging_face(dispatch: bool | None) -> tuple[list[Any], list[Any], list[int]]:
+    """Three epochs of a stream that shuffles by the epoch: whole, and with a stop after 3 batches; what is read."""
+    datasets = pytest.importorskip("datasets")
+    read: list[int] = []
+
+    def note(sample: dict[str, Any]) -> dict[str, Any]:
+        read.append(sample["id"])
+        return sample
+
+    def start() -> tuple[Accelerator, Any]:
+        stream = datasets.Dataset.from_dict({"id": list(range(40))}).to_iterable_dataset().map(note)
+        configuration = DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator = Accelerator(dataloader_config=configuration)
+        return accelerator, accelerator.prepare(DataLoader(stream, 2))
+
+    def epochs(accelerator: Accelerator, loader: Any, count: int) -> Iterator[list[int]]:
+        for _ in range(count):
+            for batch in loader:
+                accelerator.wait_for_everyone()
+                yield batch["id"].tolist()
+
+    whole = list(epochs(*start(), 3))
+    accelerator, loader = start()
+    running = epochs(accelerator, loader, 1)
+    before = [next(running) for _ in range(3)]
+    state = loader.state_dict()
+    accelerator, loader = start()
+    loader.load_state_dict(state)
+    read.clear()
+    after = list(epochs(accelerator, loader, 3))
+    return whole, before + after, read[:1]
+
+
+@pytest.mark.parametrize(("ranks", "dispatch"), [(1, None), (2, None), (2, False)])
+def test_streams_of_hugging_face_resume_by_their_state(ranks: int, dispatch: bool | None) -> None:
+    pytest.importorskip("datasets")
+    for rank, (whole, resumed, first_read) in enumerate(run_ranks(ranks, _hugging_face, dispatch)):
+        assert resumed == whole
+        assert first_read == ([] if rank and dispatch is None else [3 * 2 * ranks])
