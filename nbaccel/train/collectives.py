@@ -72,6 +72,13 @@ class Collectives:
         """What every rank says, by rank, cut to half a kilobyte.  call: what the ranks are in, for messages."""
         return [text]
 
+    def agree(self, call: str) -> None:
+        """Return once every rank is about to make the same `call`; for what torch does for itself, and waits for ever.
+
+        Raises:
+            CollectiveMismatch: the ranks are about to do different things.
+        """
+
     def barrier(self) -> None:
         """Return once every rank has called this."""
 
@@ -156,6 +163,9 @@ class GroupCollectives(Collectives):
     def announce(self, call: str, text: str = "") -> list[str]:
         self._check(call)
         return self._fingerprints.exchange(text)
+
+    def agree(self, call: str) -> None:
+        self._check(call, always=True)
 
     def barrier(self) -> None:
         if not self._check("wait_for_everyone"):  # else the comparison was a barrier

@@ -108,7 +108,7 @@ class Transport:
                 return
             except RuntimeError:  # "Operation timed out!": only this wait, the work goes on
                 if work.is_completed():
-                    work.wait()  # raises what went wrong, if anything did
+                    self._end(work)
                     return
             waited_s += _LOOK_UP.total_seconds()
             self._look_up(waited_s)
@@ -125,8 +125,19 @@ class Transport:
                 self._look_up(waited_s)
         work.wait()
 
+    def _end(self, work: Any) -> None:
+        """Raise what went wrong in a collective that is over, if anything did, and say which one it was."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            error.add_note(f"this rank was in {self._where()}; a peer that is lost has left it, or died")
+            raise
+
     def _look_up(self, waited_s: float) -> None:
-        emit(Waiting(f"{self.call} (call {self.calls} of this process group)", waited_s))
+        emit(Waiting(self._where(), waited_s))
+
+    def _where(self) -> str:
+        return f"{self.call} (call {self.calls} of this process group)"
 
 
 def _let_the_device_wait(work: Any) -> None:

@@ -34,11 +34,20 @@ def _never_joins() -> None:
         PartialState()
 
 
+def _leaves_before_prepare() -> None:
+    import torch
+
+    accelerator = Accelerator()
+    if not accelerator.is_last_process:
+        accelerator.prepare(torch.nn.Linear(2, 1))
+
+
 @pytest.mark.parametrize(
     ("program", "call"),
     [
         (_leaves_before_a_gather, "gather {loss: float32[2]} (call 2 of this process group)"),
         (_leaves_after_many_calls, "check_trigger (call 21 of this process group)"),
+        (_leaves_before_prepare, "prepare Linear of 2 parameters (call 1 of this process group)"),
         (_never_joins, "forming the process group"),
     ],
 )

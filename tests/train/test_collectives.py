@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections import namedtuple
 from dataclasses import dataclass
@@ -342,8 +345,6 @@ def test_different_calls_are_an_error_on_every_rank_that_names_both_sides(kind: 
 
 
 def _late_mismatch(debug: bool) -> int:
-    import os
-
     os.environ["ACCELERATE_DEBUG_MODE"] = str(int(debug))
     accelerator = Accelerator()
     for _ in range(CHECKED_CALLS):
@@ -412,10 +413,6 @@ def test_a_listener_that_knows_better_ends_the_wait() -> None:
 
 
 def _interrupted() -> float:
-    import os
-    import signal
-    import threading
-
     state = PartialState()
     state.wait_for_everyone()
     if state.process_index:
@@ -429,3 +426,41 @@ def _interrupted() -> float:
 
 def test_an_interrupt_reaches_a_rank_inside_a_collective() -> None:
     assert run_ranks(2, _interrupted)[0] < 1.5
+
+
+def _prepares_another_model() -> str:
+    accelerator = Accelerator()
+    for _ in range(CHECKED_CALLS + 1):
+        accelerator.wait_for_everyone()
+    with pytest.raises(CollectiveMismatch) as caught:
+        accelerator.prepare(torch.nn.Linear(1, 1, bias=accelerator.is_main_process))
+    return str(caught.value)
+
+
+def test_ranks_that_prepare_different_models_hear_of_it_however_late() -> None:
+    for message in run_ranks(2, _prepares_another_model):
+        assert "  rank 0: prepare Linear of 2 parameters\n  rank 1: prepare Linear of 1 parameters" in message
+
+
+class Lost:
+    """A collective whose peer has gone."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: Any = None) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def _lost() -> list[str]:
+    state = PartialState()
+    state.gather(torch.ones(1))
+    with pytest.raises(RuntimeError, match="closed by peer") as caught:
+        state.collectives._transport._finish(Lost())
+    return caught.value.__notes__
+
+
+def test_a_connection_that_is_lost_says_in_which_call() -> None:
+    assert run_ranks(2, _lost)[0] == [
+        "this rank was in gather float32[1] (call 1 of this process group); a peer that is lost has left it, or died"
+    ]
