@@ -30,10 +30,8 @@ from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.place import SUBFOLDER
 from nbaccel.train.checkpoint.shelf import Choice, Shelf
 from nbaccel.train.checkpoint.training import Training
-from nbaccel.train.checkpoint.weights import save_weights
-from nbaccel.train.control import ProcessControl
+from nbaccel.train.exporting import Exporting
 from nbaccel.train.project import ProjectConfiguration
-from nbaccel.train.saving import write_object
 
 __all__ = ["Checkpointing", "Registered"]
 
@@ -52,15 +50,11 @@ class Registered:
     load_hooks: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
 
 
-class Checkpointing(ProcessControl):
-    """`save_state`, `load_state`, `save_model` and their kin."""
+class Checkpointing(Exporting):
+    """`save_state`, `load_state`, what takes part in them, and where they write."""
 
     _shelf: Shelf
     _registered: Registered
-
-    @abstractmethod
-    def _training(self) -> Training:
-        """The parts that a checkpoint is about, as they are in this process."""
 
     @abstractmethod
     def _join_world(self) -> None:
@@ -178,6 +172,10 @@ class Checkpointing(ProcessControl):
 
         Raises:
             ValueError: one of them lacks `state_dict` or `load_state_dict`; nothing is registered then.
+
+        >>> from nbaccel import Accelerator
+        >>> average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
+        >>> Accelerator().register_for_checkpointing(average)
         """
         unfit = [
             f"{type(thing).__name__} (argument {number})"
@@ -198,6 +196,10 @@ class Checkpointing(ProcessControl):
         folder: on rank 0 the unfinished folder that becomes the checkpoint, for files of the hook's own; on other
         ranks the checkpoint's final name, which may not exist yet.
         Returns a handle whose `remove()` takes the hook off again.
+
+        >>> from nbaccel import Accelerator
+        >>> handle = Accelerator().register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+        >>> handle.remove()
         """
         handle = RemovableHandle(self._registered.save_hooks)
         self._registered.save_hooks[handle.id] = hook
@@ -208,50 +210,14 @@ class Checkpointing(ProcessControl):
 
         models: as prepared; those that the hook removes from the list are not filled by us.
         Returns a handle whose `remove()` takes the hook off again.
+
+        >>> from nbaccel import Accelerator
+        >>> handle = Accelerator().register_load_state_pre_hook(lambda models, folder: models.clear())
+        >>> handle.remove()
         """
         handle = RemovableHandle(self._registered.load_hooks)
         self._registered.load_hooks[handle.id] = hook
         return handle
-
-    # -- models and objects
-
-    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole model's state dict, without the prefixes of DDP and ``torch.compile``. Tensors are not copied.
-
-        unwrap: False gives that of the module as it is. Collective with sharded strategies.
-        """
-        return self._training().strategy.state_dict(model) if unwrap else model.state_dict()
-
-    def save_model(
-        self,
-        model: Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write `model` as Hugging Face libraries expect it: ``model.safetensors``, or shards and their index.
-
-        Rank 0 writes; on the others nothing happens. `nbaccel.utils.load_model` reads it, and so does
-        ``from_pretrained`` where there is a config.json beside.
-        max_shard_size: of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
-        safe_serialization: False writes ``pytorch_model.bin``, a pickle.
-
-        Raises:
-            NotADirectoryError: `save_directory` is a file.
-            CannotSave: no space, or no right to write there.
-        """
-        state = self.get_state_dict(model)
-        if self._writes:
-            save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
-
-    def save(self, obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-        """``torch.save(obj, f)`` on the main process only; a path is written beside its name and renamed.
-
-        save_on_each_node: on the first rank of each node.
-        safe_serialization: `obj` is a dict of tensors; write it as safetensors.
-        """
-        if self._writes or (save_on_each_node and self.is_local_main_process):
-            write_object(obj, f, safe_serialization)
 
     # -- how
 
