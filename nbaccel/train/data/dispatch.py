@@ -39,7 +39,8 @@ class DispatchSource(Source):
 
     In rounds of one batch per rank, rank r gets batches r, r + n, ...; with `split` every batch is cut into n equal
     parts. The samples of the last, incomplete round are dealt in equal parts, filled up with the epoch's first
-    samples so that n divides them; without `even` the ranks get what there is; with `drop_last` it is dropped.
+    samples so that n divides them; without `even` the ranks get what there is, and a rank that gets nothing is not told
+    in the round before that its last batch was this one; with `drop_last` it is dropped.
 
     length: batches of rank 0's loader; None where unknown.
     device: where the process group's backend can send from.
@@ -77,6 +78,10 @@ class DispatchSource(Source):
         return self.shard.stride
 
     @property
+    def is_split(self) -> bool:  # type: ignore[override]
+        return self.shard.split
+
+    @property
     def seed(self) -> int | None:
         return None if self._order is None else self._order.seed
 
@@ -109,7 +114,7 @@ class DispatchSource(Source):
 
     def _deal(self, position: Position) -> Iterator[tuple[Any, bool]]:
         """On rank 0: read, send, and keep the own part."""
-        tell_epoch(position.epoch, self.loader.dataset, self._order or self.loader.sampler)
+        tell_epoch(position.epoch, self.loader.dataset, self.loader.sampler if self._order is None else self._order)
         sent = 0
         for parts, parcels, is_last in self._packed(position):
             self._remainder = self.shard.remainder

@@ -38,7 +38,6 @@ class PreparedLoader(DataLoader[Any]):
     epoch if it trained, or the ranks met in it (a gather, a barrier): so a look at the loader on one rank, with
     ``next(iter(loader))`` or a whole loop, does not change which samples that rank gets in the next epoch. In one
     process it counts if it trained, or went through to the end.
-    is_joined: uneven lengths are taken care of; see `Accelerator.join_uneven_inputs`.
     is_bound: it is to be iterated in the world it was prepared for; False for loaders of a made-up rank.
     """
 
@@ -56,7 +55,6 @@ class PreparedLoader(DataLoader[Any]):
         self.world = world
         self.accumulation = accumulation
         self.end_of_dataloader = False
-        self.is_joined = False
         self.is_bound = True
         self._source = source
         self._progress = Progress()
@@ -201,17 +199,22 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.epoch = position.epoch
         self._progress.resume = position if position.batches else None
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether uneven lengths are taken care of; see `Accelerator.join_uneven_inputs`."""
+        return self._progress.is_joined
+
     @contextmanager
     def joined(self, even_batches: bool | None = None) -> Iterator[None]:
         """While entered, ranks may run out of batches one after the other; `even_batches` holds, unless None."""
-        even, was_joined = self.even_batches, self.is_joined
-        self.is_joined = True
+        even, was_joined = self.even_batches, self._progress.is_joined
+        self._progress.is_joined = True
         if even_batches is not None:
             self.even_batches = even_batches
         try:
             yield
         finally:
-            self.even_batches, self.is_joined = even, was_joined
+            self.even_batches, self._progress.is_joined = even, was_joined
 
     def without_first(self, batches: int) -> PreparedLoader:
         """This loader without this rank's first `batches`, in every iteration; it counts epochs together with this one.
@@ -245,9 +248,7 @@ class PreparedLoader(DataLoader[Any]):
     def total_batch_size(self) -> int | None:
         """Samples that all ranks together take per batch; None where batches have sizes of their own."""
         size = self._batch_size
-        if size is None or self._source.stride == 1:
-            return size
-        return size * self.world.world_size
+        return size if size is None or self._source.is_split else size * self.world.world_size
 
     @property
     def total_dataset_length(self) -> int:

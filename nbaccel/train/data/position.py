@@ -69,6 +69,7 @@ class Progress:
     begun: where the iteration under way began; None outside of one.
     taken: batches of the user's loader since then, for all ranks together.
     resume: where the next iteration is to begin; None for the epoch's first batch.
+    is_joined: ranks may run out of batches one after the other.
     datasets: the dataset's state before the open accumulation window, and after each of its batches.
     """
 
@@ -77,6 +78,7 @@ class Progress:
         self.begun: Position | None = None
         self.taken = 0
         self.resume: Position | None = None
+        self.is_joined = False
         self.datasets: list[Any] = []
 
     def begin(self, position: Position) -> None:

@@ -25,11 +25,15 @@ __all__ = ["IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "leng
 class Source:
     """The user's loader as it is: order and random numbers are those of plain PyTorch.
 
-    stride: batches of the user's loader per batch of this rank.
+    stride: batches of the user's loader per round of one batch per rank.
+    is_split: a batch of the user's loader is that of all ranks together.
+    seed: of the data order; None where that is not ours.
+    even: the last round is filled up.
     states: of a dataset that can say where it is.
     """
 
     stride = 1
+    is_split = False
     seed: int | None = None
     even = True
 
@@ -121,6 +125,10 @@ class IndexSource(Source):
         return self.shard.stride
 
     @property
+    def is_split(self) -> bool:  # type: ignore[override]
+        return self.shard.split
+
+    @property
     def seed(self) -> int | None:
         return self._order.seed
 
@@ -182,6 +190,10 @@ class StreamSource(Source):
     @property
     def stride(self) -> int:  # type: ignore[override]
         return self.shard.stride
+
+    @property
+    def is_split(self) -> bool:  # type: ignore[override]
+        return self.shard.split
 
     @property
     def is_stream(self) -> bool:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbaccel import Accelerator, RanksFailed
+from nbaccel import Accelerator, RanksFailed, World
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
+from nbaccel.train.data.dispatch import _RoundShard
+from nbaccel.train.data.position import DatasetStates
+from nbaccel.train.data.shard import NOTHING
 
 
 class Draws(IterableDataset[float]):
@@ -222,3 +227,34 @@ def _parts() -> None:
 def test_different_datasets_are_refused_before_the_first_batch_with_the_lengths() -> None:
     with pytest.raises(RanksFailed, match=r"different lengths \(rank 0: 8, rank 1: 7\).*dispatch_batches=True"):
         run_ranks(2, _parts)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    samples=st.integers(0, 40),
+    batch_size=st.integers(1, 6),
+    ranks=st.integers(2, 5),
+    even=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_every_sample_is_sent_to_exactly_one_rank_but_for_the_fill(
+    samples: int, batch_size: int, ranks: int, even: bool, drop_last: bool
+) -> None:
+    loader: DataLoader[Any] = DataLoader(range(samples), batch_size, drop_last=drop_last)  # type: ignore[arg-type]
+    shard = _RoundShard(loader, DatasetStates(None), World(0, ranks, 0, ranks), None, even=even, split=False)
+    sent: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for members, first, is_last in shard.rounds():
+        for rank in range(ranks):
+            part = shard.part(members, first, is_last, rank)
+            if part is not NOTHING:
+                sent[rank].append(part.tolist())
+    seen = Counter(index for batches in sent for batch in batches for index in batch)
+    assert [len(batches) for batches in sent] == shard.lengths_of(len(loader))
+    if drop_last:
+        assert seen == Counter(range(samples // (batch_size * ranks) * batch_size * ranks))
+    elif even:
+        assert set(seen) == set(range(samples))
+        assert 0 <= sum(seen.values()) - samples < ranks
+        assert len({tuple(len(batch) for batch in batches) for batches in sent}) == 1
+    else:
+        assert seen == Counter(range(samples))

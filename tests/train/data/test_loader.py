@@ -238,6 +238,13 @@ def test_a_distributed_sampler_of_ones_own_is_not_dealt_twice() -> None:
     assert [batch[0].tolist() for batch in _inner(_prepare(loader, 1, 2))] == [[1, 3], [5, 7]]
 
 
+def test_a_loader_that_is_dealt_already_says_what_all_ranks_take() -> None:
+    dataset = TensorDataset(torch.arange(8))
+    loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=2, rank=1, shuffle=False))
+    assert _prepare(loader, 1, 2).total_batch_size == 4
+    assert _prepare(DataLoader(dataset, 2), 1, 2, split=True).total_batch_size == 2
+
+
 def test_a_prepared_loader_is_a_loader_and_shows_the_users_attributes() -> None:
     dataset = TensorDataset(torch.arange(6))
 
