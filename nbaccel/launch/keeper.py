@@ -20,6 +20,8 @@ from nbaccel.launch.zygote import Zygote
 
 __all__ = ["Keeper"]
 
+_GUARDIAN_S = 1.0
+
 
 class Keeper:
     """Starts the guardian and the zygote when they are first needed and ends them with the process."""
@@ -74,8 +76,13 @@ class Keeper:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
         if self._guardian is not None and self._line is not None:
+            # A child that the user forked holds a copy of the line: closing ours alone would not end it.
+            with contextlib.suppress(OSError):
+                self._line.shutdown(socket.SHUT_RDWR)
             self._line.close()
-            self._guardian.wait()
+            # It stays while it guards ranks (a launch in a daemon thread), and ends them once this process is gone.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guardian.wait(_GUARDIAN_S)
             self._guardian = self._line = None
         os.close(self.kernel_pidfd)
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -85,6 +86,43 @@ def test_the_guardian_leaves_with_a_keeper_that_closes() -> None:
     assert process is not None
     keeper.close()
     assert process.returncode == 0
+
+
+def test_a_child_of_the_user_does_not_keep_the_guardian() -> None:
+    keeper = Keeper()
+    keeper.guard("+0")
+    keeper.guard("-0")
+    process = keeper._guardian
+    assert process is not None
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    closing = threading.Thread(target=keeper.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    is_closed = not closing.is_alive()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert is_closed
+    assert process.returncode == 0
+
+
+def test_a_keeper_closes_while_ranks_run_and_they_end_with_the_process() -> None:
+    program = """
+import subprocess
+from nbaccel.launch.keeper import Keeper
+keeper = Keeper()
+child = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
+keeper.guard(f"+{child.pid}")
+print(child.pid, keeper._guardian.pid, flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=20)
+    assert done.returncode == 0
+    deadline = time.monotonic() + 2
+    while any(_is_alive(int(pid)) for pid in done.stdout.split()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(_is_alive(int(pid)) for pid in done.stdout.split())
 
 
 def test_a_guardian_that_died_is_replaced() -> None:
