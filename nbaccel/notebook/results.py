@@ -89,7 +89,8 @@ class _Stateful(_Plain):
     changed = "its state did not fit"
 
     def handles(self, new: Any) -> bool:
-        return hasattr(new, "state_dict") and hasattr(new, "load_state_dict") and not isinstance(new, type)
+        kind = type(new)  # not `new`: a `__getattr__` of the user's may do anything
+        return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
 
     def fits(self, old: Any, new: Any, moving: _Moving) -> bool:
         optimizer = getattr(new, "optimizer", None)

@@ -212,3 +212,12 @@ def test_amounts_are_what_people_say() -> None:
         "44.7 MB",
         "1.5 GB",
     ]
+
+
+def test_an_object_whose_attributes_are_keys_becomes_a_variable() -> None:
+    class Bunch(dict[str, Any]):
+        __getattr__ = dict.__getitem__
+
+    namespace: dict[str, Any] = {"settings": Bunch(rate=1)}
+    install({"settings": Bunch(rate=2)}, namespace, {})
+    assert namespace["settings"] == {"rate": 2}

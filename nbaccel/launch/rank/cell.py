@@ -250,22 +250,28 @@ def _class_anchors(namespace: dict[str, Any]) -> dict[int, str]:
 def plain(value: Any) -> Any:
     """What a prepared or parallel object wraps; any other object itself.
 
-    Objects of `nbaccel.train` say so by `__nbaccel_unwrap__`; torch's own wrappers are known by their module.
+    Objects of `nbaccel.train` say so by `__nbaccel_unwrap__`; torch's own wrappers, and classes derived from them, are
+    known by their module.
     """
-    unwrap = getattr(value, "__nbaccel_unwrap__", None)
-    if callable(unwrap) and not isinstance(value, type):
-        return unwrap()
-    home = type(value).__module__
-    if home.startswith("torch.nn.parallel."):
+    kind = type(value)
+    if _is_wrapper(value):
+        return value.__nbaccel_unwrap__()
+    if any(base.__module__.startswith("torch.nn.parallel.") for base in kind.__mro__):
         return plain(value.module)
-    if home.startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):
+    if kind.__module__.startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):
         return plain(value._orig_mod)
     return value
 
 
+def _is_wrapper(value: Any) -> bool:
+    """Whether `value` says what it wraps. Its class is asked: a `__getattr__` of the user's may do anything."""
+    return hasattr(type(value), "__nbaccel_unwrap__")
+
+
 def _undressed(value: Any) -> Any:
     """A model without what `prepare` put before its class's own forward: the rank is over, it has served."""
-    if hasattr(getattr(value, "__dict__", {}).get("forward"), "__nbaccel_unwrap__"):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.nn.Module) and _is_wrapper(vars(value).get("forward")):
         del value.forward
     return value
 
@@ -290,8 +296,8 @@ def _is_small_data(value: Any) -> bool:
 def _is_data(value: Any) -> bool:
     if isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
         return False
-    is_ours = type(value).__module__.startswith("nbaccel.")  # an Accelerator that the cell made; what we wrap is data
-    return not is_ours or hasattr(value, "__nbaccel_unwrap__")
+    comes_from_us = type(value).__module__.startswith("nbaccel.")  # an Accelerator that the cell made
+    return not comes_from_us or _is_wrapper(value)  # what we wrap is data
 
 
 def _is_heavy(value: Any) -> bool:

@@ -89,7 +89,7 @@ def _anatomy(obj: Any) -> tuple[int, int, Iterable[Any]]:
         return 0, len(obj.__closure__ or ()), map(_content, obj.__closure__ or ())
     if isinstance(obj, types.MethodType):
         return 0, 1, (obj.__self__,)
-    if hasattr(obj, "flat") and hasattr(obj, "dtype"):  # an array of objects
+    if hasattr(type(obj), "flat") and hasattr(type(obj), "dtype"):  # an array of objects
         return 8 * obj.size, obj.size, obj.flat
     attributes = getattr(obj, "__dict__", {})
     return sys.getsizeof(obj), len(attributes), attributes.values()
