@@ -26,6 +26,7 @@ _AFTER_RESULTS_S = 1.0  # the results are here: a rank that hears nothing is onl
 _TERM_TO_KILL_S = 0.5
 _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
+_RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
 
 class Ending:
@@ -81,8 +82,9 @@ class Aborting(Ending):
     The others are interrupted; rank 0 gets a moment to hand over its results if somebody waits for them.
     """
 
-    def __init__(self, members: Sequence[Member], now: float, wants_results: bool) -> None:
+    def __init__(self, members: Sequence[Member], now: float, page: ControlPage, wants_results: bool) -> None:
         super().__init__(members, now)
+        self._page = page
         self._patience_s = _PEERS_S if wants_results and members[0].is_working else _PEERS_S / 4
         for member in members:
             member.interrupt()
@@ -91,10 +93,10 @@ class Aborting(Ending):
         for member in self.members:
             if not member.is_working:
                 member.release(now)
-        if now > self.began + self._patience_s:
-            for member in self.members:
-                if member.is_working:
-                    member.kill()
+        for member in self.members:
+            patience_s = _RESULTS_S if self._page.has_finished(member.rank) else self._patience_s
+            if member.is_working and now > self.began + patience_s:
+                member.kill()
         self._bury_the_slow(now)
 
     def due_in(self, now: float) -> float | None:
@@ -124,9 +126,11 @@ class Stopping(Ending):
             position = self._page.read(member.rank)
             is_stepping = position.in_step or position.parked
             if not is_stepping and now > self.began + _NO_STEP_S:
-                member.interrupt()
+                member.interrupt()  # means nothing to a rank that has finished
             patience_s = _PATIENCE_S
-            if is_stepping:
+            if self._page.has_finished(member.rank):
+                patience_s = _RESULTS_S
+            elif is_stepping:
                 patience_s = max(_PATIENCE_S, 2 * position.last_step_s) if position.last_step_s else _FIRST_STEP_S
             elif self._results_at is not None and member.was_interrupted:
                 patience_s = max(_NO_STEP_S, self._results_at - self.began) + _AFTER_RESULTS_S

@@ -203,7 +203,7 @@ class WorkerGroup:
                 elif self._is_bad_fork:
                     ending = Killing(self._members, now)
                 elif self._cause_is_known(now):
-                    ending = Aborting(self._members, now, self._spec.wants_results)
+                    ending = Aborting(self._members, now, page, self._spec.wants_results)
             if isinstance(ending, Stopping) and not has_noticed and now > ending.began + _FINISHING_NOTICE_S:
                 has_noticed = True
                 if ending.is_finishing_a_step:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
+from nbaccel.launch import ending
 from nbaccel.launch.guardian import session_members
 from nbaccel.launch.launcher import debug_launcher, launch, notebook_launcher
 
@@ -198,6 +199,37 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen() -> None:
     assert time.monotonic() - began < 4
     for timer in timers:
         timer.join()
+
+
+class SlowToSend:
+    """Takes 1.5 s on its way out of a rank, as some GB of tensors do."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        time.sleep(1.5)
+        return int, (7,)
+
+
+def test_an_interrupt_does_not_cut_off_results_that_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "_NO_STEP_S", 0.1)
+    monkeypatch.setattr(ending, "_PATIENCE_S", 0.2)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    run = launch(SlowToSend, 2, check=False)
+    timer.join()
+    assert isinstance(run.error, KeyboardInterrupt)
+    assert run.values == [7, 7]
+
+
+def test_a_rank_that_fails_does_not_cut_off_results_of_rank_0() -> None:
+    def train() -> Any:
+        if rank() == 1:
+            time.sleep(0.3)
+            raise ValueError("late")
+        return SlowToSend()
+
+    run = launch(train, 2, check=False)
+    assert isinstance(run.error, ValueError)
+    assert run.value == 7
 
 
 def test_the_ranks_own_atexit_handlers_and_threads_finish_and_the_kernels_do_not_run(tmp_path: Path) -> None:

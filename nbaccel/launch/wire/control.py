@@ -120,14 +120,17 @@ class ControlPage:
         """Say that `rank` has done its work: it will enter no collective any more."""
         self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT] = 1
 
+    def has_finished(self, rank: int) -> bool:
+        """Whether `rank` has done its work. Its report may still be on the way."""
+        return bool(self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT])
+
     def finished_before(self, collective: int) -> list[int]:
         """The ranks that have done their work, and have not entered as many collectives as that."""
-        slots = {rank: _HEADER + rank * _SLOT for rank in range(self.world_size)}
         return [
             rank
-            for rank, slot in slots.items()
-            if self._map[slot + _HAS_FINISHED_AT]
-            and _COLLECTIVES.unpack_from(self._map, slot + _COLLECTIVES_AT)[0] < collective
+            for rank in range(self.world_size)
+            if self.has_finished(rank)
+            and _COLLECTIVES.unpack_from(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT)[0] < collective
         ]
 
     @property
