@@ -185,6 +185,20 @@ def test_an_interrupt_raises_keyboard_interrupt_and_leaves_nothing(start_method:
     timer.join()
 
 
+def test_an_interrupt_while_the_ranks_are_set_up_ends_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start_method: str
+) -> None:
+    (tmp_path / "slow_setup.py").write_text("import time\ndef set_up(namespace):\n    time.sleep(2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(ending, "_NO_STEP_S", 0.1)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    run = launch((tmp_path / "began").touch, 2, setup="slow_setup:set_up", start_method=start_method, check=False)
+    timer.join()
+    assert isinstance(run.error, KeyboardInterrupt)
+    assert not (tmp_path / "began").exists()
+
+
 def test_a_second_interrupt_ends_ranks_that_do_not_listen() -> None:
     def deaf() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

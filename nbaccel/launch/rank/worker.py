@@ -65,18 +65,25 @@ def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[
 
 
 class _Interrupt:
-    """SIGINT becomes KeyboardInterrupt in the user's code and nothing anywhere else."""
+    """SIGINT becomes KeyboardInterrupt in the user's code, and nothing after it.
+
+    One that comes before is kept for the user's code: the kernel sends it once, and setting up can take seconds.
+    """
 
     def __init__(self) -> None:
         self.is_open = False
+        self._has_come = False
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: Any) -> None:
+        self._has_come = True
         if self.is_open:
             raise KeyboardInterrupt
 
     def __enter__(self) -> None:
-        self.is_open = True
+        self.is_open = not self._has_come
+        if self._has_come:
+            raise KeyboardInterrupt
 
     def __exit__(self, *exc: object) -> None:
         self.is_open = False
