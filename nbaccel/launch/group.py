@@ -191,11 +191,11 @@ class WorkerGroup:
             now = time.monotonic()
             if self._presses > presses:
                 presses = self._presses
-                ending = (
-                    Killing(self._members, now)
-                    if isinstance(ending, Stopping) or presses > 1
-                    else Stopping(self._members, now, page)
-                )
+                if isinstance(ending, Stopping) or presses > 1:
+                    # A Killing goes on as it is: begun anew by every press, it would put off its SIGKILL.
+                    ending = ending if isinstance(ending, Killing) else Killing(self._members, now)
+                else:
+                    ending = Stopping(self._members, now, page)
             elif isinstance(ending, Running):
                 if limit_s is not None and now > began + limit_s:
                     self._is_timed_out = True

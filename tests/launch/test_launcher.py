@@ -263,6 +263,28 @@ def test_the_ranks_own_atexit_handlers_and_threads_finish_and_the_kernels_do_not
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit-0", "atexit-1", "thread-0", "thread-1"]
 
 
+def test_presses_without_pause_do_not_put_off_the_end() -> None:
+    def deaf() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+
+    timers = [threading.Timer(0.5 + 0.2 * press, os.kill, (os.getpid(), signal.SIGINT)) for press in range(25)]
+    previous = signal.signal(signal.SIGINT, lambda number, frame: None)  # what comes when the run is over
+    for timer in timers:
+        timer.start()
+    began = time.monotonic()
+    try:
+        run = launch(deaf, 2, check=False)
+        assert isinstance(run.error, KeyboardInterrupt)
+        assert time.monotonic() - began < 4
+    finally:
+        for timer in timers:
+            timer.cancel()
+            timer.join()
+        signal.signal(signal.SIGINT, previous)
+
+
 def test_processes_that_a_rank_left_running_are_ended() -> None:
     def train() -> list[int]:
         import subprocess
