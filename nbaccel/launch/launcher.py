@@ -11,10 +11,10 @@ import functools
 import importlib
 import inspect
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -174,12 +174,20 @@ def refuse_nested_launch() -> None:
 
 
 def _load_once(spec: LaunchSpec) -> None:
-    """Here rather than in every rank: the first DDP model would otherwise load 0.8 s worth of modules in each."""
-    for module in _WARM_MODULES:
-        if module not in sys.modules:
+    """Here rather than in every rank: the first DDP model would otherwise load 0.8 s worth of modules in each.
+
+    In a thread, which an interrupt does not reach: torch that was imported by half is beyond repair, and would take
+    the notebook with it. The interrupt is raised when the import is through.
+    """
+
+    def load() -> None:
+        for module in _WARM_MODULES:
             importlib.import_module(module)
-    if spec.setup is not None:
-        load_named(spec.setup)
+        if spec.setup is not None:
+            load_named(spec.setup)
+
+    with ThreadPoolExecutor(1, "nbaccel-import") as loader:
+        loader.submit(load).result()
 
 
 # --- functions --------------------------------------------------------------------------------------------------

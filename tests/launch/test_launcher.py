@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -293,6 +294,27 @@ def test_processes_that_a_rank_left_running_are_ended() -> None:
 
     pids = [pid for value in launch(train, 2).values for pid in value]
     assert not session_members(pids)
+
+
+_INTERRUPTED_IMPORT = """
+import os, signal, sys, threading, time
+from nbaccel import launch
+def press():
+    while "torch._torch_docs" not in sys.modules:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press).start()
+try:
+    launch(abs, 1, args=(-1,))
+except KeyboardInterrupt:
+    print("interrupted")
+print(launch(abs, 1, args=(-2,)).value)
+"""
+
+
+def test_an_interrupt_while_torch_is_imported_leaves_torch_whole() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=50)
+    assert done.stdout.split() == ["interrupted", "2"], done.stderr
 
 
 def test_a_group_can_be_made_destroyed_and_made_again(start_method: str) -> None:
