@@ -222,13 +222,19 @@ def _execute(code: types.CodeType, namespace: dict[str, Any]) -> Any:
 
 def _completed(coroutine: Any) -> Any:
     """The result of a cell with a top-level `await`."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _loop_is_running():  # outside of any `except`: an error of the cell has nothing to do with it
         return asyncio.run(coroutine)
     # Inline, in the kernel, whose own loop is running in this thread: the cell gets a loop in another.
     with ThreadPoolExecutor(1) as other:
         return other.submit(asyncio.run, coroutine).result()
+
+
+def _loop_is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _class_anchors(namespace: dict[str, Any]) -> dict[int, str]:

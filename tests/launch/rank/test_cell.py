@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from nbaccel.launch.rank.cell import CellSource, CellTask, plain
@@ -33,6 +34,13 @@ def test_an_object_that_looks_up_every_attribute_in_a_dict_goes_back() -> None:
     task = CellTask(CellSource("done = 1", "Cell In[1]"), {"settings": Settings()}, ("settings",))
     task.run()
     assert task.results(0).values["settings"].rate == 2
+
+
+def test_an_error_after_an_await_has_no_other_behind_it() -> None:
+    task = CellTask(CellSource("import asyncio\nawait asyncio.sleep(1 / 0)", "Cell In[1]"), {})
+    with pytest.raises(ZeroDivisionError) as caught:
+        task.run()
+    assert caught.value.__context__ is None
 
 
 def test_a_model_is_taken_out_of_a_subclass_of_torchs_wrapper() -> None:
