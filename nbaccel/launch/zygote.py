@@ -59,6 +59,7 @@ class Zygote:
         mine, theirs = Channel.pair()
         self._channel = mine
         self._is_ready = False
+        self._is_broken = False
         self._exits: dict[int, int] = {}
         code = _BOOTSTRAP.format(path=list(sys.path), fd=theirs.fileno(), pidfd=kernel_pidfd, shell=has_shell)
         self._process = subprocess.Popen(
@@ -79,8 +80,8 @@ class Zygote:
 
     @property
     def is_usable(self) -> bool:
-        """Alive, and its torch is the torch that is installed now."""
-        return self._process.poll() is None and self.fingerprint == torch_fingerprint()
+        """Alive, true to its word so far, and its torch is the torch that is installed now."""
+        return not self._is_broken and self._process.poll() is None and self.fingerprint == torch_fingerprint()
 
     def fork(self, boots: Sequence[RankBoot], reference: str, parcel: Parcel) -> list[RankProcess]:
         """One rank per boot, as copies of the zygote.
@@ -98,6 +99,9 @@ class Zygote:
                     [*(getattr(boot, name) for name in RankBoot.FDS), parcel.fd, state.fd],
                 )
             return self._forked(len(boots))
+        except BaseException:
+            self._is_broken = True  # the next request would take late answers to this one for its own
+            raise
         finally:
             os.close(state.fd)
 

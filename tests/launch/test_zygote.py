@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.errors import CannotSend
+from nbaccel.errors import CannotSend, LaunchRefused
 from nbaccel.launch import launcher as launcher_module, zygote as zygote_module
 from nbaccel.launch.guardian import session_members
 from nbaccel.launch.keeper import Keeper
@@ -128,6 +128,21 @@ def test_a_run_survives_the_death_of_its_zygote(monkeypatch: pytest.MonkeyPatch)
     pids = launch(kill_parent, 2, start_method="zygote").values
     launcher.close()
     assert not session_members(pids)
+
+
+def test_a_zygote_that_answered_too_late_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher()
+    monkeypatch.setattr(launcher_module, "default_launcher", lambda: launcher)
+    launch(os.getpid, 2, start_method="zygote")
+    pid = launcher.keeper.zygote().pid
+    with monkeypatch.context() as impatient:
+        impatient.setattr(zygote_module, "_START_TIMEOUT_S", 0.2)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(LaunchRefused, match="does not answer"):
+            launch(os.getpid, 2, start_method="zygote")
+    os.kill(pid, signal.SIGCONT)
+    assert len(set(launch(os.getpid, 2, start_method="zygote").values)) == 2
+    launcher.close()
 
 
 def test_a_rank_that_its_kernel_let_go_of_ends() -> None:
