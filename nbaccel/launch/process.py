@@ -33,8 +33,15 @@ class RankProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> int:
-        """The exit code, negative for a signal; releases the process number."""
+        """The exit code, negative for a signal; releases the process number.
+
+        0 where somebody else has collected it (SIGCHLD is ignored in this process, or a library waits for any child):
+        the code is lost then, as it is for `subprocess`.
+        """
         if self.exit_code is None:
-            self.exit_code = self._collect()
+            try:
+                self.exit_code = self._collect()
+            except ChildProcessError:
+                self.exit_code = 0
             os.close(self.pidfd)
         return self.exit_code

@@ -408,3 +408,11 @@ def test_a_child_that_the_function_forked_does_not_speak_for_its_rank(start_meth
         return int(os.getpid() == me)
 
     assert launch(train, 2, start_method=start_method).values == [1, 1]
+
+
+def test_a_process_that_ignores_the_ends_of_its_children_can_launch() -> None:
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert launch(rank, 2).values == [0, 1]
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
