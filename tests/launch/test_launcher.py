@@ -410,6 +410,23 @@ def test_a_child_that_the_function_forked_does_not_speak_for_its_rank(start_meth
     assert launch(train, 2, start_method=start_method).values == [1, 1]
 
 
+def test_a_child_that_the_function_forked_ends_with_its_own_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
+    def train() -> list[int]:
+        codes = []
+        for error in (ValueError("of the child"), SystemExit(3), SystemExit()):
+            child = os.fork()
+            if not child:
+                print("unfinished", end="")
+                raise error
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return codes
+
+    assert launch(train, 1).value == [1, 3, 0]
+    printed = capfd.readouterr()
+    assert printed.out.count("unfinished") == 3
+    assert "ValueError: of the child" in printed.err
+
+
 def test_a_process_that_ignores_the_ends_of_its_children_can_launch() -> None:
     previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -53,8 +54,6 @@ def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[
         start_death_watch(boot.kernel_pidfd, boot.channel_fd)
         code = _Rank(boot, close_fds, is_fork).live(make_task)
     except BaseException:
-        import traceback
-
         with contextlib.suppress(BaseException):
             traceback.print_exc()
     finally:
@@ -143,7 +142,7 @@ class _Rank:
         except BaseException as failure:
             status, error = "failed", failure
         if os.getpid() != self.pid:
-            os._exit(0)  # a child that the user's code forked and that came back here: the rank speaks for itself
+            _end_as_a_child(status, error)
         if status != "failed":
             with contextlib.suppress(Exception):
                 flush_figures()
@@ -240,6 +239,22 @@ class _Rank:
 def mark(nonce: str, message_id: int) -> bytes:
     """The bytes that stand for rich message `message_id` in a rank's output pipe."""
     return f"\x1e{nonce}:{message_id}\x1e".encode()
+
+
+def _end_as_a_child(status: str, error: BaseException | None) -> NoReturn:
+    """The end of a child that the user's code forked and that came back to us: it ends as it would anywhere.
+
+    It tells the kernel nothing, for the rank speaks for itself.
+    """
+    code = 1 if status == "failed" else 0
+    if isinstance(error, SystemExit) and error.code is not None:
+        code = error.code if isinstance(error.code, int) else 1
+    with contextlib.suppress(BaseException):
+        if status == "failed" and error is not None:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 def _results_of(task: Task, rank: int) -> Results:
