@@ -21,6 +21,8 @@ __all__ = ["Failure", "Link", "describe", "show_as", "signal_name"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CONTEXT_LINES = 2
+_FIRST_PLACES, _LAST_PLACES = 10, 20
+"""How much of a long traceback is shown; an endless recursion has a thousand places."""
 
 Place = tuple[str, int, str, str]  # filename, line number, function, source line
 Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
@@ -121,7 +123,11 @@ class Failure:
                 lines += ["", f"... {link.relation}", ""]
             title = f"{link.type_name.ljust(40)} on rank {self.rank} of {self.world_size} (most recent call last)"
             lines.append(title)
-            for place in link.places:
+            for place in link.places[:_FIRST_PLACES]:
+                lines += _render_place(place, cell_name)
+            if (left_out := len(link.places) - _FIRST_PLACES - _LAST_PLACES) > 0:
+                lines.append(f"... {left_out} more calls ...")
+            for place in link.places[max(_FIRST_PLACES, len(link.places) - _LAST_PLACES) :]:
                 lines += _render_place(place, cell_name)
             lines.append("")
             lines += link.headline

@@ -96,6 +96,17 @@ def test_an_error_that_cannot_be_pickled_keeps_its_name_and_text(start_method: s
     assert type(caught.value).__name__ == "Odd"
 
 
+def test_the_traceback_of_an_endless_recursion_is_cut_in_the_middle() -> None:
+    def again(depth: int) -> None:
+        again(depth + 1)
+
+    error = launch(again, 1, args=(0,), check=False).error
+    assert isinstance(error, RecursionError)
+    lines = str(error.__cause__).splitlines()
+    assert len(lines) < 100
+    assert any(line.startswith("... ") and line.endswith(" more calls ...") for line in lines)
+
+
 def test_an_exit_code_is_named() -> None:
     with pytest.raises(RankDied, match="ended with exit code 3 before its work was done"):
         launch(lambda: os._exit(3), 2)
