@@ -178,6 +178,12 @@ def test_arguments_that_mean_nothing_here_are_accepted_and_explained() -> None:
         notebook_launcher(rank, num_processes=2, num_nodes=2)
 
 
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_a_rank_does_not_complain_of_our_own_sockets(start_method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    launch(rank, 2, start_method=start_method)
+    assert "ResourceWarning" not in capfd.readouterr().err
+
+
 def test_debug_launcher_runs_on_the_cpu() -> None:
     assert debug_launcher(lambda: os.environ["ACCELERATE_USE_CPU"]) == "true"
 

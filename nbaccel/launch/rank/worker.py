@@ -52,7 +52,8 @@ def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[
     try:
         os.setsid()
         start_death_watch(boot.kernel_pidfd, boot.channel_fd)
-        code = _Rank(boot, close_fds, is_fork).live(make_task)
+        rank = _Rank(boot, close_fds, is_fork)  # kept by name: dropped, its open socket would complain
+        code = rank.live(make_task)
     except BaseException:
         with contextlib.suppress(BaseException):
             traceback.print_exc()
