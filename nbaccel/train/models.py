@@ -117,13 +117,16 @@ def _is_quantised(model: Module) -> bool:
 
 
 def _devices(model: Module) -> set[str]:
-    """Where the model lies: by transformers' map if it has one, else by its parameters."""
+    """Where the model lies: by transformers' map if it has one, else by its parameters.
+
+    Parameters that were left on the CPU beside those on one device are an oversight, which moving the model mends;
+    in a map they are meant so.
+    """
     mapped = getattr(without_compile(model), "hf_device_map", None)
     if isinstance(mapped, dict):
-        places = {_device_name(place) for place in mapped.values()}
-    else:
-        places = {str(parameter.device) for parameter in model.parameters()}
-    return {place for place in places if place not in _NOWHERE}
+        return {_device_name(place) for place in mapped.values()} - _NOWHERE
+    places = {str(parameter.device) for parameter in model.parameters()} - _NOWHERE
+    return places - {"cpu"} or places
 
 
 def _device_name(place: object) -> str:

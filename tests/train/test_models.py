@@ -58,6 +58,17 @@ def test_a_model_spread_over_devices_stays_where_it_is_in_one_process() -> None:
     assert may_move(torch.nn.Linear(1, 1))
 
 
+def test_parameters_left_on_the_cpu_are_moved_and_those_on_two_devices_are_not() -> None:
+    def lying_on(*devices: str) -> Any:
+        parameters = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
+        return _marked(parameters=lambda: iter(parameters))
+
+    assert may_move(lying_on("cpu", "cuda:0", "meta"))
+    assert not may_move(lying_on("cuda:0", "cuda:1"))
+    with pytest.raises(ValueError, match="Linear is spread over cuda:0, cuda:1, and there are 2 processes"):
+        admit(lying_on("cpu", "cuda:1", "cuda:0"), SECOND, CPU)
+
+
 @pytest.mark.parametrize(
     "marks",
     [
@@ -211,6 +222,7 @@ def test_compiled_before_or_after_prepare_trains_the_same(ranks: int) -> None:
             assert checks == [True] * 3, when
 
 
+@pytest.mark.slow
 def test_unwrapping_a_compiled_model_leaves_the_prepared_one_replicated() -> None:
     def still_ddp() -> bool:
         accelerator = Accelerator()
