@@ -106,9 +106,8 @@ class Tracking(ProcessControl):
             kept = self._averaged(kept)
         at = self._step_under_way() if step is None else step
         emit(Metric(kept, at))
-        trackers = self._trackers
-        if trackers.is_open:
-            trackers.log(_Row(Reading(kept), at, step, log_kwargs or {}), self.is_main_process)
+        if self._trackers.is_planned and self.trackers:
+            self._trackers.log(_Row(Reading(kept), at, step, log_kwargs or {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker called `name`, for what only it can do; on other ranks a blank one, whose calls do nothing.
@@ -186,8 +185,8 @@ class Trackers:
         self._pid = 0  # of the process that opened them
 
     @property
-    def is_open(self) -> bool:
-        """Whether `log` has somewhere to go, in this process or in one that this was forked from."""
+    def is_planned(self) -> bool:
+        """Whether `init_trackers` was called, in this process or in one that it was forked or unpickled from."""
         return self._plan is not None
 
     def open(self, plan: _Plan, is_main_process: bool) -> None:
@@ -197,14 +196,13 @@ class Trackers:
         made = [tracker for one in self.chosen for tracker in _make(one, plan)]
         self._plan = plan
         self._pid = os.getpid()
+        atexit.register(self.finish)
         for tracker in made:
             if is_main_process or not tracker.main_process_only:
                 tracker.start()
                 self._opened.append(tracker)
                 if plan.config:
                     tracker.store_init_configuration(dict(plan.config))
-        if self._opened:
-            atexit.register(self.finish)
 
     def opened(self, is_main_process: bool) -> list[GeneralTracker]:
         """Those of this process; opened anew in one that was forked or unpickled since."""
@@ -214,10 +212,8 @@ class Trackers:
             self.open(plan, is_main_process)
         return list(self._opened)
 
-    def log(self, row: _Row, is_main_process: bool) -> None:
+    def log(self, row: _Row) -> None:
         """Hand over `row`, and all before it, as soon as their numbers are there."""
-        if not self.opened(is_main_process):
-            return
         rows = self._rows
         rows.append(row)
         while rows and (rows[0].reading.has_arrived or len(rows) > _ROWS_IN_FLIGHT):

@@ -18,7 +18,7 @@ from nbaccel import Accelerator
 from nbaccel.events import Event, Metric, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.tracking import GeneralTracker, on_main_process
-from nbaccel.train import readings
+from nbaccel.train.readings import Reading
 
 
 class Kept(GeneralTracker):
@@ -134,6 +134,18 @@ def test_averages_are_exact_for_counts_and_leave_one_process_alone() -> None:
 
     assert run_ranks(2, counts)[0] == [(0, {"n": 2**40 + 1, "text": "x", "t": 1.0})]
     assert run_ranks(1, counts)[0] == [(0, {"n": 2**40, "text": "x", "t": 1.0})]
+
+
+def test_a_rank_that_does_not_track_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counts() -> int:
+        read: list[Any] = []
+        monkeypatch.setattr("nbaccel.train.tracking.Reading", lambda values: read.append(values) or Reading(values))
+        accelerator = Accelerator(log_with=Kept())
+        accelerator.init_trackers("digits")
+        accelerator.log({"loss": torch.ones(())})
+        return len(read)
+
+    assert run_ranks(2, counts) == [1, 0]
 
 
 def test_get_tracker_gives_the_tracker_or_what_it_wraps() -> None:
@@ -270,9 +282,8 @@ def test_rows_wait_for_their_device_in_order_and_the_step_does_not(monkeypatch: 
     kept, late = Kept(), _Late()
     accelerator = Accelerator(log_with=kept)
     accelerator.init_trackers("digits")
-    first = readings.Reading
 
-    class Slow(first):  # type: ignore[misc, valid-type]
+    class Slow(Reading):
         def __init__(self, values: Mapping[str, Any]) -> None:
             super().__init__(values)
             self._arrival = late if "slow" in values else None
@@ -291,7 +302,7 @@ def test_rows_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept()
     accelerator = Accelerator(log_with=kept)
     accelerator.init_trackers("digits")
-    monkeypatch.setattr(readings.Reading, "has_arrived", False)
+    monkeypatch.setattr(Reading, "has_arrived", False)
     for step in range(100):
         accelerator.log({"a": 1}, step=step)
     assert len(kept.rows) == 1 + 100 - 64
