@@ -172,7 +172,8 @@ class PreparedLoader(DataLoader[Any]):
         if begun is None:
             resumed = progress.resume or Position(progress.epoch, 0, self._source.seed, {}, None, self._batch_size)
             return resumed.state_dict()
-        batches = begun.batches + progress.taken - unseen * self._source.stride
+        # A window may have begun in the epoch before, whose batches are not read again.
+        batches = begun.batches + max(0, progress.taken - unseen * self._source.stride)
         dataset = progress.dataset_before(unseen)
         return Position(begun.epoch, batches, self._source.seed, begun.order, dataset, self._batch_size).state_dict()
 
@@ -194,6 +195,8 @@ class PreparedLoader(DataLoader[Any]):
         [[2, 3], [4, 5], [6, 7]]
         """
         position = Position.from_state(state, self._batch_size)
+        if not self.world.is_main_process:
+            position = replace(position, order={})  # rank 0's: worker processes of all ranks would draw alike
         if position.seed is not None and self._source.seed is not None:
             self._source.seed = position.seed
         self._progress.epoch = position.epoch

@@ -266,6 +266,39 @@ def test_batches_of_an_open_window_can_be_left_to_be_seen_again() -> None:
         assert [batch.item() for batch in loader] == list(range(4, 12))
 
 
+def test_a_window_that_began_in_the_epoch_before_goes_back_to_this_epochs_beginning() -> None:
+    loader = _seedable()
+    running = iter(loader)
+    next(running)
+    assert loader.state_dict(unseen=3)["batches"] == 0
+
+
+def _worker_numbers() -> list[float]:
+    """What a dataset draws in worker processes after a resumption."""
+
+    class Noise(Dataset[float]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> float:
+            return torch.rand(()).item()
+
+    accelerator = Accelerator()
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(Noise(), 2, num_workers=1))
+    running = iter(loader)
+    next(running)
+    state = accelerator.collectives.gather_objects([loader.state_dict()])[0]  # rank 0's, as a checkpoint has it
+    running.close()
+    loader.load_state_dict(state)
+    return [value for batch in loader for value in batch.tolist()]
+
+
+def test_worker_processes_of_different_ranks_draw_different_numbers_after_a_resumption() -> None:
+    first, second = run_ranks(2, _worker_numbers)
+    assert not set(first) & set(second)
+
+
 def test_a_state_holds_numbers_texts_and_tensors_only() -> None:
     state = _run("shuffled", 2)[3]
     tensors = state.pop("order")
