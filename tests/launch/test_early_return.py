@@ -1,4 +1,4 @@
-"""A rank that returned while its peers wait for it in a collective: they are told, soon, and by name."""
+"""A rank that returned, or failed, while its peers wait for it: they are told, soon, and by name."""
 
 from __future__ import annotations
 
@@ -83,3 +83,17 @@ def _finishes_first() -> bool:
 
 def test_a_rank_that_is_only_slow_is_waited_for() -> None:
     assert launch(_finishes_first, 2, cpu=True).values == [True, True]
+
+
+def _fails_first() -> None:
+    state = PartialState()
+    with state.main_process_first():
+        if state.is_main_process:
+            raise OSError("no such dataset")
+
+
+def test_the_main_process_is_blamed_for_its_failure_and_not_those_that_waited_for_it() -> None:
+    for _ in range(3):
+        with pytest.raises(OSError, match="no such dataset") as caught:
+            launch(_fails_first, 3, cpu=True)
+        assert "rank 0 of 3" in caught.value.__notes__[0]
