@@ -21,6 +21,7 @@ from nbaccel.train.data.order import SharedOrder, tell_epoch
 from nbaccel.train.data.position import DatasetStates, Position
 from nbaccel.train.data.shard import NOTHING, StreamShard
 from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
+from nbaccel.train.transport import Transport
 from nbaccel.world import World
 
 __all__ = ["DispatchSource", "SliceFunction"]
@@ -201,33 +202,44 @@ class _RoundShard(StreamShard):
 
 
 class _Wire:
-    """Objects with tensors in them, from rank 0 to each rank, over the process group. Collective."""
+    """Objects with tensors in them, from rank 0 to each rank, over the process group. Collective.
+
+    The header is the collective that may wait long, for rank 0 to read: the `Transport` keeps looking up meanwhile,
+    so the rank can be interrupted, and hears of a rank 0 that has left. The bytes follow at once.
+    """
 
     def __init__(self, device: torch.device, world: World, keeps_on_host: bool) -> None:
         self._device = device
         self._world = world
         self._keeps_on_host = keeps_on_host
+        self._rounds = 0
 
     def send(self, kind: int, packed: list[_Parcel], is_last: bool = False, remainder: int = -1) -> None:
         """On rank 0: to each other rank its parcel."""
         head = max(len(parcel.structure) for parcel in packed)
         head += -head % _ALIGNMENT
         size = head + max(parcel.tensor_bytes for parcel in packed)
-        header = torch.tensor([kind, is_last, remainder, head, size], dtype=torch.int64)
-        dist.broadcast(header.to(self._device), 0)
+        self._header([kind, is_last, remainder, head, size])
         sent = [torch.empty(size, dtype=torch.uint8), *(parcel.as_bytes(head, size) for parcel in packed)]
         own = torch.empty(size, dtype=torch.uint8, device=self._device)
         dist.scatter(own, [parcel.to(self._device) for parcel in sent], 0)
 
     def receive(self) -> tuple[int, Any, bool, int]:
         """On another rank: kind, part, whether it is the last one, remainder."""
-        header = torch.empty(5, dtype=torch.int64, device=self._device)
-        dist.broadcast(header, 0)
-        kind, is_last, remainder, head, size = header.tolist()
+        kind, is_last, remainder, head, size = self._header([_BATCH, 0, -1, 0, 0])
         arrived = torch.empty(size, dtype=torch.uint8, device=self._device)
         dist.scatter(arrived, None, 0)
         part = _unpack(arrived.cpu() if self._keeps_on_host else arrived, head)
         return kind, part, bool(is_last), remainder
+
+    def _header(self, numbers: list[int]) -> list[int]:
+        """Rank 0's numbers, on every rank."""
+        self._rounds += 1
+        transport = Transport(self._world.world_size, self._device)
+        transport.call = "the loop over a loader that rank 0 reads for all ranks"
+        transport.calls = self._rounds
+        of_rank_0: list[int] = transport.read_all(torch.tensor(numbers, dtype=torch.int64))[0].tolist()
+        return of_rank_0
 
 
 class _Parcel(pickle.Pickler):

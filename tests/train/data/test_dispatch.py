@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbaccel import Accelerator, RanksFailed, World
+from nbaccel import Accelerator, CollectiveMismatch, RanksFailed, World
+from nbaccel.events import Event, Waiting, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.data.dispatch import _RoundShard
@@ -187,6 +188,27 @@ def test_streams_with_a_length_have_one_when_prepared(dispatch: bool) -> None:
     first = [[0, 1], [4, 5], last[0]]
     second = [[2, 3], [6, 7], last[1]]
     assert run_ranks(2, _sized, dispatch) == [[3, first, first, 3], [3, second, second, 3]]
+
+
+def _alone_in_the_loop() -> str:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_Sized(), 2))
+    told = []
+
+    def listener(event: Event) -> None:
+        if isinstance(event, Waiting):
+            told.append(event.call)
+            raise CollectiveMismatch("nobody will come")
+
+    if not accelerator.is_main_process:
+        with outlet(listener), pytest.raises(CollectiveMismatch, match="nobody will come"):
+            next(iter(loader))
+    return "".join(told)
+
+
+def test_a_rank_that_waits_for_rank_0_in_vain_says_where() -> None:
+    _, told = run_ranks(2, _alone_in_the_loop)
+    assert told.startswith("the loop over a loader that rank 0 reads for all ranks")
 
 
 def _left_early() -> list[list[int]]:
