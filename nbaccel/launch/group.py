@@ -362,7 +362,7 @@ class WorkerGroup:
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
+            signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
             os.close(read_fd)
             os.close(write_fd)
 

@@ -29,6 +29,7 @@ class Keeper:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.kernel_pidfd = os.pidfd_open(self.pid)
+        self._guarded: set[str] = set()
         self._guardian: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._zygote: Zygote | None = None
@@ -38,8 +39,13 @@ class Keeper:
 
     def guard(self, line: str) -> None:
         """Tell the guardian, starting it if need be; see `guardian._Watch.learn` for what can be said."""
+        if line.startswith("-"):
+            self._guarded.discard(line[1:] if line.startswith("-/") else f"+{line[1:]}")
+        else:
+            self._guarded.add(line)
         if self._guardian is None or self._guardian.poll() is not None:
             self._start_guardian()
+            line = "\n".join(self._guarded)  # what one that died was told
         assert self._line is not None
         with contextlib.suppress(BrokenPipeError):
             self._line.sendall(line.encode() + b"\n")

@@ -213,7 +213,7 @@ def _serve(channel: Channel, kernel_pidfd: int) -> None:
                 channel.send({"op": "exit", "pid": pid, "code": code})
                 continue
             for message, fds in channel.drain():
-                pidfd = _fork(message, fds, [channel.fileno(), *pids])
+                pidfd = _fork(channel, message, fds, list(pids))
                 pids[pidfd[1]] = pidfd[0]
                 poll.register(pidfd[1], select.POLLIN)
                 channel.send({"op": "forked", "pid": pidfd[0]}, [pidfd[1]])
@@ -221,12 +221,13 @@ def _serve(channel: Channel, kernel_pidfd: int) -> None:
                 return
 
 
-def _fork(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> tuple[int, int]:
+def _fork(channel: Channel, message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> tuple[int, int]:
     """Fork one rank; its pid and a pidfd for it. The descriptors that came with the request are closed here."""
     _load_once(message)
     pid = os.fork()
     if pid == 0:
         try:
+            channel.close()  # with the descriptors of requests that are still waiting in it
             _be_rank(message, fds, zygote_fds)
         finally:
             os._exit(70)

@@ -20,20 +20,16 @@ identity = id(model)
 
 # Rank r takes batches r, r + 2, ...: one process that takes two batches at a time, in the same order, must agree.
 _COMPARE = """
-from nbaccel.train.data import BatchShard
-from nbaccel.world import World
+from nbaccel.train.data.order import SharedOrder
 from torch.utils.data import BatchSampler, RandomSampler
 
 steps = torch.optim.AdamW(reference.parameters(), lr=1e-3)
 data = loader.dataset
-shards = [
-    BatchShard(BatchSampler(RandomSampler(data), 32, False), World(r, 2, r, 2), {seed}, even=True, split=False)
-    for r in (0, 1)
-]
+order = SharedOrder(BatchSampler(RandomSampler(data), 32, False), {seed})
 for epoch in range(3):
-    for shard in shards:
-        shard.set_epoch(epoch)
-    for first, second in zip(*shards):
+    order.set_epoch(epoch)
+    batches = list(order)
+    for first, second in zip(batches[::2], batches[1::2]):
         inputs, labels = data[first + second]
         F.cross_entropy(reference(inputs), labels).backward()
         steps.step()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbaccel.launch.launcher import Launcher, default_launcher
+from nbaccel.launch.launcher import Launcher, default_launcher, launch
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,7 +16,7 @@ def launcher() -> Iterator[Launcher]:
     launcher = default_launcher()
     launcher.keeper.guard("+0")  # starts the guardian; nobody has the number 0
     launcher.keeper.guard("-0")
-    launcher.keeper.zygote()
+    launch(int, 1, start_method="zygote")  # its start takes seconds, which no test shall be charged for
     launcher.keeper.new_log()
     yield launcher
     launcher.close()

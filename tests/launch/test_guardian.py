@@ -132,8 +132,15 @@ def test_a_guardian_that_died_is_replaced() -> None:
     assert first is not None
     first.kill()
     first.wait()
-    keeper.guard("-0")
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    keeper.guard(f"+{child.pid}")
     assert keeper._guardian is not first
+    assert keeper._guarded == {"+0", f"+{child.pid}"}
+    child.kill()
+    child.wait()
+    keeper.guard(f"-{child.pid}")
+    keeper.guard("-0")
+    assert keeper._guarded == set()
     keeper.close()
 
 
