@@ -57,12 +57,12 @@ from nbaccel.train.handlers import (
     ProfileKwargs,
 )
 from nbaccel.train.memory import release_memory
-from nbaccel.train.nested import concatenate
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.precision_type import PrecisionType
 from nbaccel.train.project import ProjectConfiguration
 from nbaccel.train.saving import load, save
 from nbaccel.train.seeding import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
+from nbaccel.train.talk.nested import concatenate
 
 __all__ = [
     "AutocastKwargs",

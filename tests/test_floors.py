@@ -41,7 +41,7 @@ READS_ENVIRONMENT = {
 PRINTS = {
     "cli.py": "a command answers by printing",
     "launch/rank/cell.py": "`%%time` inside a cell answers in the rank's output",
-    "train/control.py": "`accelerator.print` is print",
+    "train/faces/control.py": "`accelerator.print` is print",
 }
 
 A_MODULE = re.compile(r"nbaccel(\.[A-Za-z_]\w*)+(:\w+)?")

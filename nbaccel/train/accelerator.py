@@ -25,25 +25,25 @@ from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.checkpoint.shelf import Shelf
 from nbaccel.train.checkpoint.training import Training
-from nbaccel.train.checkpointing import Checkpointing, Registered
-from nbaccel.train.collectives import Collectives
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
-from nbaccel.train.exchange import Exchange
+from nbaccel.train.faces.checkpointing import Checkpointing, Registered
+from nbaccel.train.faces.exchange import Exchange
+from nbaccel.train.faces.loading import Loading
+from nbaccel.train.faces.profiling import Profiling
+from nbaccel.train.faces.stepping import Stepping
+from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
-from nbaccel.train.loading import Loading
 from nbaccel.train.memory import release_unused
 from nbaccel.train.models import admit, backend_name, compiled, keep_compiled, may_move
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared, remembered
-from nbaccel.train.profiling import Profiling
 from nbaccel.train.project import ProjectConfiguration
 from nbaccel.train.state import AcceleratorState
-from nbaccel.train.stepping import Stepping
 from nbaccel.train.strategies import Strategy, choose_strategy
-from nbaccel.train.tracking import LogWith, Trackers, Tracking
+from nbaccel.train.talk.collectives import Collectives
 from nbaccel.train.windows import Accumulating
 from nbaccel.world import World
 

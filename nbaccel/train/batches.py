@@ -12,8 +12,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from nbaccel.train.nested import is_container, leaves, map_children
 from nbaccel.train.precision import to_fp32
+from nbaccel.train.talk.nested import is_container, leaves, map_children
 
 __all__ = [
     "convert_outputs_to_fp32",

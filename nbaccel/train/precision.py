@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from nbaccel.settings import PRECISIONS
 from nbaccel.train.handlers import AutocastKwargs, Handlers
-from nbaccel.train.nested import map_children
+from nbaccel.train.talk.nested import map_children
 
 __all__ = ["Bf16", "Fp16", "Precision", "make_precision", "restore_forward", "to_fp32"]
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from nbaccel.errors import NoSuchDevice
 from nbaccel.settings import RunSettings
-from nbaccel.train.collectives import Collectives
-from nbaccel.train.exchange import Exchange
-from nbaccel.train.process_group import GroupOptions, process_group
+from nbaccel.train.faces.exchange import Exchange
+from nbaccel.train.talk.collectives import Collectives
+from nbaccel.train.talk.process_group import GroupOptions, process_group
 from nbaccel.world import World
 
 __all__ = ["AcceleratorState", "PartialState", "current_world"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.parts import numbered, read_part, write_part
-from nbaccel.train.nested import children
+from nbaccel.train.talk.nested import children
 
 __all__ = ["Content"]
 

@@ -21,7 +21,7 @@ from nbaccel.train.data.order import SharedOrder, tell_epoch
 from nbaccel.train.data.position import DatasetStates, Position
 from nbaccel.train.data.shard import NOTHING, StreamShard
 from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
-from nbaccel.train.transport import Transport
+from nbaccel.train.talk.transport import Transport
 from nbaccel.world import World
 
 __all__ = ["DispatchSource", "SliceFunction"]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nbaccel.train.nested import children, map_children
+from nbaccel.train.talk.nested import children, map_children
 
 __all__ = ["Copier", "CudaCopier", "place", "prefetched", "to_device"]
 

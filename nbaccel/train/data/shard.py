@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, Sampler
 
 from nbaccel.train.data.position import DatasetStates
-from nbaccel.train.nested import concatenate, count_rows, slice_rows
+from nbaccel.train.talk.nested import concatenate, count_rows, slice_rows
 from nbaccel.world import World
 
 __all__ = ["NOTHING", "BatchShard", "Shard", "StreamShard", "look_ahead"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch  # noqa: F401  # its name in the examples
 
-from nbaccel.train.collectives import holds_only_tensors
-from nbaccel.train.control import ProcessControl
-from nbaccel.train.nested import map_children, slice_rows
+from nbaccel.train.faces.control import ProcessControl
+from nbaccel.train.talk.collectives import holds_only_tensors
+from nbaccel.train.talk.nested import map_children, slice_rows
 
 __all__ = ["Exchange"]
 

@@ -16,9 +16,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from nbaccel.errors import PeerFailed
-from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed_type import DistributedType
-from nbaccel.train.sharing import share
+from nbaccel.train.talk.collectives import Collectives
+from nbaccel.train.talk.sharing import share
 from nbaccel.world import World
 
 __all__ = ["ProcessControl"]

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbaccel.train.accumulation import Accumulation
-from nbaccel.train.control import ProcessControl
+from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.finite import LossWatch
 from nbaccel.train.handlers import AutocastKwargs
 from nbaccel.train.models import is_spread

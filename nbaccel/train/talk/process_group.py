@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nbaccel.events import CollectiveEntered, Waiting, emit
 from nbaccel.settings import RunSettings
-from nbaccel.train.collectives import GroupCollectives
+from nbaccel.train.talk.collectives import GroupCollectives
 from nbaccel.world import World
 
 __all__ = ["GroupOptions", "process_group"]

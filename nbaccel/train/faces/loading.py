@@ -15,9 +15,9 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils.data import DataLoader
 
 from nbaccel.train.accumulation import Accumulation
-from nbaccel.train.control import ProcessControl
 from nbaccel.train.data import DataLoaderConfiguration, Facts, PreparedLoader, prepare_loader, skip_first_batches
 from nbaccel.train.data.dispatch import SliceFunction
+from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.prepared import Prepared, remembered
 
 __all__ = ["Loading"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from nbaccel.train.nested import map_children
+from nbaccel.train.talk.nested import map_children
 
 __all__ = ["share"]
 

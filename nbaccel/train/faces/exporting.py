@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.checkpoint.weights import save_weights
-from nbaccel.train.control import ProcessControl
+from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.saving import write_object
 
 __all__ = ["Exporting"]

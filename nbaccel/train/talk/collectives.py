@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nbaccel.train.fingerprints import CHECKED_CALLS, Fingerprints, Shape
-from nbaccel.train.nested import leaves, map_children
-from nbaccel.train.objects import join, pack, unpack
-from nbaccel.train.transport import Transport
+from nbaccel.train.talk.fingerprints import CHECKED_CALLS, Fingerprints, Shape
+from nbaccel.train.talk.nested import leaves, map_children
+from nbaccel.train.talk.objects import join, pack, unpack
+from nbaccel.train.talk.transport import Transport
 from nbaccel.world import World
 
 __all__ = ["CHECKED_CALLS", "Collectives", "GroupCollectives", "holds_only_tensors", "holds_tensors"]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nbaccel.errors import CollectiveMismatch
 from nbaccel.events import CollectiveEntered, emit
-from nbaccel.train.nested import children, is_container
-from nbaccel.train.transport import Transport
+from nbaccel.train.talk.nested import children, is_container
+from nbaccel.train.talk.transport import Transport
 
 __all__ = ["CHECKED_CALLS", "Fingerprints", "Shape"]
 

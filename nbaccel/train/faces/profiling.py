@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.profiler
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from nbaccel.train.control import ProcessControl
+from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.handlers import Handlers, ProfileKwargs
 
 __all__ = ["Profiling"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nbaccel.events import Metric, emit
 from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names
-from nbaccel.train.control import ProcessControl
+from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.readings import Reading
 
 __all__ = ["Trackers", "Tracking"]

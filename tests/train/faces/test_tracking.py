@@ -139,7 +139,9 @@ def test_averages_are_exact_for_counts_and_leave_one_process_alone() -> None:
 def test_a_rank_that_does_not_track_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def counts() -> int:
         read: list[Any] = []
-        monkeypatch.setattr("nbaccel.train.tracking.Reading", lambda values: read.append(values) or Reading(values))
+        monkeypatch.setattr(
+            "nbaccel.train.faces.tracking.Reading", lambda values: read.append(values) or Reading(values)
+        )
         accelerator = Accelerator(log_with=Kept())
         accelerator.init_trackers("digits")
         accelerator.log({"loss": torch.ones(())})
@@ -288,7 +290,7 @@ def test_rows_wait_for_their_device_in_order_and_the_step_does_not(monkeypatch: 
             super().__init__(values)
             self._arrival = late if "slow" in values else None
 
-    monkeypatch.setattr("nbaccel.train.tracking.Reading", Slow)
+    monkeypatch.setattr("nbaccel.train.faces.tracking.Reading", Slow)
     accelerator.log({"slow": 1}, step=0)
     accelerator.log({"quick": 2}, step=1)
     assert kept.rows == [("start",)]

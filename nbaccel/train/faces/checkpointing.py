@@ -30,7 +30,7 @@ from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.place import SUBFOLDER
 from nbaccel.train.checkpoint.shelf import Choice, Shelf
 from nbaccel.train.checkpoint.training import Training
-from nbaccel.train.exporting import Exporting
+from nbaccel.train.faces.exporting import Exporting
 from nbaccel.train.project import ProjectConfiguration
 
 __all__ = ["Checkpointing", "Registered"]
