@@ -26,6 +26,7 @@ _AFTER_RESULTS_S = 1.0  # the results are here: a rank that hears nothing is onl
 _TERM_TO_KILL_S = 0.5
 _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
+_ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
 
@@ -79,20 +80,21 @@ class Killing(Ending):
 class Aborting(Ending):
     """A rank failed. It may leave at once, so that peers inside a collective with it notice.
 
-    The others are interrupted; rank 0 gets a moment to hand over its results if somebody waits for them.
+    The others are given a moment to fail alike, then interrupted; rank 0 gets some time to hand over its results if
+    somebody waits for them.
     """
 
     def __init__(self, members: Sequence[Member], now: float, page: ControlPage, wants_results: bool) -> None:
         super().__init__(members, now)
         self._page = page
         self._patience_s = _PEERS_S if wants_results and members[0].is_working else _PEERS_S / 4
-        for member in members:
-            member.interrupt()
 
     def advance(self, now: float) -> None:
         for member in self.members:
             if not member.is_working:
                 member.release(now)
+            elif now > self.began + _ALIKE_S:
+                member.interrupt()
         for member in self.members:
             patience_s = _RESULTS_S if self._page.has_finished(member.rank) else self._patience_s
             if member.is_working and now > self.began + patience_s:

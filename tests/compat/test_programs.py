@@ -162,7 +162,12 @@ os._exit(0)  # a process that used gloo and DDP aborts at its end now and then (
 """
 
 
-@pytest.mark.parametrize("name", ["classification", "inference"])
+under_torchrun = [
+    pytest.param(name, marks=() if name in ("classification", "inference") else pytest.mark.soak) for name in NAMES
+]
+
+
+@pytest.mark.parametrize("name", under_torchrun)
 def test_torchrun_says_the_same(name: str, tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(UNDER_TORCHRUN, encoding="utf-8")
     (tmp_path / "program.py").write_text(source(name), encoding="utf-8")

@@ -450,3 +450,14 @@ def test_a_process_that_ignores_the_ends_of_its_children_can_launch() -> None:
         assert launch(rank, 2).values == [0, 1]
     finally:
         signal.signal(signal.SIGCHLD, previous)
+
+
+def test_a_slower_rank_may_fail_alike_before_it_is_interrupted(start_method: str) -> None:
+    def train() -> None:
+        if rank() == 0:
+            time.sleep(0.03)
+        raise ValueError("the same everywhere")
+
+    with pytest.raises(ValueError, match="the same everywhere") as caught:
+        launch(train, 2, start_method=start_method)
+    assert "; the same on rank " in caught.value.__notes__[0]
