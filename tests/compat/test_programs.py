@@ -182,7 +182,8 @@ def test_torchrun_says_the_same(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
-    assert_alike(first, second)
+    if name not in ("resume", "tracking"):  # which tell what rank 0 alone saw or wrote
+        assert_alike(first, second)
     assert_alike(first, answers(name, 2))
 
 
