@@ -24,7 +24,9 @@ def meet_in_file(path: str, world: World) -> None:
     """Let `env://` in this process yield a store in the file `path` for this `world`.
 
     A group that is destroyed and made again gets a fresh prefix, because the file still holds the old group's keys.
-    Connections between the ranks stay on loopback.
+    The store is not told the world size: with it, the last rank to drop a store removes the file, and now and then
+    that happened while a faster rank was already writing the next group's keys into it, which then waited for ever.
+    The file goes with its folder. Connections between the ranks stay on loopback.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
@@ -33,7 +35,7 @@ def meet_in_file(path: str, world: World) -> None:
     def handler(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         from torch.distributed import FileStore, PrefixStore
 
-        store = FileStore(path, world.world_size)
+        store = FileStore(path)
         store.set_timeout(timeout)
         yield PrefixStore(str(next(generations)), store), world.rank, world.world_size
 
