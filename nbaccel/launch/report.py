@@ -41,7 +41,7 @@ class Link:
     def of(cls, error: BaseException, relation: str) -> Link:
         return cls(
             type(error).__qualname__,
-            [line.rstrip("\n") for line in traceback.format_exception_only(type(error), error)],
+            _headline(error),
             _users_places(error.__traceback__),
             relation,
         )
@@ -64,6 +64,19 @@ def describe(error: BaseException) -> list[dict[str, Any]]:
         else:
             current = None
     return links[::-1]
+
+
+def _headline(error: BaseException, indent: str = "") -> list[str]:
+    """The exception in words; a group with its members below it, each with the last of the user's lines it passed."""
+    lines = [indent + line.rstrip("\n") for line in traceback.format_exception_only(type(error), error) if line.strip()]
+    if isinstance(error, BaseExceptionGroup):
+        lines = lines[:1]  # from Python 3.13 on the members are among them, without their places
+        for member in error.exceptions:
+            places = _users_places(member.__traceback__)
+            place = f"  ({places[-1][0]}, line {places[-1][1]})" if places else ""
+            first, *rest = _headline(member, indent + "  ")
+            lines += [first + place, *rest]
+    return lines
 
 
 def _users_places(trace: TracebackType | None) -> list[Place]:

@@ -85,6 +85,7 @@ def _travelled(report: Report, task: Task) -> BaseException | None:
     """The user's exception object, if it could be pickled and can be unpickled here."""
     try:
         error = unpack(report.parcel_fd, namespace=task.namespace, anchored=task.anchored).get("error")
+        str(error)  # who shows it will ask for its text, and must not meet a second error there
     except Exception:  # whatever a foreign class does when it is rebuilt: its report in text is enough
         return None
     return error if isinstance(error, BaseException) else None

@@ -102,6 +102,41 @@ def test_an_exception_class_that_was_made_in_the_cell_keeps_its_name(kernel: Rea
     assert FRAME.findall(error.text)[-1] == (str(cell.number), "3")
 
 
+def test_an_exception_that_cannot_say_what_it_is_is_shown_once(kernel: RealKernel, start: str) -> None:
+    body = """
+        class Mute(Exception):
+            def __str__(self): raise ValueError("no words")
+        raise Mute()
+    """
+    cell = kernel.run(accelerate(body, start))
+    error = cell.failed("Mute")
+    assert cell.errors_shown == 1
+    assert FRAME.findall(error.text)[-1][0] == str(cell.number)
+
+
+def test_the_members_of_an_exception_group_are_shown_with_their_places(kernel: RealKernel, start: str) -> None:
+    body = """
+        caught = []
+        for kind in (KeyError, OSError):
+            try:
+                raise kind("inside")
+            except Exception as error:
+                caught.append(error)
+        raise ExceptionGroup("both failed", caught)
+    """
+    cell = kernel.run(accelerate(body, start))
+    assert cell.status == "error"
+    shown = cell.stderr if cell.error is None else cell.error.text  # IPython 8 and later print groups
+    assert "both failed (2 sub-exceptions)" in shown
+    assert f"OSError: inside  (Cell In[{cell.number}], line 5)" in shown
+
+
+def test_an_error_under_run_cell_of_the_shell_is_shown(kernel: RealKernel, start: str) -> None:
+    cell = kernel.do(accelerate("get_ipython().run_cell('1/0');", start))
+    assert "ZeroDivisionError" in cell.stderr
+    assert ": division by zero" in cell.stderr
+
+
 def test_our_own_frames_are_not_in_the_traceback(kernel: RealKernel, start: str) -> None:
     text = kernel.run(accelerate(FAILS.format(rank=1), start)).failed("Broken").text
     assert "nbaccel" not in text.replace("%%accelerate", ""), text

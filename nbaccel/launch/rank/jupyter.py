@@ -222,9 +222,14 @@ def _forward_display(shell: Any, publish: Publish) -> None:
     def ask_exit() -> NoReturn:
         raise SystemExit(0)
 
+    def show_error(kind: type, error: BaseException, lines: list[str]) -> None:
+        """What `get_ipython().run_cell` does with an error, which a kernel's shell would send on its sockets."""
+        print("\n".join(lines), file=sys.stderr)
+
     shell.display_pub.publish = display
     shell.display_pub.clear_output = clear_output
     shell.ask_exit = ask_exit
+    shell._showtraceback = show_error
     # `exit` and `quit` of IPython ask the kernel to end; in a rank they end the rank.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     shell.user_ns["exit"] = shell.user_ns["quit"] = sys.exit
