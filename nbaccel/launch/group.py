@@ -103,6 +103,7 @@ class WorkerGroup:
             BadFork: see there.
             CannotSend: a name cannot travel to the ranks.
         """
+        self._start.get_ready()  # the user may interrupt this as any other waiting
         began = time.monotonic()
         with contextlib.ExitStack() as owned:
             page = ControlPage.create(self._spec.world_size)

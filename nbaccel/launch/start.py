@@ -26,6 +26,9 @@ __all__ = ["ForkStart", "StartMethod", "ZygoteStart"]
 class StartMethod(Protocol):
     """One way to bring ranks into being."""
 
+    def get_ready(self) -> None:
+        """Wait for what `start` needs. Nothing has begun yet, so an interrupt may be raised here."""
+
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         """Start one process per boot, in the order of ranks. The descriptors in `boots` stay the caller's.
 
@@ -41,6 +44,9 @@ class ForkStart:
 
     def __init__(self, keeper_fds: Collection[int]) -> None:
         self._keeper_fds = keeper_fds
+
+    def get_ready(self) -> None:
+        """The kernel is all it needs."""
 
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing."""
@@ -96,6 +102,9 @@ class ZygoteStart:
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
+
+    def get_ready(self) -> None:
+        self._zygote.get_ready()
 
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         parcel = task.pack()

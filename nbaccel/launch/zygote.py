@@ -89,7 +89,7 @@ class Zygote:
         Raises:
             LaunchRefused: the zygote could not start, or died.
         """
-        self._await_ready()
+        self.get_ready()
         state = pack({"state": KernelState.capture()})
         try:
             surroundings = dataclasses.asdict(Surroundings.capture())
@@ -129,8 +129,14 @@ class Zygote:
             kill_session(self._process.pid)
             self._process.wait()
 
-    def _await_ready(self) -> None:
+    def get_ready(self) -> None:
+        """Wait until torch is loaded. An interrupt ends the waiting and nothing else: the zygote goes on loading.
+
+        Raises:
+            LaunchRefused: the zygote could not start, or died.
+        """
         if not self._is_ready:
+            select.select([self._channel], [], [], _START_TIMEOUT_S)  # an interrupt here loses no part of a frame
             self._receive("ready")
             self._is_ready = True
 

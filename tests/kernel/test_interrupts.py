@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -167,3 +168,20 @@ def test_a_cell_works_at_once_after_an_interrupt(kernel: RealKernel, start: str)
     kernel.interrupt()
     running.end(timeout_s=20).failed("KeyboardInterrupt")
     assert "fine" in kernel.do(accelerate("print('fine')", start)).stdout
+
+
+@pytest.mark.slow  # a kernel of its own, whose zygote has not been started yet
+def test_an_interrupt_while_the_clean_process_loads_torch_ends_the_cell_before_any_rank_runs(
+    new_kernel: Callable[..., RealKernel],
+) -> None:
+    fresh = new_kernel()
+    fresh.do("%load_ext nbaccel\nimport torch, torch.distributed, torch._dynamo, torch.nn.parallel")
+    touch = "from pathlib import Path\nPath('ran').touch()"
+    running = fresh.begin(accelerate(touch, "zygote"))
+    running.until_text("zygote (asked for)")
+    fresh.interrupt()
+    cell = running.end(timeout_s=20)
+    cell.failed("KeyboardInterrupt")
+    assert not (fresh.folder / "ran").exists()
+    fresh.do(accelerate(touch, "zygote"))
+    assert (fresh.folder / "ran").exists()
