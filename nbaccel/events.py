@@ -2,6 +2,11 @@
 
 `train` emits, `launch` and `trackers` listen; neither knows the other. The current outlet is the one piece of
 module-level state in nbaccel: a plain variable, because threads do not inherit context variables.
+
+Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `CollectiveEntered`, `Waiting`,
+`Gauge`. All others travel: a launcher carries them to the kernel, whose `Listener`s are fed with them. What travels
+holds numbers, strings and None, in mappings and lists where need be; a tensor in `Loss` or `Metric` is a number on
+arrival.
 """
 
 from __future__ import annotations
@@ -9,12 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 __all__ = [
+    "Checkpoint",
     "CollectiveEntered",
     "Event",
+    "Gauge",
+    "Listener",
+    "Loss",
+    "Memory",
     "Metric",
+    "Phase",
+    "Progress",
+    "RecordsLost",
     "Sink",
     "StepEntered",
     "StepsEnded",
@@ -39,6 +52,102 @@ class Metric(Event):
 
     values: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss(Event):
+    """The loss of one backward, before it is divided or scaled. Several of one step belong to one point of a curve.
+
+    value: a detached tensor in the rank, which is read later, away from the step; a number on arrival.
+    step: the optimizer step that this backward belongs to, 0-based.
+    """
+
+    value: Any = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Event):
+    """How far a loop over a loader has come. The newest one counts; the last one of a loop says where it ended.
+
+    step: optimizer steps that are complete.  epoch: 0-based number of the epoch.  epochs: how many there will be.
+    batch, batches: batches of this rank handed out in this epoch, and how many it has.
+    samples: how many one batch of this rank holds.  Those that are not known are None.
+    is_training: batches lead to backward; else the loop evaluates.
+    is_over: the loop has ended, or was left.
+    """
+
+    step: int = 0
+    batch: int = 0
+    batches: int | None = None
+    epoch: int = 0
+    epochs: int | None = None
+    samples: int | None = None
+    is_training: bool = True
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Event):
+    """What this rank holds, in bytes; sampled a few times per second by a thread of the rank.
+
+    host_bytes: resident memory of the process; pages that it still shares with the kernel it was forked from count
+        in full.  host_peak_bytes: the most it was.  host_limit_bytes: what the machine or the container grants to
+        all its processes together.
+    device_bytes: tensors on the rank's device.  device_reserved_bytes: those, and what the caching allocator keeps.
+    device_peak_bytes: the most that was reserved.  device_limit_bytes: the device's memory. All None without one.
+    """
+
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
+    host_limit_bytes: int | None = None
+    device_bytes: int | None = None
+    device_reserved_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    device_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(Event):
+    """A checkpoint is complete.
+
+    path: its folder.  step: optimizer steps in it.  seconds: how long saving took.
+    """
+
+    path: str = ""
+    step: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase(Event):
+    """What follows is something new: other curves, another time of arrival.
+
+    name: as the user called it, "fold 2".
+    """
+
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsLost(Event):
+    """Events of this rank that were overwritten before the kernel read them; said by the kernel itself.
+
+    count: so far, all together.
+    """
+
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Event):
+    """Something that has a value at any time, to be looked at now and then rather than reported at each change.
+
+    read: gives what stands now, as an event, and None once there is nothing more to see. An outlet calls it a few
+    times per second from a thread of its own, so it only looks: it changes nothing, and waits for nothing.
+    """
+
+    read: Callable[[], Event | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +188,20 @@ class Waiting(Event):
 
 
 Sink = Callable[[Event], None]
+
+
+class Listener(Protocol):
+    """Hears in the kernel what the ranks of a run report: keeps it, draws it, writes it down.
+
+    Both are called by the thread that supervises the run, at most a few times per second, many events at a time; they
+    return soon. One that raises is not called again in this run, and the run goes on.
+    """
+
+    def feed(self, rank: int, at: float, event: Event) -> None:
+        """`event` happened in `rank`, when the machine's `time.monotonic()` was `at`; each rank's in their order."""
+
+    def tick(self, now: float) -> None:
+        """All that was there has been fed. Called after every round of reading, also when nothing had come."""
 
 
 def _nowhere(event: Event) -> None:
