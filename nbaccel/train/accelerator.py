@@ -41,6 +41,7 @@ from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared, remembered
 from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.resuming import Epochs, Remembered
 from nbaccel.train.state import AcceleratorState
 from nbaccel.train.strategies import Strategy, choose_strategy
 from nbaccel.train.talk.collectives import Collectives
@@ -125,6 +126,8 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         self._shelf = Shelf(project)
         self._registered = Registered()
         self._prepared = Prepared()
+        self._epochs = Epochs()
+        self._remembered = Remembered()
         self._trackers = Trackers(log_with)
         self._bound_to: World | None = None
         self._is_ready = False  # this process may train; see _make_ready
@@ -298,7 +301,16 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
     def _training(self) -> Training:
         self._equip()
         world = self.state.world
-        return Training(self._prepared, self._accumulation, self._precision, self._strategy, world, self.device)
+        return Training(
+            self._prepared,
+            self._accumulation,
+            self._precision,
+            self._strategy,
+            world,
+            self.device,
+            self._epochs,
+            self._remembered,
+        )
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared and release what nobody else holds; one None per object.

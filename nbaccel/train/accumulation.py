@@ -59,10 +59,11 @@ class StepClock:
     emitted. The outlet may raise `RunStopped` from a boundary; the clock is consistent by then.
     """
 
-    __slots__ = ("is_inside", "step", "substep", "trained")
+    __slots__ = ("is_inside", "passes", "step", "substep", "trained")
 
     def __init__(self) -> None:
         self.step = 0
+        self.passes = 0  # iterations of prepared loaders that trained and are over
         self.substep = -1
         self.trained = False  # a synchronised backward has run since the last boundary
         self.is_inside = False  # a step was entered and has not been trained yet

@@ -227,3 +227,79 @@ def test_with_worker_processes_the_rest_is_bit_for_bit_the_same(tmp_path: Path) 
                 accelerator.save_state(tmp_path / "last")
         losses.append(mine)
     assert losses[1] == losses[0][5:]
+
+
+class _Killed(Exception):
+    """Stands for the end of a session."""
+
+
+def _program(folder: str, save_at: tuple[int, int] | None, resumes: bool) -> tuple[float, list[Any], list[float]]:
+    """A program as users write it: epochs with an evaluation each. save_at: (epoch, batch), batch -1 for its end."""
+    training = Trained.start(samples=22, batch_size=2)
+    accelerator = training.accelerator
+    held_out = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(6, 3), 2))
+    if resumes:
+        accelerator.load_state(folder)
+    memory = accelerator.remember(best=float("inf"), history=[])
+
+    def save(epoch: int, batch: int) -> None:
+        if (epoch, batch) == save_at:
+            accelerator.save_state(folder)
+            raise _Killed
+
+    try:
+        for epoch in accelerator.epochs(EPOCHS):
+            for batch, (x,) in enumerate(training.loader):
+                training.batch(x)
+                save(epoch, batch)
+            training.model.eval()
+            with torch.no_grad():
+                error = sum(float(training.model(x).square().mean()) for x in held_out)
+            training.model.train()
+            memory.history.append([epoch, error])
+            memory.best = min(memory.best, error)
+            save(epoch, -1)
+    except _Killed:
+        pass
+    return memory.best, memory.history, training.weights()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("last_batch", [2, 5, -1])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_epochs_and_what_the_program_remembers_go_on_where_they_were(
+    tmp_path: Path, ranks: int, epoch: int, last_batch: int
+) -> None:
+    folder = str(tmp_path / "last")
+    whole = run_ranks(ranks, _program, folder, None, False)
+    at = (epoch, last_batch if ranks == 2 or last_batch < 0 else 2 * last_batch)
+    run_ranks(ranks, _program, folder, at, False)
+    assert run_ranks(ranks, _program, folder, None, True) == whole
+    assert [epoch for epoch, _ in whole[0][1]] == list(range(EPOCHS))
+
+
+def test_a_second_loop_over_epochs_begins_at_the_first_one() -> None:
+    accelerator = Accelerator()
+    assert list(accelerator.epochs(2)) == [0, 1]
+    assert list(accelerator.epochs(3)) == [0, 1, 2]
+
+
+def test_a_training_that_was_over_when_it_was_saved_has_no_epoch_left(tmp_path: Path) -> None:
+    first = Trained.start()
+    for _ in first.accelerator.epochs(2):
+        first.epoch()
+    first.accelerator.save_state(tmp_path / "last")
+    second = Trained.start()
+    second.accelerator.load_state(tmp_path / "last")
+    assert list(second.accelerator.epochs(2)) == []
+
+
+def test_what_is_remembered_later_than_it_was_loaded_still_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    first = Trained.start()
+    first.accelerator.remember(best=0.5, seen={"a": torch.ones(2)})
+    first.accelerator.save_state(tmp_path / "last")
+    second = Trained.start().accelerator
+    second.load_state(tmp_path / "last")
+    memory = second.remember(best=0.0, seen={}, patience=3)
+    assert (memory.best, memory.patience) == (0.5, 3)
+    assert torch.equal(memory.seen["a"], torch.ones(2))

@@ -22,13 +22,15 @@ __all__ = ["Content"]
 
 _KINDS = ("model", "optimizer", "scheduler", "custom")
 _PROGRESS = "training"
+_REMEMBERED = "remembered"
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
     """State dicts by kind, in the order of `prepare` and of `register_for_checkpointing`.
 
-    progress: step, seed, gradient scaler and the positions of loaders.
+    progress: step, seed, gradient scaler, the epoch and the positions of loaders.
+    remembered: the program's own values, by name.
     """
 
     models: list[dict[str, Any]] = field(default_factory=list)
@@ -36,6 +38,7 @@ class Content:
     schedulers: list[dict[str, Any]] = field(default_factory=list)
     customs: list[Any] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
+    remembered: dict[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -70,12 +73,14 @@ class Content:
             return [states[name] for name in names if name in states]
 
         models, optimizers, schedulers, customs = map(all_of, _KINDS)
-        return cls(models, optimizers, schedulers, customs, states.get(_PROGRESS, {}))
+        return cls(models, optimizers, schedulers, customs, states.get(_PROGRESS, {}), states.get(_REMEMBERED, {}))
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for kind, states in zip(_KINDS, (self.models, self.optimizers, self.schedulers, self.customs), strict=True):
             yield from ((numbered(kind, index), state) for index, state in enumerate(states))
         yield _PROGRESS, self.progress
+        if self.remembered:
+            yield _REMEMBERED, self.remembered
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ __all__ = ["SUBFOLDER", "place_for", "place_of"]
 SUBFOLDER = "nbaccel_checkpoint"
 
 _OURS = re.compile(
-    r"(model|optimizer|scheduler|custom)(_\d+)?\.(json|safetensors|pkl)|(training|manifest|generators_\d+)\.json"
+    r"(model|optimizer|scheduler|custom)(_\d+)?\.(json|safetensors|pkl)|(training|remembered|manifest|generators_\d+)\.json"
     rf"|\.{SUBFOLDER}\..*"
 )
 _NOBODYS = re.compile(r"\.ipynb_checkpoints|\.DS_Store|__pycache__")

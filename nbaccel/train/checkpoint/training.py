@@ -18,6 +18,7 @@ from nbaccel.train.checkpoint.generators import Stamp
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.precision import Precision
 from nbaccel.train.prepared import Prepared
+from nbaccel.train.resuming import Epochs, Remembered
 from nbaccel.train.strategies import Strategy
 from nbaccel.world import World
 
@@ -26,7 +27,7 @@ __all__ = ["Training"]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What `prepare` made, and the parts that count, scale and spread it."""
+    """What `prepare` made, the parts that count, scale and spread it, and where the program itself stands."""
 
     prepared: Prepared
     accumulation: Accumulation
@@ -34,6 +35,8 @@ class Training:
     strategy: Strategy
     world: World
     device: torch.device
+    epochs: Epochs
+    remembered: Remembered
 
     @property
     def step(self) -> int:
@@ -59,10 +62,12 @@ class Training:
             [custom.state_dict() for custom in customs],
             {
                 "step": self.step,
+                "epoch": self.epochs.next(self.accumulation.clock),
                 "seed": torch.initial_seed(),
                 "precision": self.precision.state_dict(),
                 "loaders": prepared.loader_states(self.accumulation.window),
             },
+            self.remembered.state_dict(),
         )
 
     def manifest(self, content: Content) -> Manifest:
@@ -91,3 +96,5 @@ class Training:
             self.precision.load_state_dict(progress["precision"])
         clock = self.accumulation.clock
         clock.step, clock.trained = progress.get("step", clock.step), False
+        self.epochs.load(progress.get("epoch", 0), clock)
+        self.remembered.load_state_dict(content.remembered)

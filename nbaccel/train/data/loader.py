@@ -113,6 +113,7 @@ class PreparedLoader(DataLoader[Any]):
             if progress.begun is position:
                 meetings.look()
                 has_trained = clock.step + clock.trained > steps
+                clock.passes += has_trained or position.goes_on  # resumed at its end it has nothing left to train
                 progress.end(counts=has_trained or (meetings.were_held if meetings.are_counted else is_whole))
             accumulation.close(window)
 

@@ -22,6 +22,7 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.folder import may_write_below, replacing, sayable
@@ -32,6 +33,7 @@ from nbaccel.train.checkpoint.shelf import Choice, Shelf
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.faces.exporting import Exporting
 from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.resuming import Epochs, Remembered
 
 __all__ = ["Checkpointing", "Registered"]
 
@@ -55,6 +57,13 @@ class Checkpointing(Exporting):
 
     _shelf: Shelf
     _registered: Registered
+    _accumulation: Accumulation
+    _epochs: Epochs
+    _remembered: Remembered
+
+    @abstractmethod
+    def _bind(self) -> None:
+        """Belong to the world of this process, if not yet."""
 
     @abstractmethod
     def _join_world(self) -> None:
@@ -166,6 +175,35 @@ class Checkpointing(Exporting):
             for line in _news(choice.folder, choice.manifest, self.num_processes, input_dir is None, reorders):
                 self.print(line)
         self._shelf.count_on(choice.folder)
+
+    # -- a program that can be resumed
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """``range(count)`` for epochs, which after a resume begins at the epoch that was under way. On every rank.
+
+        Its training loader goes on where it was, so the loop is written as if nothing had happened. An epoch is done
+        once its training loader went through: a checkpoint that is written after that resumes at the next one.
+
+        >>> from nbaccel import Accelerator
+        >>> list(Accelerator().epochs(3))
+        [0, 1, 2]
+        """
+        self._bind()
+        return self._epochs.run(count, self._accumulation.clock)
+
+    def remember(self, **defaults: Any) -> Remembered:
+        """Values of the program's own that checkpoints hold too; returns them as attributes. On every rank.
+
+        A value that a loaded checkpoint has, or an earlier call gave, stays; the checkpoint is that of rank 0. Plain
+        data and tensors: anything else becomes a pickle, as with `register_for_checkpointing`.
+
+        >>> from nbaccel import Accelerator
+        >>> memory = Accelerator().remember(best=0.0, history=[])
+        >>> memory.best = max(memory.best, 0.9)
+        >>> memory.history.append(0.9)
+        """
+        self._remembered.keep(**defaults)
+        return self._remembered
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Let `save_state` and `load_state` take `objects` along, in this order. On every rank.

@@ -1,0 +1,70 @@
+"""Resuming: which epoch a program goes on with, and what it remembers between its steps. Runs in ranks.
+
+Both are saved with every checkpoint and restored with it. Where inside the epoch the data go on is the loaders'
+business, and what files it all comes from the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from nbaccel.train.accumulation import StepClock
+
+__all__ = ["Epochs", "Remembered"]
+
+
+class Remembered(SimpleNamespace):
+    """Values of the program's own, as attributes; `Accelerator.remember` makes it.
+
+    >>> memory = Remembered()
+    >>> memory.keep(best=0.0, history=[])
+    >>> memory.history.append(0.5)
+    >>> memory.state_dict()
+    {'best': 0.0, 'history': [0.5]}
+    """
+
+    def keep(self, **defaults: Any) -> None:
+        """Hold `defaults` where no value of that name is held yet, from a checkpoint or an earlier call."""
+        for name, value in defaults.items():
+            if not hasattr(self, name):
+                setattr(self, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Epochs:
+    """The epochs of a program that can be resumed: the loop's number, and whether its training is done.
+
+    under_way: the epoch that the loop is in, or will begin with.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self.is_used = False
+        self._is_resumed = False
+        self._passes_before = 0  # that the clock had counted when the epoch began
+
+    def run(self, count: int, clock: StepClock) -> Iterator[int]:
+        """0, 1, ... `count` - 1; after `load` from the epoch that was under way when the checkpoint was written."""
+        self.is_used = True
+        first, self._is_resumed = self.under_way if self._is_resumed else 0, False
+        for self.under_way in range(first, count):
+            self._passes_before = clock.passes
+            yield self.under_way
+        self.under_way = max(first, count)
+        self._passes_before = clock.passes
+
+    def next(self, clock: StepClock) -> int:
+        """Where a resumed program begins: an epoch whose training loader went through is done."""
+        return self.under_way + int(clock.passes > self._passes_before)
+
+    def load(self, epoch: int, clock: StepClock) -> None:
+        self.under_way = epoch
+        self._is_resumed = True
+        self._passes_before = clock.passes
