@@ -224,7 +224,7 @@ def _forward_display(shell: Any, publish: Publish) -> None:
 
     def show_error(kind: type, error: BaseException, lines: list[str]) -> None:
         """What `get_ipython().run_cell` does with an error, which a kernel's shell would send on its sockets."""
-        print("\n".join(lines), file=sys.stderr)
+        sys.stderr.write("\n".join(lines) + "\n")
 
     shell.display_pub.publish = display
     shell.display_pub.clear_output = clear_output
