@@ -1,53 +1,108 @@
-"""What kind of failure is this: one table of symptoms, with its sources. Pure; asked in kernel and ranks.
+"""What kind of failure is this, and what may be tried again: one table of symptoms, with its sources.
 
-A later layer decides what to do about a kind (retry, restart, give up); this file only names it.
+Pure; asked in kernel and ranks. It only names: the layers that retry, restart or give up are elsewhere.
 """
 
 from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Failure", "classify"]
+__all__ = ["NEARLY_FULL", "Failure", "Recovery", "can_retry", "classify", "recovery_of"]
+
+NEARLY_FULL = 0.9
+"""Share of the memory in use from which on an ambiguous error counts as out of memory."""
 
 
 class Failure(enum.Enum):
     """Kinds of failure, by what a person would do next."""
 
     OUT_OF_MEMORY = "out of memory"
+    DEVICE_LOST = "this process can no longer use its device"
     PEER_LOST = "another rank was lost, or failed first"
     INTERRUPTED = "interrupted"
     USER = "an error in the program"
 
 
+class Recovery(enum.Enum):
+    """What a failure leaves possible."""
+
+    RETRY = "the same work in smaller pieces, in this process"
+    RETRY_IF_NEARLY_FULL = "the same, if the memory was nearly full, and once per size; else nothing"
+    RESTART = "the same work in a new process"
+    NO = "nothing; it would fail again"
+
+
 @dataclass(frozen=True, slots=True)
 class _Symptom:
     kind: Failure
+    recovery: Recovery
     type_names: frozenset[str]
     message: re.Pattern[str]
     source: str
 
 
-def _symptom(kind: Failure, type_names: str, message: str, source: str) -> _Symptom:
-    return _Symptom(kind, frozenset(type_names.split()), re.compile(message, re.IGNORECASE), source)
+def _symptom(kind: Failure, recovery: Recovery, type_names: str, message: str, source: str) -> _Symptom:
+    return _Symptom(kind, recovery, frozenset(type_names.split()), re.compile(message, re.DOTALL), source)
 
+
+_TORCH = "RuntimeError AcceleratorError OutOfMemoryError DistBackendError"
+"""What torch raises. Where only a name is left of an error, its bases are unknown: so they are all named."""
 
 _TABLE = (
-    _symptom(Failure.INTERRUPTED, "KeyboardInterrupt RunStopped", "", "our stop, or SIGINT"),
-    _symptom(Failure.OUT_OF_MEMORY, "OutOfMemoryError MemoryError", "", "torch.cuda.OutOfMemoryError, CPython"),
-    _symptom(Failure.OUT_OF_MEMORY, "RuntimeError AcceleratorError", r"out of memory", "CUDA, cuBLAS and NCCL texts"),
-    _symptom(Failure.OUT_OF_MEMORY, "RuntimeError", r"CUBLAS_STATUS_ALLOC_FAILED", "cuBLAS handle creation"),
-    _symptom(Failure.OUT_OF_MEMORY, "RuntimeError", r"DefaultCPUAllocator: can't allocate memory", "c10 CPU allocator"),
-    _symptom(Failure.PEER_LOST, "PeerFailed", "", "our own, where a rank waits for what another one prepares"),
-    _symptom(
-        Failure.PEER_LOST,
-        "RuntimeError DistBackendError DistNetworkError DistStoreError ConnectionError",
-        r"connection (closed|reset) by peer|connection refused|broken pipe|socket (closed|timeout)"
-        r"|remote (process )?(has )?(exited|closed)|connectFullMesh|recvError|writev|readv",
-        "gloo transport/tcp/pair.cc, NCCL remote errors",
-    ),
-)
+    _symptom(Failure.INTERRUPTED, Recovery.NO, "KeyboardInterrupt RunStopped", "", "our stop, or SIGINT"),
+    _symptom(Failure.PEER_LOST, Recovery.NO, "PeerFailed", "",
+             "our own, where a rank waits for what another one prepares"),
+    # A process that cannot go on, whatever the text says about memory.
+    _symptom(Failure.PEER_LOST, Recovery.RESTART, _TORCH,
+             r"NCCL error.*(?i:remote (process )?(has )?(exited|closed)|connection (closed|reset|refused)|broken pipe)",
+             "torch ProcessGroupNCCL.cpp, ncclRemoteError and ncclSystemError"),
+    _symptom(Failure.DEVICE_LOST, Recovery.RESTART, _TORCH, r"NCCL error|ncclUnhandledCudaError",
+             "torch ProcessGroupNCCL.cpp: the communicator is gone"),
+    _symptom(Failure.DEVICE_LOST, Recovery.RESTART, _TORCH, r"handles_\.at\(i\).*INTERNAL ASSERT",
+             "torch CUDACachingAllocator.cpp: expandable segments after a failed map, pytorch #188008"),
+    _symptom(Failure.DEVICE_LOST, Recovery.RESTART, _TORCH,
+             r"CUDA driver error: device not ready|illegal memory access|device-side assert|unspecified launch failure"
+             r"|misaligned address|an illegal instruction was encountered|uncorrectable ECC",
+             "CUDA runtime API, errors that stay with the context"),
+    # Memory that ran out.
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, "OutOfMemoryError", "", "torch.OutOfMemoryError, of every device"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, "MemoryError _ArrayMemoryError", "", "CPython, numpy"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
+             r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA|HPU|MPS backend|CPU) out of memory\b", "torch's allocators, and vendors'"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
+             r"\b(CUDA|HIP|CUDA driver) error: out of memory\b|\bhipErrorOutOfMemory\b",
+             "c10/cuda: the runtime's own; not an OutOfMemoryError, ComfyUI #13210"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
+             r"\bCUBLAS_STATUS_ALLOC_FAILED\b|\bCUBLAS_STATUS_NOT_INITIALIZED\b.*\bcublasCreate\b",
+             "cuBLAS: workspace, handle"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
+             r"\bCUDNN_STATUS_ALLOC_FAILED\b|\bCUSOLVER_STATUS_ALLOC_FAILED\b|\bCUFFT_ALLOC_FAILED\b",
+             "cuDNN, cuSOLVER, cuFFT: status codes"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
+             r"\bDefaultCPUAllocator: (can't allocate memory|not enough memory)",
+             "c10/core/impl/alloc_cpu.cpp: Linux, Windows"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"^std::bad_alloc$", "libstdc++, through torch"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"\bCaught OutOfMemoryError in replica\b",
+             "torch/_utils.py, DataParallel: the original type does not always survive"),
+    # What libraries say when their workspace did not fit, and also otherwise.
+    _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
+             r"\bCUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR)\b|(?i:unable to find an engine to execute)"
+             r"|Unable to find a valid cuDNN algorithm", "cuDNN, torch-max-mem"),
+    _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
+             r"\bCUBLAS_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED)\b", "cuBLAS, torch-max-mem"),
+    _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
+             r"\bInvalid buffer size\b|\bINT_MAX\b|\bcanUse32BitIndexMath\b",
+             "MPS, and kernels with 32-bit indices: torch-max-mem"),
+    _symptom(Failure.PEER_LOST, Recovery.NO,
+             "RuntimeError DistBackendError DistNetworkError DistStoreError ConnectionError",
+             r"(?i:connection (closed|reset) by peer|connection refused|broken pipe|socket (closed|timeout)"
+             r"|remote (process )?(has )?(exited|closed)|connectFullMesh|recvError|writev|readv)",
+             "gloo transport/tcp/pair.cc, NCCL remote errors"),
+)  # fmt: skip
+"""The first row that fits counts; what fits none is an error in the program, and nothing to retry."""
 
 
 def classify(type_name: str, message: str) -> Failure:
@@ -58,7 +113,60 @@ def classify(type_name: str, message: str) -> Failure:
     >>> classify("ValueError", "expected 10 classes, got 11").name
     'USER'
     """
+    symptom = _find(frozenset([type_name.rpartition(".")[2]]), message)
+    return Failure.USER if symptom is None else symptom.kind
+
+
+def recovery_of(error: BaseException) -> Recovery:
+    """What `error` leaves possible; the first error that says so in its chain of causes.
+
+    Only ``raise … from`` counts: what was merely being handled when `error` was raised is not its cause.
+
+    >>> recovery_of(MemoryError()).name
+    'RETRY'
+    >>> recovery_of(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")).name
+    'RETRY_IF_NEARLY_FULL'
+    >>> recovery_of(RuntimeError("CUDA error: device-side assert triggered")).name
+    'RESTART'
+    >>> recovery_of(RuntimeError("we ran out of memory. sorry")).name
+    'NO'
+    """
+    for link in _causes(error):
+        symptom = _find(frozenset(base.__name__ for base in type(link).__mro__), str(link))
+        if symptom is not None:
+            return symptom.recovery
+    return Recovery.NO
+
+
+def can_retry(error: BaseException, used_fraction: float | None = None) -> bool:
+    """Whether the same work may succeed in smaller pieces, in this process.
+
+    used_fraction: share of the memory that was in use when it failed; None if nobody knows.
+
+    >>> error = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+    >>> can_retry(error, used_fraction=0.95), can_retry(error, used_fraction=0.5), can_retry(error)
+    (True, False, False)
+    """
+    match recovery_of(error):
+        case Recovery.RETRY:
+            return True
+        case Recovery.RETRY_IF_NEARLY_FULL:
+            return used_fraction is not None and used_fraction >= NEARLY_FULL
+        case _:
+            return False
+
+
+def _find(type_names: frozenset[str], message: str) -> _Symptom | None:
     for symptom in _TABLE:
-        if type_name.rpartition(".")[2] in symptom.type_names and symptom.message.search(message):
-            return symptom.kind
-    return Failure.USER
+        if symptom.type_names & type_names and symptom.message.search(message):
+            return symptom
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__

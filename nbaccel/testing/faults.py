@@ -1,0 +1,269 @@
+"""Faults: a chosen rank fails at a chosen place and step, on purpose. Runs in tests, and in ranks under test.
+
+A fault waits at a *point*, a name. The program passes points: where it calls `Faults.at` itself, and where a model, an
+optimizer or the collectives were told to. Outside of the `with` block every point is a no-op. It does not
+imitate a full device, which refuses what does not fit at any operation: that is `MemLimit`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Fault", "Faults"]
+
+Action = Callable[[Any, str], Any]
+"""What happens: gets the value at the point and a text that says where; returns the value to go on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong.
+
+    point: where; a name that the program passes.  rank: on which rank.  step: at which `Faults.step`.
+    passing: at which passing of that point within the step, 0-based.  None: on every one.
+    times: how often at most, in each process.
+    """
+
+    point: str
+    action: Action
+    rank: int | None = None
+    step: int | None = None
+    passing: int | None = None
+    times: int = 1
+
+    def is_due(self, rank: int, step: int, passing: int) -> bool:
+        wanted = (self.rank, self.step, self.passing)
+        return all(want in (None, is_) for want, is_ in zip(wanted, (rank, step, passing), strict=True))
+
+
+class Faults:
+    """A list of faults to come, and the points at which they wait.
+
+    Points that are there without a call in the program: "forward" (before it, on the model's own call), "output"
+    (of the model; a tensor), "backward" (when the gradient reaches the output; a tensor), "optimizer" and
+    "after optimizer" (around its step), "collective" and "after collective" (around each that is launched from the
+    thread that entered the block).
+
+    step: set it in the loop; what a fault's `step` is compared with. A new step begins new passings.
+    fired: the faults that have come to pass in this process, in order.
+
+    >>> faults = Faults().raise_at("loading", KeyError("image"), step=1)
+    >>> with faults:
+    ...     for faults.step in range(3):
+    ...         try:
+    ...             _ = faults.at("loading")
+    ...         except KeyError as error:
+    ...             print(faults.step, error)
+    1 'image'
+    >>> faults.at("loading"), len(faults.fired)  # outside of the block nothing waits
+    (None, 1)
+    """
+
+    def __init__(self) -> None:
+        self.fired: list[Fault] = []
+        self._faults: list[Fault] = []
+        self._step = 0
+        self._passings: Counter[str] = Counter()
+        self._is_active = False
+
+    # -- what goes wrong
+
+    def raise_at(self, point: str, error: BaseException, **when: int) -> Faults:
+        """Raise `error`. when: rank, step, passing, times, as in `Fault`; so for all the others."""
+        return self.add(Fault(point, _Raise(error), **when))
+
+    def oom_at(self, point: str, **when: int) -> Faults:
+        """Raise `torch.OutOfMemoryError`."""
+        return self.add(Fault(point, _run_out_of_memory, **when))
+
+    def kill_at(self, point: str, **when: int) -> Faults:
+        """Die by SIGKILL, as from the host's out-of-memory killer."""
+        return self.add(Fault(point, _die, **when))
+
+    def leave_at(self, point: str, exit_code: int = 0, **when: int) -> Faults:
+        """Leave the process without a word, as ``os._exit(exit_code)`` does."""
+        return self.add(Fault(point, _Leave(exit_code), **when))
+
+    def hang_at(self, point: str, **when: int) -> Faults:
+        """Wait for ever; a signal's handler runs, so that SIGINT raises KeyboardInterrupt."""
+        return self.add(Fault(point, _hang, **when))
+
+    def nan_at(self, point: str, **when: int) -> Faults:
+        """Make the tensor at that point NaN; the program, or the gradient, goes on with that."""
+        return self.add(Fault(point, _spoil, **when))
+
+    def add(self, fault: Fault) -> Faults:
+        """One more fault, which may do anything else."""
+        self._faults.append(fault)
+        return self
+
+    # -- when
+
+    def __enter__(self) -> Faults:
+        self._is_active = True
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_active = False
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._passings.clear()
+
+    @property
+    def pending(self) -> list[Fault]:
+        """The faults that have not come to pass in this process; a test may want none to be left."""
+        return [fault for fault in self._faults if not self._times_fired(fault)]
+
+    def _times_fired(self, fault: Fault) -> int:
+        return sum(past is fault for past in self.fired)
+
+    # -- where
+
+    def at(self, point: str, value: Any = None) -> Any:
+        """Pass `point`: what waits there happens. Gives `value` back, spoiled if a fault spoils it."""
+        if not self._is_active:
+            return value
+        passing = self._passings[point]
+        self._passings[point] += 1
+        rank = World.from_env().rank
+        for fault in self._faults:
+            if fault.point != point or self._times_fired(fault) >= fault.times:
+                continue
+            if fault.is_due(rank, self._step, passing):
+                self.fired.append(fault)
+                value = fault.action(value, f"at {point!r} on rank {rank}, step {self._step}, passing {passing}")
+        return value
+
+    def in_backward(self, tensor: torch.Tensor, point: str = "backward") -> torch.Tensor:
+        """`tensor` itself; when its gradient is known, backward passes `point` with it."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.at(point, gradient))
+        return tensor
+
+    @contextmanager
+    def in_model(self, model: torch.nn.Module) -> Iterator[None]:
+        """For the length of a block: points "forward", "output" and "backward" of `model`.
+
+        The latter two are passed with the first tensor in what it returns that is of a floating-point type.
+        """
+        from torch.utils._pytree import tree_flatten, tree_unflatten
+
+        def before(module: torch.nn.Module, inputs: Any) -> None:
+            self.at("forward")
+
+        def after(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+            leaves, structure = tree_flatten(output)
+            for place, leaf in enumerate(leaves):
+                if hasattr(leaf, "is_floating_point") and leaf.is_floating_point():
+                    leaves[place] = self.in_backward(self.at("output", leaf))
+                    break
+            return tree_unflatten(leaves, structure)
+
+        hooks = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def in_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """For the length of a block: points "optimizer" and "after optimizer", around each of its steps."""
+
+        def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+            self.at("optimizer")
+
+        def after(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+            self.at("after optimizer")
+
+        hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def in_collectives(self) -> Iterator[None]:
+        """For the length of a block: points "collective" and "after collective", around each launch of one."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        faults = self
+
+        class Watching(TorchDispatchMode):
+            @classmethod
+            def _should_skip_dynamo(cls) -> bool:
+                return False  # as in MemLimit
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                is_collective = func.namespace == "c10d"
+                if is_collective:
+                    faults.at("collective")
+                result = func(*args, **(kwargs or {}))
+                if is_collective:
+                    faults.at("after collective")
+                return result
+
+        with Watching():  # type: ignore[no-untyped-call]
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Raise:
+    error: BaseException
+
+    def __call__(self, value: Any, where: str) -> Any:
+        error = copy.copy(self.error)  # each raise grows a traceback of its own, and holds the frames in it
+        error.add_note(f"on purpose, {where}")
+        raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    exit_code: int
+
+    def __call__(self, value: Any, where: str) -> Any:
+        os._exit(self.exit_code)
+
+
+def _run_out_of_memory(value: Any, where: str) -> Any:
+    import torch
+
+    raise torch.OutOfMemoryError(f"CPU out of memory. On purpose, {where}.")
+
+
+def _die(value: Any, where: str) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def _hang(value: Any, where: str) -> Any:
+    threading.Event().wait()
+    return value
+
+
+def _spoil(value: Any, where: str) -> Any:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"no tensor is {where}, but {type(value).__name__}; nan_at needs one to make it NaN")
+    return value * float("nan")
