@@ -26,14 +26,14 @@ types: $(VENV)/.dev
 	$(VENV)/bin/mypy
 
 # pytest itself fails when it finds no test.
-unit: $(VENV)/.dev $(COLAB)/.stamp
+unit: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 # What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels.
 soak: $(VENV)/.dev $(COLAB)/.stamp
 	$(VENV)/bin/python -m pytest -m soak
 
-coverage: $(VENV)/.dev $(COLAB)/.stamp
+coverage: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV)/bin/python -m coverage combine --quiet
 	$(VENV)/bin/python -m coverage report --skip-covered
@@ -58,6 +58,18 @@ $(COLAB)/.stamp: $(VENV)/.dev constraints-colab.txt
 	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > "$$($(COLAB)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	$(COLAB)/bin/python $(INSTALL) -r constraints-colab.txt -e .
+	touch $@
+
+# The browser tests drive the system's Chromium. Root on Debian gets it here, once; where it is missing those tests
+# are skipped and say so, and nothing else depends on it.
+$(VENV)/.chromium: $(VENV)/.dev
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	        echo "installing chromium for the browser tests"; \
+	        (timeout 120 apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
+	            timeout 300 apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core) >/dev/null 2>&1 \
+	            || echo "chromium could not be installed: the browser tests will be skipped"; \
+	    fi
 	touch $@
 
 clean:
