@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         CannotFork as CannotFork,
         CannotSave as CannotSave,
         CannotSend as CannotSend,
+        CannotSplit as CannotSplit,
         CheckpointCorrupt as CheckpointCorrupt,
         CollectiveMismatch as CollectiveMismatch,
         LaunchRefused as LaunchRefused,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         RanksFailed as RanksFailed,
         ResultsMissing as ResultsMissing,
         RunStopped as RunStopped,
+        StepCorrupted as StepCorrupted,
         UntrustedPickle as UntrustedPickle,
     )
     from nbaccel.launch.launcher import (
@@ -75,6 +77,7 @@ _HOME = {
     "CannotFork": "nbaccel.errors",
     "CannotSave": "nbaccel.errors",
     "CannotSend": "nbaccel.errors",
+    "CannotSplit": "nbaccel.errors",
     "CheckpointCorrupt": "nbaccel.errors",
     "CollectiveMismatch": "nbaccel.errors",
     "DDPCommunicationHookType": "nbaccel.train.handlers",
@@ -102,6 +105,7 @@ _HOME = {
     "Run": "nbaccel.launch.launcher",
     "RunSettings": "nbaccel.settings",
     "RunStopped": "nbaccel.errors",
+    "StepCorrupted": "nbaccel.errors",
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
     "debug_launcher": "nbaccel.launch.launcher",

@@ -15,6 +15,8 @@
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
     ├── CannotSave               a checkpoint could not be written; the older one is as it was
     ├── CheckpointCorrupt        a checkpoint is damaged or unfinished; knows the file
+    ├── CannotSplit              a batch cannot be cut into micro-batches without guessing
+    ├── StepCorrupted            an optimizer ran out of memory half-way through its update
     └── UntrustedPickle          a checkpoint holds a pickle, which could run code; trust=True loads it
 
 A message says what happened, where (rank, cell, step), the numbers with units, and the next move.
@@ -26,6 +28,7 @@ __all__ = [
     "CannotFork",
     "CannotSave",
     "CannotSend",
+    "CannotSplit",
     "CheckpointCorrupt",
     "CollectiveMismatch",
     "LaunchRefused",
@@ -39,6 +42,7 @@ __all__ = [
     "RanksFailed",
     "ResultsMissing",
     "RunStopped",
+    "StepCorrupted",
     "UntrustedPickle",
 ]
 
@@ -151,6 +155,17 @@ class CheckpointCorrupt(NbaccelError):
         self.file = file
         self.expected = expected
         self.got = got
+
+
+class CannotSplit(NbaccelError):
+    """A batch, or a model, cannot be taken in micro-batches; the message says what is in the way."""
+
+
+class StepCorrupted(NbaccelError):
+    """An optimizer ran out of memory when some parameters, or their state, were updated already.
+
+    Neither the old nor the new weights are there any more: go on from a checkpoint.
+    """
 
 
 class UntrustedPickle(NbaccelError):

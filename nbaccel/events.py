@@ -25,6 +25,7 @@ __all__ = [
     "Loss",
     "Memory",
     "Metric",
+    "OutOfMemory",
     "Phase",
     "Progress",
     "RecordsLost",
@@ -127,6 +128,25 @@ class Phase(Event):
     """
 
     name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory(Event):
+    """This rank ran out of memory in a step that it goes on with, in smaller pieces; no work is lost.
+
+    step: optimizer steps that were complete.
+    phase: "forward", "backward" or "optimizer".
+    micro_batch_size: samples of the forward that did not fit.  next_size: those of the next one, 0 where there is no
+    smaller one.  batch_size: samples of the whole batch on this rank. All 0 in the optimizer.
+    message: the first line of the error.
+    """
+
+    step: int = 0
+    phase: str = "forward"
+    micro_batch_size: int = 0
+    next_size: int = 0
+    batch_size: int = 0
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
