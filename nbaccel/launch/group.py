@@ -16,10 +16,11 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.events import Listener
 from nbaccel.launch.ending import Aborting, Ending, Killing, Running, Stopping
 from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.member import Member, Report
@@ -27,6 +28,7 @@ from nbaccel.launch.metriclog import MetricLog
 from nbaccel.launch.screen.router import OutputRouter
 from nbaccel.launch.spec import LaunchSpec, RankBoot
 from nbaccel.launch.start import StartMethod
+from nbaccel.launch.telemetry import Telemetry
 from nbaccel.launch.wire.channel import Channel
 from nbaccel.launch.wire.control import ControlPage
 from nbaccel.launch.wire.pipes import MarkedPipe
@@ -77,6 +79,7 @@ class WorkerGroup:
         kernel_pidfd: int,
         guard: Callable[[str], None],
         notice: Callable[[str], None],
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self._spec = spec
         self._start = start
@@ -90,6 +93,7 @@ class WorkerGroup:
         self._failures: list[int] = []
         self._settled_at: float | None = None
         self._metrics = MetricLog()
+        self._telemetry = Telemetry([self._metrics, *listeners], notice)
         self._is_bad_fork = False
         self._presses = 0
         self._is_timed_out = False
@@ -108,6 +112,7 @@ class WorkerGroup:
         with contextlib.ExitStack() as owned:
             page = ControlPage.create(self._spec.world_size)
             owned.callback(page.close)
+            owned.callback(self._telemetry.close)
             owned.callback(self._selector.close)
             folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
             owned.callback(self._remove, folder)
@@ -136,7 +141,7 @@ class WorkerGroup:
                 out_read, out_write = os.pipe()
                 err_read, err_write = os.pipe()
                 mine.append((Channel(here), out_read, err_read))
-                theirs += [there.detach(), out_write, err_write]
+                theirs += [there.detach(), out_write, err_write, self._telemetry.add_ring()]
                 world = World(rank, spec.world_size, rank, spec.world_size, 0, launch_id)
                 boots.append(
                     RankBoot(
@@ -147,10 +152,11 @@ class WorkerGroup:
                         run_nonce=nonce,
                         store_path=store_path,
                         kernel_pidfd=self._kernel_pidfd,
-                        channel_fd=theirs[-3],
+                        channel_fd=theirs[-4],
                         stdout_fd=out_write,
                         stderr_fd=err_write,
                         page_fd=page.fd,
+                        ring_fd=theirs[-1],
                     )
                 )
             self._fds |= {fd for channel, out, err in mine for fd in (channel.fileno(), out, err)}
@@ -211,12 +217,14 @@ class WorkerGroup:
                     self._notice("finishing the step, press again to stop now")
             ending.advance(now)
             self._router.tick()
+            self._telemetry.tick(now)
 
     def _wait(self, ending: Ending, limit_at: float | None) -> None:
         """Wait for something to happen, but no longer than until something is due; then handle all that happened."""
         now = time.monotonic()
         waits = [
             self._router.due_in(),
+            self._telemetry.due_in(now),
             ending.due_in(now),
             None if limit_at is None else max(0.0, limit_at - now),
             None if self._settled_at is None else max(0.0, self._settled_at - now),
@@ -257,9 +265,6 @@ class WorkerGroup:
             match message["op"]:
                 case "display":
                     member.displays[message["id"]] = message["message"]
-                case "metrics":
-                    if member.rank == 0:
-                        self._metrics.extend(message["rows"], lost=message["lost"])
                 case "bad_fork":
                     self._is_bad_fork = True
                 case "done":
@@ -305,6 +310,7 @@ class WorkerGroup:
             member.process.reap()
             self._guard(f"-{member.process.pid}")
         self._drain()
+        self._telemetry.read(time.monotonic(), is_last=True)
         for member in self._members:
             for message in member.displays.values():
                 self._router.publish(member.rank, message)

@@ -13,12 +13,13 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nbaccel.errors import CannotFork, NestedLaunch, ResultsMissing
+from nbaccel.events import Listener
 from nbaccel.hardware import Survey
 from nbaccel.launch.group import BadFork, Ended, WorkerGroup
 from nbaccel.launch.here import ProcessState
@@ -86,10 +87,12 @@ class Launcher:
         *,
         shown_ranks: Collection[int] | None = None,
         notice: Callable[[str], None] | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> Outcome:
         """Start the ranks, show what they print, and return when no process of the run is left.
 
         shown_ranks: whose output is shown; None for all.  notice: shows one line of ours to the user.
+        listeners: hear what the ranks report; those of a run that is started anew hear both.
 
         Raises:
             NestedLaunch: this process is a rank itself.
@@ -97,7 +100,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self._one_at_a_time:
-            return self._run(spec, screen, shown_ranks, notice)
+            return self._run(spec, screen, shown_ranks, notice, listeners)
 
     def _run(
         self,
@@ -105,6 +108,7 @@ class Launcher:
         screen: Screen,
         shown_ranks: Collection[int] | None,
         notice: Callable[[str], None] | None,
+        listeners: Sequence[Listener],
     ) -> Outcome:
         _load_once(spec)
         oom_kills = OomKills()
@@ -121,6 +125,7 @@ class Launcher:
                         kernel_pidfd=self.keeper.kernel_pidfd,
                         guard=self.keeper.guard,
                         notice=notice or (lambda line: screen.write("stderr", line + "\n")),
+                        listeners=listeners,
                     )
                     return group.run()
                 finally:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nbaccel.events import Event, Listener, Metric, RecordsLost
+
 __all__ = ["MetricLog"]
 
 _MOST_ROWS = 20_000
 
 
-class MetricLog:
-    """Rows of (step, values) in the order in which they were logged.
+class MetricLog(Listener):
+    """Rows of (step, values) in the order in which rank 0 logged them.
 
     Beyond 20,000 rows every second one is dropped, and from then on only every second new one is kept; and so on. The
     last row is always there.
 
-    lost: rows that were logged and never arrived.
+    lost: records of rank 0 that never arrived; some of them may have been rows.
 
     >>> log = MetricLog()
     >>> log.extend([(0, {"loss": 1.0}), (1, {"loss": 0.5})])
@@ -32,8 +34,18 @@ class MetricLog:
         self._seen = 0
         self._stride = 1
 
-    def extend(self, rows: Iterable[tuple[int, dict[str, Any]]], lost: int = 0) -> None:
-        self.lost = lost
+    def feed(self, rank: int, at: float, event: Event) -> None:
+        if rank != 0:
+            return
+        if isinstance(event, Metric):
+            self.extend([(event.step, dict(event.values))])
+        elif isinstance(event, RecordsLost):
+            self.lost = event.count
+
+    def tick(self, now: float) -> None:
+        """It shows nothing."""
+
+    def extend(self, rows: Iterable[tuple[int, dict[str, Any]]]) -> None:
         for row in rows:
             self._last = row
             if self._seen % self._stride == 0:

@@ -161,5 +161,6 @@ class RankBoot:
     stdout_fd: int
     stderr_fd: int
     page_fd: int
+    ring_fd: int
 
-    FDS: ClassVar[tuple[str, ...]] = ("kernel_pidfd", "channel_fd", "stdout_fd", "stderr_fd", "page_fd")
+    FDS: ClassVar[tuple[str, ...]] = ("kernel_pidfd", "channel_fd", "stdout_fd", "stderr_fd", "page_fd", "ring_fd")

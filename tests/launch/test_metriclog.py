@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+from nbaccel.events import Metric, RecordsLost
 from nbaccel.launch.metriclog import MetricLog
 
 
@@ -19,6 +20,14 @@ def test_rows_are_thinned_evenly_and_the_last_one_stays() -> None:
 
 def test_few_rows_are_all_kept() -> None:
     log = MetricLog()
-    log.extend([(0, {"loss": 2.0}), (1, {"loss": 1.0})], lost=3)
+    log.extend([(0, {"loss": 2.0}), (1, {"loss": 1.0})])
     assert list(log) == [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 1.0}]
+
+
+def test_only_rank_0_is_heard_with_what_was_lost_of_it() -> None:
+    log = MetricLog()
+    for rank in (0, 1):
+        log.feed(rank, 0.0, Metric({"loss": 2.0 + rank}, 5))
+        log.feed(rank, 0.0, RecordsLost(3 + rank))
+    assert list(log) == [{"step": 5, "loss": 2.0}]
     assert log.lost == 3

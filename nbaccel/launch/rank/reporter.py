@@ -1,70 +1,147 @@
-"""Reporter: the outlet of a rank's events. Runs in ranks; it decides where an event goes, and waits for nothing."""
+"""Reporter: the outlet of a rank's events. Runs in ranks; it decides where an event goes, and waits for nothing.
+
+Steps go to the gate and waits to the watch, at once. What the kernel is to hear goes into the rank's ring: at once
+where it is plain numbers, and by a thread, a few times per second, where tensors are to be read, gauges to be looked
+at and the memory to be sampled.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import os
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from nbaccel.events import Event, Metric, Sink
-from nbaccel.launch.wire.channel import Channel
+from nbaccel.events import CollectiveEntered, Event, Gauge, Loss, Metric, Sink, StepEntered, StepsEnded, Waiting
+from nbaccel.launch.rank.memory import MemoryMeter
+from nbaccel.launch.wire.records import write_event, write_loss
+from nbaccel.launch.wire.ring import RingWriter
 
 __all__ = ["Reporter"]
 
-_METRICS_EVERY_S = 0.2
-_METRICS_KEPT = 10_000
+_EVERY_S = 0.25
+_MOST_WAITING = 10_000
+_LOSSES_PER_READ = 500
+_PLAIN = (int, float, str, type(None))
 
 
 class Reporter:
-    """The rank's outlet: steps go to the gate and waits to the watch at once, metrics to the kernel now and then.
+    """The rank's outlet.
 
-    A thread reads the numbers, so that a tensor on a device is waited for away from the training step.
+    A tensor is kept until the thread reads it, so that one on a device is waited for away from the training step.
+    While 10,000 wait, because the device does not come to an end, new ones are dropped; they count as lost.
     """
 
-    def __init__(self, channel: Channel, gate: Sink, watch: Sink) -> None:
-        self._channel = channel
-        self._gate = gate
-        self._watch = watch
-        self._metrics: deque[Metric] = deque(maxlen=_METRICS_KEPT)
-        self._logged = 0
-        self._sent = 0
-        self._flushing = threading.Lock()  # rows leave in order, also when the run ends while the thread sends
-        self._thread: threading.Thread | None = None
+    def __init__(self, ring: RingWriter, gate: Sink, watch: Sink) -> None:
+        self._ring = ring
+        self._losses: deque[tuple[float, Loss]] = deque()
+        self._metrics: deque[tuple[float, Metric]] = deque()
+        self._gauges: list[Gauge] = []
+        self._reading = threading.Lock()  # one at a time: the thread, or the end of the run
+        self._memory = MemoryMeter()
+        self._record: Sink = self._write
+        self._routes: dict[type[Event], Sink] = {
+            StepEntered: gate,
+            StepsEnded: gate,
+            CollectiveEntered: watch,
+            Waiting: watch,
+            Loss: self._keep_loss,
+            Metric: self._write_or_keep,
+            Gauge: self._gauges.append,  # type: ignore[dict-item]  # routed here are gauges
+        }
+        os.register_at_fork(after_in_child=self._fall_silent)
+        threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True).start()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Metric):
-            self._metrics.append(event)
-            self._logged += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="nbaccel-metrics", daemon=True)
-                self._thread.start()
-        else:
-            self._gate(event)
-            self._watch(event)
+        self._routes.get(type(event), self._record)(event)
+
+    def flush(self) -> None:
+        """Write what was reported so far, and how things stand."""
+        with self._reading:
+            self._write_losses()
+            self._write_metrics()
+            self._look_at_gauges()
+            with suppress(Exception):  # of a device that is past answering
+                self._write(self._memory.read())
 
     def _run(self) -> None:
         while True:
-            time.sleep(_METRICS_EVERY_S)
             self.flush()
+            time.sleep(_EVERY_S)
 
-    def flush(self) -> None:
-        """Send what was logged so far."""
-        with self._flushing:
-            rows = []
-            with contextlib.suppress(IndexError):
-                while True:
-                    metric = self._metrics.popleft()
-                    rows.append([metric.step, {name: _number(value) for name, value in metric.values.items()}])
-            if rows:
-                self._sent += len(rows)
-                with contextlib.suppress(OSError):
-                    self._channel.send({"op": "metrics", "rows": rows, "lost": self._logged - self._sent})
+    def _fall_silent(self) -> None:
+        """In a child that the user's code forked: the rank speaks for itself."""
+        self._record = _nothing
+        self._routes = dict.fromkeys(self._routes, _nothing)
+
+    # --- in the step -------------------------------------------------------------------------------------------
+
+    def _write(self, event: Event) -> None:
+        write_event(self._ring, event)
+
+    def _keep_loss(self, event: Event) -> None:
+        assert isinstance(event, Loss)
+        if len(self._losses) < _MOST_WAITING:
+            self._losses.append((time.monotonic(), event))
+        else:
+            self._ring.leave_out()
+
+    def _write_or_keep(self, event: Event) -> None:
+        """Behind those that wait already: rows of metrics keep their order."""
+        assert isinstance(event, Metric)
+        if not self._metrics and all(isinstance(value, _PLAIN) for value in event.values.values()):
+            self._write(event)
+        elif len(self._metrics) < _MOST_WAITING:
+            self._metrics.append((time.monotonic(), event))
+        else:
+            self._ring.leave_out()
+
+    # --- away from it ------------------------------------------------------------------------------------------
+
+    def _write_losses(self) -> None:
+        while self._losses:
+            losses = [self._losses.popleft() for _ in range(min(len(self._losses), _LOSSES_PER_READ))]
+            try:
+                numbers = _numbers([loss.value for _, loss in losses])
+            except Exception:  # the device failed; the step will say so where the user can see it
+                for _ in losses:
+                    self._ring.leave_out()
+                continue
+            for (at, loss), number in zip(losses, numbers, strict=True):
+                write_loss(self._ring, loss.step, number, at)
+
+    def _write_metrics(self) -> None:
+        while self._metrics:
+            at, metric = self._metrics[0]  # still in its place, so that none is written past it meanwhile
+            write_event(self._ring, metric, at)
+            self._metrics.popleft()
+
+    def _look_at_gauges(self) -> None:
+        for gauge in list(self._gauges):
+            try:
+                event = gauge.read()
+            except Exception:  # it looks at what changes meanwhile; there is a next time
+                continue
+            if event is None:
+                self._gauges.remove(gauge)
+            else:
+                self._write(event)
 
 
-def _number(value: Any) -> float | str:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return str(value)[:200]
+def _nothing(event: Event) -> None:
+    pass
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    """Losses as numbers, the sum where one has several elements. Those on one device are waited for once."""
+    scalars = [value.sum() if getattr(value, "ndim", 0) else value for value in values]
+    kinds = {(getattr(scalar, "device", None), getattr(scalar, "dtype", None)) for scalar in scalars}
+    device, _ = next(iter(kinds))
+    if len(kinds) > 1 or device is None or device.type == "cpu":
+        return [float(scalar) for scalar in scalars]
+    numbers: list[float] = sys.modules["torch"].stack(scalars).tolist()
+    return numbers

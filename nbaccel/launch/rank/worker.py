@@ -31,6 +31,7 @@ from nbaccel.launch.spec import RankBoot, Results, Task, load_named
 from nbaccel.launch.wire.channel import Channel
 from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate
 from nbaccel.launch.wire.parcel import pack_what_can_travel
+from nbaccel.launch.wire.ring import RingWriter
 
 __all__ = ["BROKEN", "run_rank"]
 
@@ -112,7 +113,8 @@ class _Rank:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         meet_in_file(boot.store_path, boot.world)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
-        self.reporter = Reporter(self.channel, StepGate(self.page, self.rank), PeerWatch(self.page, self.rank))
+        ring = RingWriter(boot.ring_fd)
+        self.reporter = Reporter(ring, StepGate(self.page, self.rank), PeerWatch(self.page, self.rank))
         self.is_fork = is_fork
 
     def live(self, make_task: Callable[[], Task]) -> int:

@@ -1,0 +1,186 @@
+"""Ring: a stretch of shared memory in which one rank leaves records and the kernel finds them. Both sides run it.
+
+Nobody waits for anybody. The rank writes over its oldest records when the kernel does not come, as when the kernel
+is busy or stopped; the kernel counts what it missed. What a rank wrote stays readable after the rank died, however
+it died. This file does not know what the records mean.
+
+Each slot carries the number of its record in front and behind, written by one call. So the reader needs no shared
+counter and no lock: the number it expects says "new", an older one "not yet", a newer one "overwritten". In the rank
+several threads may write: they draw numbers from one iterator, which is atomic, and a number that was drawn and never
+written (its thread was interrupted in between) is given up when later ones are there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = ["TEXT_BYTES", "Record", "RingReader", "RingWriter", "make_ring"]
+
+TEXT_BYTES = 80
+"""How many bytes of text one slot holds; longer ones take several."""
+
+_SLOT = struct.Struct(f"@QdqdHHHH{TEXT_BYTES}sQ")  # number, at, step, value, kind, bytes of text, part, parts after, …
+_NUMBER = struct.Struct("@Q")
+_SLOTS = 8192  # 4 s of 2000 records; 1 MiB, shared with the kernel
+_SLOTS_PER_COPY = 512
+_LOOK_AHEAD = 64  # slots in which a record shows that the one before it will not come
+_HEAD_START = 64  # slots that a rank may fill while the reader that it has overtaken finds its place again
+
+_Slot = tuple[int, float, int, float, int, int, int, int, bytes, int]
+
+
+class Record(NamedTuple):
+    """What one `RingWriter.write` left.
+
+    at: `time.monotonic()` when it was written.  kind, step, value, text: the writer's own.
+    """
+
+    at: float
+    kind: int
+    step: int
+    value: float
+    text: bytes
+
+
+def make_ring(slots: int = _SLOTS) -> int:
+    """Memory for the records of one rank: a descriptor, which the caller closes. Its pages exist once written to."""
+    fd = os.memfd_create("nbaccel-ring", os.MFD_CLOEXEC)
+    os.ftruncate(fd, slots * _SLOT.size)
+    return fd
+
+
+class RingWriter:
+    """The rank's end. A write takes less than a microsecond and waits for nothing.
+
+    >>> fd = make_ring()
+    >>> writer, reader = RingWriter(fd), RingReader(fd)
+    >>> writer.write(kind=1, step=7, value=0.5)
+    >>> [(record.step, record.value) for record in reader.read()]
+    [(7, 0.5)]
+    >>> writer.close(); reader.close(); os.close(fd)
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._slots = len(self._map) // _SLOT.size
+        self._numbers = itertools.count(1)
+
+    def write(self, kind: int, step: int = 0, value: float = 0.0, text: bytes = b"", at: float | None = None) -> None:
+        """Leave one record. A text that would fill more than a quarter of the ring is left out, and counts as lost.
+
+        at: when it happened, in `time.monotonic()`; None for now.
+        """
+        if at is None:
+            at = time.monotonic()
+        if len(text) > TEXT_BYTES:
+            self._write_parts(kind, step, value, text, at)
+            return
+        number = next(self._numbers)
+        where = number % self._slots * _SLOT.size
+        _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), 0, 0, text, number)
+
+    def _write_parts(self, kind: int, step: int, value: float, text: bytes, at: float) -> None:
+        if len(text) > self._slots // 4 * TEXT_BYTES:
+            self.leave_out()
+            return
+        texts = [text[start : start + TEXT_BYTES] for start in range(0, len(text), TEXT_BYTES)]
+        numbers = list(itertools.islice(self._numbers, len(texts)))  # in one go: no other thread's come between
+        for part, (number, text) in enumerate(zip(numbers, texts, strict=True)):
+            where, after = number % self._slots * _SLOT.size, len(texts) - 1 - part
+            _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), part, after, text, number)
+
+    def leave_out(self) -> None:
+        """Let the reader count one record as lost."""
+        next(self._numbers)  # and nobody writes it
+
+    def close(self) -> None:
+        self._map.close()
+
+
+class RingReader:
+    """The kernel's end.
+
+    lost: slots that were overwritten before they were read, or never written; a short record is one slot.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._slots = len(self._map) // _SLOT.size
+        self._next = 1
+        self._missed_at = 0  # the number that an earlier read found missing
+        self._parts: list[bytes] = []
+        self.lost = 0
+
+    def close(self) -> None:
+        self._map.close()
+
+    def read(self, is_last: bool = False) -> Iterator[Record]:
+        """The records that have come since, oldest first; at most as many as fit, so that this ends.
+
+        is_last: nobody writes any more; what is missing now will not come.
+        """
+        taken = 0
+        while taken < self._slots:
+            slots = self._take()
+            taken += len(slots)
+            for _, at, step, value, kind, size, part, after, text, _ in slots:
+                if not part and not after:
+                    yield Record(at, kind, step, value, text[:size])
+                elif (whole := self._joined(part, after, text[:size])) is not None:
+                    yield Record(at, kind, step, value, whole)
+            if not slots and not self._gave_up_one(is_last):
+                return
+
+    def _take(self) -> list[_Slot]:
+        """The slots that are there, in a row from the next one on. They are copied: the rank may write over them."""
+        first = self._next
+        if self._number_at(first) != first:
+            return []
+        start = first % self._slots
+        block = self._map[start * _SLOT.size : min(start + _SLOTS_PER_COPY, self._slots) * _SLOT.size]
+        if self._number_at(first) != first:
+            return []  # the rank has come round while we copied
+        slots = []
+        for number, slot in enumerate(_SLOT.iter_unpack(block), first):
+            if slot[0] != number or slot[-1] != number:
+                break
+            slots.append(slot)
+        self._next += len(slots)
+        return slots
+
+    def _gave_up_one(self, is_last: bool) -> bool:
+        """Go on behind what can never be read; False if the next record is only not there yet."""
+        number, there = self._next, self._number_at(self._next)
+        if there > number:  # the oldest that is left is the one behind it
+            self._lose(there + 1 - self._slots + _HEAD_START - number)
+            return True
+        if not any(self._number_at(later) == later for later in range(number + 1, number + _LOOK_AHEAD)):
+            return False
+        if self._missed_at != number and not is_last:
+            self._missed_at = number  # its thread may be writing it at this moment
+            return False
+        self._lose(1)
+        return True
+
+    def _lose(self, count: int) -> None:
+        self.lost += count
+        self._next += count
+        self._parts.clear()
+
+    def _joined(self, part: int, after: int, text: bytes) -> bytes | None:
+        """The text of a record in parts when its last one has come; None before, and if one of them was lost."""
+        if part == 0:
+            self._parts.clear()
+        if part == len(self._parts):
+            self._parts.append(text)
+        whole = after == 0 and part + 1 == len(self._parts)
+        return b"".join(self._parts) if whole else None
+
+    def _number_at(self, number: int) -> int:
+        return int(_NUMBER.unpack_from(self._map, number % self._slots * _SLOT.size)[0])
