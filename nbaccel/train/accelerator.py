@@ -23,10 +23,12 @@ from torch.utils.data import DataLoader
 from nbaccel.errors import NotPrepared
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
+from nbaccel.train.checkpoint.save import Writer
 from nbaccel.train.checkpoint.shelf import Shelf
+from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
-from nbaccel.train.faces.checkpointing import Checkpointing, Registered
+from nbaccel.train.faces.checkpointing import ON_SAVE_ERROR, Checkpointing, Registered
 from nbaccel.train.faces.exchange import Exchange
 from nbaccel.train.faces.loading import Loading
 from nbaccel.train.faces.profiling import Profiling
@@ -72,6 +74,8 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
     on_nan: what happens to a loss that is not finite. "warn" says so once, with step and rank; "skip" leaves out
     steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
     The latter two wait for the device in every step.
+    on_save_error: what a checkpoint that cannot be written is: "raise" raises `CannotSave`, "warn" lets the training
+    go on with a warning.
     log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
     own, or several of those.
     project_dir: where checkpoints that are named automatically go, and the files of trackers. project_config: that
@@ -103,6 +107,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         dynamo_backend: str | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
         on_nan: str = "warn",
+        on_save_error: str = "raise",
     ) -> None:
         self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
         if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
@@ -112,6 +117,8 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
             )
         if on_nan not in ON_NAN:
             raise ValueError(f"on_nan must be one of {', '.join(map(repr, ON_NAN))}, got {on_nan!r}")
+        if on_save_error not in ON_SAVE_ERROR:
+            raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}")
         self._handlers = Handlers.of(kwargs_handlers)
         self._on_nan = on_nan
         self._dynamo_backend = backend_name(dynamo_backend)
@@ -125,6 +132,9 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
             project.set_directories(project_dir)
         self._shelf = Shelf(project)
         self._registered = Registered()
+        self._on_save_error = on_save_error
+        self._writer = Writer()
+        self._staging = Staging()
         self._prepared = Prepared()
         self._epochs = Epochs()
         self._remembered = Remembered()
@@ -344,6 +354,8 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
     # -- finding this process's world
 
     def _forget(self) -> None:
+        self._writer.join()
+        self._staging.clear()
         self._prepared.forget()
         self._accumulation.forget()
         self._is_ready = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from nbaccel.train.checkpoint.manifest import Manifest
-from nbaccel.train.checkpoint.parts import numbered, read_part, write_part
+from nbaccel.train.checkpoint.packing import on_host
+from nbaccel.train.checkpoint.parts import Part, numbered, read_part
+from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.talk.nested import children
 
 __all__ = ["Content"]
@@ -46,17 +49,13 @@ class Content:
         sizes = {tensor.data_ptr(): tensor.nbytes for _, state in self._named() for tensor in _tensors(state)}
         return sum(sizes.values())
 
-    @property
-    def parts(self) -> list[str]:
-        return [name for name, _ in self._named()]
+    def ready(self, staging: Staging | None = None) -> Iterator[Part]:
+        """Part by part, ready to be written. The tensors of one part at a time are brought to the host.
 
-    def write(self, folder: Path) -> list[str]:
-        """Write it part by part; for each part that only a pickle can hold, the reason.
-
-        Tensors of one part at a time are copied from the device to the host.
+        staging: holds copies of all of them, so that the training may go on before they are written.
         """
-        reasons = [write_part(folder, name, state) for name, state in self._named()]
-        return [reason for reason in reasons if reason]
+        for name, state in self._named():
+            yield Part.of(name, state, on_host if staging is None else partial(staging.copy, name))
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest, trust: bool) -> Content:

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CannotPack", "Packed", "pack", "unpack"]
+__all__ = ["CannotPack", "Packed", "ToHost", "on_host", "pack", "unpack"]
+
+ToHost = Callable[[str, Tensor], Tensor]
+"""Gives a tensor of that name as one on the CPU, contiguous, and no view."""
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -80,8 +83,15 @@ _BY_NAME = {kind.__name__: codec for kind, codec in _KINDS.items()}
 _MAPPING_BY_NAME = {kind.__name__: build for kind, build in _MAPPINGS.items()}
 
 
-def pack(state: Any) -> Packed:
-    """`state` as JSON and tensors.
+def on_host(name: str, tensor: Tensor) -> Tensor:
+    """`tensor` itself where it lies on the CPU already, else a copy there."""
+    plain = tensor.detach().cpu().contiguous()
+    is_view = plain.untyped_storage().nbytes() != plain.numel() * plain.element_size()
+    return plain.clone() if is_view else plain
+
+
+def pack(state: Any, to_host: ToHost = on_host) -> Packed:
+    """`state` as JSON and tensors, which `to_host` brings to the CPU.
 
     Raises:
         CannotPack: it holds an object of another kind.
@@ -92,7 +102,7 @@ def pack(state: Any) -> Packed:
     >>> unpack(packed.structure, packed.tensors)
     {'weight': tensor([1., 1.]), 'steps': (1, 2)}
     """
-    packer = _Packer()
+    packer = _Packer(to_host)
     structure = packer.pack(state, "")
     return Packed(structure, packer.tensors, packer.aliases)
 
@@ -121,7 +131,8 @@ def unpack(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
 class _Packer:
     """One state on its way into JSON; its tensors are put aside under dotted names."""
 
-    def __init__(self) -> None:
+    def __init__(self, to_host: ToHost) -> None:
+        self._to_host = to_host
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._places: dict[tuple[Any, ...], str] = {}
@@ -170,9 +181,7 @@ class _Packer:
         while name in self.tensors:  # {"a": {"b": …}} and {"a.b": …} meet here
             name += "'"
         self._places[place] = name
-        plain = tensor.detach().cpu().contiguous()
-        is_view = plain.untyped_storage().nbytes() != plain.numel() * plain.element_size()
-        self.tensors[name] = plain.clone() if is_view else plain
+        self.tensors[name] = self._to_host(name, tensor)
         return name
 
 

@@ -7,8 +7,10 @@ read back with ``trust=True``.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
 from nbaccel.train.checkpoint.manifest import Manifest
-from nbaccel.train.checkpoint.packing import CannotPack, pack, unpack
+from nbaccel.train.checkpoint.packing import CannotPack, Packed, ToHost, on_host, pack, unpack
 
-__all__ = ["load_pickle", "load_tensors", "numbered", "read_part", "write_part"]
+__all__ = ["Part", "load_pickle", "load_tensors", "numbered", "read_part"]
 
 
 def numbered(name: str, index: int) -> str:
@@ -28,22 +30,41 @@ def numbered(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
 
 
-def write_part(folder: Path, name: str, state: Any) -> str:
-    """Write one part, not brought to the disk yet; the reason, where only a pickle can hold it, else an empty text."""
-    try:
-        packed = pack(state)
-    except CannotPack as error:
-        torch.save(state, folder / f"{name}.pkl")
-        return str(error)
-    (folder / f"{name}.json").write_text(json.dumps(packed.structure), encoding="utf-8")
-    if packed.tensors:
-        metadata = {"format": "pt", **packed.aliases}  # the names of tied weights, where safetensors looks for them
-        save_file(packed.tensors, folder / f"{name}.safetensors", metadata=metadata)
-    return ""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One object's state, ready to be written.
+
+    packed: its structure and tensors; None where only a pickle can hold it.
+    pickled: that pickle.  reason: why it has to be one.
+    """
+
+    name: str
+    packed: Packed | None
+    pickled: bytes = b""
+    reason: str = ""
+
+    @classmethod
+    def of(cls, name: str, state: Any, to_host: ToHost = on_host) -> Part:
+        try:
+            return cls(name, pack(state, to_host))
+        except CannotPack as error:
+            pickled = io.BytesIO()
+            torch.save(state, pickled)
+            return cls(name, None, pickled.getvalue(), str(error))
+
+    def write(self, folder: Path) -> None:
+        """Write it, not brought to the disk yet."""
+        if self.packed is None:
+            (folder / f"{self.name}.pkl").write_bytes(self.pickled)
+            return
+        (folder / f"{self.name}.json").write_text(json.dumps(self.packed.structure), encoding="utf-8")
+        if self.packed.tensors:
+            metadata = {"format": "pt", **self.packed.aliases}  # tied weights, where safetensors looks for their names
+            save_file(self.packed.tensors, folder / f"{self.name}.safetensors", metadata=metadata)
 
 
 def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
-    """What `write_part` was given, from files that `manifest` lists.
+    """The state that a `Part` was made of, from files that `manifest` lists.
 
     Raises:
         CheckpointCorrupt: a file of the part is missing or cannot be read.

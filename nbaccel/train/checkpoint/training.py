@@ -80,7 +80,6 @@ class Training:
             first["batches"],
             self.world.world_size,
             {"mixed_precision": self.precision.name, "gradient_accumulation_steps": self.accumulation.steps},
-            content.parts,
         )
 
     def take(self, content: Content, models: Sequence[Module]) -> None:

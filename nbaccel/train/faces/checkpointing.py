@@ -22,20 +22,25 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from nbaccel.errors import CannotSave
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
-from nbaccel.train.checkpoint.folder import may_write_below, replacing, sayable
+from nbaccel.train.checkpoint.folder import may_write_below, sayable
 from nbaccel.train.checkpoint.foreign import read_foreign, restore_foreign_generators
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.place import SUBFOLDER
+from nbaccel.train.checkpoint.save import Save, Writer
 from nbaccel.train.checkpoint.shelf import Choice, Shelf
+from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.faces.exporting import Exporting
 from nbaccel.train.project import ProjectConfiguration
 from nbaccel.train.resuming import Epochs, Remembered
 
-__all__ = ["Checkpointing", "Registered"]
+__all__ = ["ON_SAVE_ERROR", "Checkpointing", "Registered"]
+
+ON_SAVE_ERROR = ("raise", "warn")
 
 _T = TypeVar("_T")
 
@@ -60,6 +65,9 @@ class Checkpointing(Exporting):
     _accumulation: Accumulation
     _epochs: Epochs
     _remembered: Remembered
+    _staging: Staging
+    _writer: Writer
+    _on_save_error: str
 
     @abstractmethod
     def _bind(self) -> None:
@@ -91,7 +99,13 @@ class Checkpointing(Exporting):
 
     # -- the whole training
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+    ) -> str:
         """Write everything prepared and registered, and the random states, into a folder; returns its name.
 
         No collective: call it on all ranks, or on the main process only (the other ranks' random numbers are then
@@ -103,10 +117,15 @@ class Checkpointing(Exporting):
         project's configuration, for ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
         safe_serialization: for Accelerate's programs; a checkpoint is always safetensors and JSON. Only a state
         that is more than data (of a registered object, say) becomes a pickle, and a warning says so.
+        blocking: False copies the state, into memory of the host that is kept for the next time, and writes it in
+        the background; the next save, `load_state`, `end_training` and the end of the process wait for it. Not with
+        hooks of the program's, which may look at the models.
 
         Raises:
-            ValueError: no folder, or the automatically named one exists.
-            CannotSave: no space, or no right to write there. The older checkpoint is as it was.
+            ValueError: no folder, or the automatically named one exists; or hooks, and not `blocking`.
+            CannotSave: no space, or no right to write there. The older checkpoint is as it was. With
+                ``on_save_error="warn"`` it is a warning, and the training goes on. What a save in the background met
+                is raised by whoever waits for it.
 
         >>> import tempfile
         >>> from nbaccel import Accelerator
@@ -116,6 +135,11 @@ class Checkpointing(Exporting):
         ...     _ = accelerator.save_state(f"{folder}/last")
         ...     accelerator.load_state(f"{folder}/last")
         """
+        if not blocking and self._registered.save_hooks:
+            raise ValueError(
+                "save_state(blocking=False) writes while the training goes on, when a hook of "
+                "register_save_state_pre_hook could see other weights than those that are saved: leave blocking=True"
+            )
         training = self._training()
         stamp = training.stamp
         target = self._shelf.next_folder(output_dir, str(stamp))
@@ -125,9 +149,7 @@ class Checkpointing(Exporting):
                     f"{target.parent} holds other things too, so the checkpoint is {target}; load_state finds it there",
                     stacklevel=2,
                 )
-            self._write(target, training)
-            if output_dir is None:
-                self._shelf.tidy()
+            self._write(target, training, blocking, self._shelf.tidy if output_dir is None else None)
         else:
             if self._registered.save_hooks:
                 self._run_save_hooks(training, training.weights(), target)
@@ -155,6 +177,7 @@ class Checkpointing(Exporting):
             ValueError: other models, optimizers or schedulers are prepared. RuntimeError: other objects registered.
         """
         self._join_world()
+        self._writer.join()
         training = self._training()
         choice = self._from_main(lambda: self._shelf.choose(input_dir))
         for reason in choice.passed_over if self.is_main_process else ():
@@ -273,30 +296,56 @@ class Checkpointing(Exporting):
     def _writes(self) -> bool:
         return self.is_main_process or (self.project_configuration.save_on_each_node and self.is_local_main_process)
 
-    def _write(self, target: Path, training: Training) -> None:
-        """In rank 0: the whole folder."""
-        state = generators.read(training.device)
-        weights = training.weights()
-        stamp = training.stamp
-        content = training.content(weights, self._registered.objects)
+    def _write(self, target: Path, training: Training, blocking: bool, then: Callable[[], None] | None) -> None:
+        """In rank 0: the whole folder, now or in the background; `then` once it is complete."""
         if unseen := training.accumulation.window.position:
             warnings.warn(
                 f"save_state inside an accumulation window: the gradients of its {unseen} batch(es) are not saved, "
                 "and load_state sees these batches again. Where accelerator.sync_gradients is true nothing is lost.",
-                stacklevel=3,
+                stacklevel=4,
             )
-        with replacing(target, content.nbytes) as folder:
-            self._run_save_hooks(training, weights, folder)  # they may take weights out
-            for reason in content.write(folder):
-                warnings.warn(
-                    f"{reason}. It is saved as a pickle, from which load_state takes tensors and plain data; anything "
-                    "else needs load_state(..., trust=True).",
-                    stacklevel=3,
-                )
-            generators.write(folder, self.process_index, str(stamp), state)
-            generators.carry(target, folder, str(stamp))
-            training.manifest(content).seal(folder)
-        generators.adopt(target, stamp)
+        self._writer.join()  # the one before, whose buffers are used again
+        staging = None if blocking else self._staging
+        state = generators.read(training.device)
+        weights = training.weights()
+        content = training.content(weights, self._registered.objects)
+        parts = content.ready(staging)
+        save = Save(
+            target,
+            parts if staging is None else list(parts),
+            content.nbytes,
+            self.process_index,
+            training.stamp,
+            state,
+            training.manifest(content),
+        )
+        if blocking:
+            # Hooks may take weights out, before the parts are made of what is left.
+            self._complete(save, then, lambda folder: self._run_save_hooks(training, weights, folder))
+        else:
+            self._writer.start(lambda: self._complete(save, then))
+
+    def _complete(
+        self,
+        save: Save,
+        then: Callable[[], None] | None,
+        into_folder: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
+        try:
+            reasons = save.write(into_folder)
+            if then is not None:
+                then()
+        except CannotSave as error:
+            if self._on_save_error == "raise":
+                raise
+            warnings.warn(f"{error} The training goes on without this checkpoint.", stacklevel=5)
+            return
+        for reason in reasons:
+            warnings.warn(
+                f"{reason}. It is saved as a pickle, from which load_state takes tensors and plain data; anything "
+                "else needs load_state(..., trust=True).",
+                stacklevel=5,
+            )
 
     def _run_save_hooks(self, training: Training, weights: list[dict[str, Any]], folder: Path) -> None:
         for hook in self._registered.save_hooks.values():

@@ -26,8 +26,10 @@ from nbaccel.train.project import ProjectConfiguration
 def save(target: Path, step: int) -> None:
     content = Content([{"weight": torch.full((4,), float(step))}], progress={"step": step})
     with replacing(target, content.nbytes) as folder:
-        content.write(folder)
-        Manifest(f"step {step}", step, 0, 0, 1, parts=content.parts).seal(folder)
+        parts = list(content.ready())
+        for part in parts:
+            part.write(folder)
+        Manifest(f"step {step}", step, 0, 0, 1, parts=[part.name for part in parts]).seal(folder)
 
 
 def step_in(target: Path) -> int:
@@ -144,7 +146,8 @@ def test_a_disk_that_fills_up_while_writing_leaves_the_older_checkpoint(tmp_path
             pytest.raises(CannotSave, match=r"cannot write the checkpoint .*last: File too large\. It needs 200000 b"),
             replacing(target, content.nbytes) as folder,
         ):
-            content.write(folder)
+            for part in content.ready():
+                part.write(folder)
             Manifest("step 2", 2, 0, 0, 1).seal(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

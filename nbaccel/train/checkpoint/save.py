@@ -1,0 +1,106 @@
+"""Save: one checkpoint from the moment it is about to the folder on the disk. Runs in rank 0.
+
+What it holds does not change any more once it is made with staged tensors, so a thread may write it while the
+training goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nbaccel.events import Checkpoint, emit
+from nbaccel.train.checkpoint import generators
+from nbaccel.train.checkpoint.folder import replacing
+from nbaccel.train.checkpoint.generators import Stamp, State
+from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.parts import Part
+
+__all__ = ["Save", "Writer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Everything that goes into one checkpoint.
+
+    target: its folder.  parts: made one after the other while they are written, where they are not staged.
+    nbytes: of all tensors.  generators: random states of this rank, whose number is `rank`.
+    manifest: where the training stands; the names of the parts are added to it.
+    """
+
+    target: Path
+    parts: Iterable[Part]
+    nbytes: int
+    rank: int
+    stamp: Stamp
+    generators: State
+    manifest: Manifest
+
+    def write(self, into_folder: Callable[[Path], None] = lambda folder: None) -> list[str]:
+        """Bring it to the disk; for each part that only a pickle can hold, the reason.
+
+        into_folder: adds files of its own to the unfinished folder.
+        Raises:
+            CannotSave: no space, or no right to write there. The older checkpoint is as it was.
+        """
+        began = time.monotonic()
+        names, reasons = [], []
+        with replacing(self.target, self.nbytes) as folder:
+            into_folder(folder)
+            for part in self.parts:
+                part.write(folder)
+                names.append(part.name)
+                if part.reason:
+                    reasons.append(part.reason)
+            generators.write(folder, self.rank, str(self.stamp), self.generators)
+            generators.carry(self.target, folder, str(self.stamp))
+            replace(self.manifest, parts=names).seal(folder)
+        generators.adopt(self.target, self.stamp)
+        emit(Checkpoint(str(self.target), self.manifest.step, time.monotonic() - began))
+        return reasons
+
+
+class Writer:
+    """Does one piece of work at a time in the background; who hands in the next waits for the one before.
+
+    The thread is no daemon: a process that ends regularly waits for its last checkpoint. A pickled copy is idle.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """
+        Raises:
+            What the work before has raised; `work` is not begun then.
+        """
+        self.join()
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="nbaccel-checkpoint")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            What the work has raised, once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __reduce__(self) -> tuple[type[Writer], tuple[()]]:
+        return Writer, ()

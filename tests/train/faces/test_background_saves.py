@@ -1,0 +1,159 @@
+"""Checkpoints that are written while the training goes on, and those that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel import Accelerator
+from nbaccel.errors import CannotSave
+from nbaccel.testing import run_ranks
+from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.save import Writer
+from nbaccel.utils import ProjectConfiguration
+from trainings import Tally, Trained
+
+
+def weights_in(folder: Path) -> list[float]:
+    training = Trained.start()
+    training.accelerator.load_state(folder)
+    return training.weights()
+
+
+def save_and_wait(
+    training: Trained, folder: Path, blocking: bool, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    training.accelerator.save_state(folder, blocking=blocking)
+    meanwhile()
+    training.accelerator._writer.join()
+
+
+def test_a_save_in_the_background_holds_the_moment_of_the_call(tmp_path: Path) -> None:
+    training = Trained.start()
+    training.epoch()
+    saved = training.weights()
+    training.accelerator.save_state(tmp_path / "last", blocking=False)
+    training.epoch()
+    assert training.weights() != saved
+    training.accelerator.end_training()
+    assert weights_in(tmp_path / "last") == saved
+
+
+def test_the_next_save_waits_for_the_one_before_and_uses_its_memory_again(tmp_path: Path) -> None:
+    training = Trained.start()
+    accelerator = training.accelerator
+    training.epoch()
+    accelerator.save_state(tmp_path / "a", blocking=False)
+    sizes = {accelerator._staging.nbytes}
+    at_b = training.epoch() and training.weights()
+    accelerator.save_state(tmp_path / "b", blocking=False)
+    assert Manifest.read(tmp_path / "a").step == 4
+    sizes.add(accelerator._staging.nbytes)
+    assert len(sizes) == 1
+    accelerator.load_state(tmp_path / "b")
+    assert training.weights() == at_b
+
+
+def _save_on_every_rank(folder: str) -> None:
+    training = Trained.start()
+    training.epoch()
+    training.accelerator.save_state(folder, blocking=False)
+    training.accelerator.end_training()
+
+
+def test_every_rank_adds_its_random_numbers_to_a_save_in_the_background(tmp_path: Path) -> None:
+    run_ranks(2, _save_on_every_rank, str(tmp_path / "last"))
+    assert sorted(path.name for path in (tmp_path / "last").glob("generators_*")) == [
+        "generators_0.json",
+        "generators_1.json",
+    ]
+
+
+def test_what_a_save_in_the_background_met_is_raised_by_whoever_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Trained.start()
+    _fill_the_disk(monkeypatch)
+    training.accelerator.save_state(tmp_path / "last", blocking=False)
+    with pytest.raises(CannotSave, match="No space left on device"):
+        training.accelerator.load_state(tmp_path / "last")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_with_on_save_error_warn_the_training_goes_on_and_the_older_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    training = Trained.start(on_save_error="warn")
+    training.epoch()
+    saved = training.weights()
+    training.accelerator.save_state(tmp_path / "last")
+    training.epoch()
+    with monkeypatch.context() as patch:
+        _fill_the_disk(patch)
+        with pytest.warns(UserWarning, match=r"No space left on device.*goes on without this checkpoint"):
+            save_and_wait(training, tmp_path / "last", blocking)
+    training.epoch()
+    assert weights_in(tmp_path / "last") == saved
+
+
+def test_on_save_error_is_one_of_two_words() -> None:
+    with pytest.raises(ValueError, match="on_save_error must be 'raise' or 'warn', got 'ignore'"):
+        Accelerator(on_save_error="ignore")
+
+
+def test_hooks_and_a_save_in_the_background_exclude_each_other(tmp_path: Path) -> None:
+    training = Trained.start()
+    training.accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with pytest.raises(ValueError, match="leave blocking=True"):
+        training.accelerator.save_state(tmp_path / "last", blocking=False)
+
+
+def test_numbered_checkpoints_beyond_the_limit_go_after_the_background_save_is_complete(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    training = Trained.start(project_config=project)
+    for _ in range(4):
+        training.epoch()
+        training.accelerator.save_state(blocking=False)
+    training.accelerator.end_training()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_a_pickled_part_is_of_the_moment_of_the_call_too(tmp_path: Path) -> None:
+    training = Trained.start()
+    tally = Tally(values=[1], own=torch.Size([1]), odd=range(3))
+    training.accelerator.register_for_checkpointing(tally)
+    with pytest.warns(UserWarning, match="saved as a pickle"):
+        save_and_wait(training, tmp_path / "last", False, lambda: tally.state["values"].append(2))
+    other = Trained.start()
+    loaded = Tally()
+    other.accelerator.register_for_checkpointing(loaded)
+    other.accelerator.load_state(tmp_path / "last", trust=True)
+    assert loaded.state["values"] == [1]
+
+
+def test_work_is_not_begun_when_the_work_before_failed() -> None:
+    writer = Writer()
+    done: list[int] = []
+
+    def fail() -> None:
+        raise KeyError("first")
+
+    writer.start(fail)
+    with pytest.raises(KeyError, match="first"):
+        writer.start(lambda: done.append(2))
+    writer.start(lambda: done.append(3))
+    writer.join()
+    assert done == [3]
+
+
+def _fill_the_disk(patch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(os, "fsync", full)
