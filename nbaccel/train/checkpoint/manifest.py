@@ -8,10 +8,12 @@ there, and they are sealed themselves.
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -90,13 +92,17 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=_versions)
     files: dict[str, FileRecord] = field(default_factory=dict)
 
-    def seal(self, folder: Path) -> None:
-        """Bring every file in `folder` to the disk, list those that are not sealed, and write the manifest."""
+    def seal(self, folder: Path, records: Mapping[str, FileRecord] = MappingProxyType({})) -> None:
+        """Bring every file in `folder` to the disk, list those that are not sealed, and write the manifest.
+
+        records: those of files that were checksummed while they were written, by name.
+        """
         paths = sorted(folder.rglob("*"))
         with ThreadPoolExecutor(1, "nbaccel-sync") as disk:  # checksums are computed while the disk writes
             synced = disk.map(sync, paths)
             listed = [path for path in paths if path.is_file() and not path.match(_SEALED_THEMSELVES)]
-            files = {path.relative_to(folder).as_posix(): FileRecord.of(path) for path in listed}
+            names = [path.relative_to(folder).as_posix() for path in listed]
+            files = {name: records.get(name) or FileRecord.of(folder / name) for name in names}
             list(synced)  # raises what it raised
         write_sealed(folder / MANIFEST, {"layout": _LAYOUT, **asdict(self), "files": _as_json(files)})
         sync(folder)

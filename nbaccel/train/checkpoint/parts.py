@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
-from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
 from nbaccel.train.checkpoint.packing import CannotPack, Packed, ToHost, on_host, pack, unpack
+from nbaccel.train.checkpoint.tensors import knows_dtypes_of, write_tensors
 
 __all__ = ["Part", "load_pickle", "load_tensors", "numbered", "read_part"]
 
@@ -52,15 +53,20 @@ class Part:
             torch.save(state, pickled)
             return cls(name, None, pickled.getvalue(), str(error))
 
-    def write(self, folder: Path) -> None:
-        """Write it, not brought to the disk yet."""
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """Write it, not brought to the disk yet; the records of files that are checksummed already, by name."""
         if self.packed is None:
             (folder / f"{self.name}.pkl").write_bytes(self.pickled)
-            return
+            return {}
         (folder / f"{self.name}.json").write_text(json.dumps(self.packed.structure), encoding="utf-8")
-        if self.packed.tensors:
-            metadata = {"format": "pt", **self.packed.aliases}  # tied weights, where safetensors looks for their names
-            save_file(self.packed.tensors, folder / f"{self.name}.safetensors", metadata=metadata)
+        tensors, path = self.packed.tensors, folder / f"{self.name}.safetensors"
+        if not tensors:
+            return {}
+        metadata = {"format": "pt", **self.packed.aliases}  # tied weights, where safetensors looks for their names
+        if knows_dtypes_of(tensors):
+            return {path.name: write_tensors(path, tensors, metadata)}
+        save_file(tensors, path, metadata=metadata)
+        return {}
 
 
 def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:

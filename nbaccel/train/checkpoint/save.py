@@ -16,7 +16,7 @@ from nbaccel.events import Checkpoint, emit
 from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.folder import replacing
 from nbaccel.train.checkpoint.generators import Stamp, State
-from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
 from nbaccel.train.checkpoint.parts import Part
 
 __all__ = ["Save", "Writer"]
@@ -47,17 +47,19 @@ class Save:
             CannotSave: no space, or no right to write there. The older checkpoint is as it was.
         """
         began = time.monotonic()
-        names, reasons = [], []
+        names: list[str] = []
+        reasons: list[str] = []
+        records: dict[str, FileRecord] = {}
         with replacing(self.target, self.nbytes) as folder:
             into_folder(folder)
             for part in self.parts:
-                part.write(folder)
+                records |= part.write(folder)
                 names.append(part.name)
                 if part.reason:
                     reasons.append(part.reason)
             generators.write(folder, self.rank, str(self.stamp), self.generators)
             generators.carry(self.target, folder, str(self.stamp))
-            replace(self.manifest, parts=names).seal(folder)
+            replace(self.manifest, parts=names).seal(folder, records)
         generators.adopt(self.target, self.stamp)
         emit(Checkpoint(str(self.target), self.manifest.step, time.monotonic() - began))
         return reasons

@@ -1,0 +1,51 @@
+"""Our safetensors files are the library's, byte for byte, and their checksum is that of the bytes on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import load_file, save_file
+
+from nbaccel.train.checkpoint import tensors as module
+from nbaccel.train.checkpoint.manifest import FileRecord
+from nbaccel.train.checkpoint.tensors import knows_dtypes_of, write_tensors
+
+DTYPES = tuple(module._NAMES)
+
+Named = dict[str, torch.Tensor]
+
+some_tensors = st.dictionaries(
+    st.text(min_size=1, max_size=12).filter(lambda name: name.isprintable() and name != "__metadata__"),
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)).map(
+        lambda kind: torch.arange(int(torch.Size(kind[1]).numel())).reshape(kind[1]).to(kind[0])
+    ),
+    max_size=8,
+)
+
+
+@given(tensors=some_tensors, metadata=st.dictionaries(st.just("format"), st.just("pt")))
+def test_the_file_is_the_librarys_byte_for_byte(
+    tmp_path_factory: pytest.TempPathFactory, tensors: Named, metadata: dict[str, str]
+) -> None:
+    folder = tmp_path_factory.mktemp("tensors")
+    record = write_tensors(folder / "ours", tensors, metadata | {"format": "pt"})
+    save_file(tensors, folder / "theirs", metadata=metadata | {"format": "pt"})
+    assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
+    assert record == FileRecord.of(folder / "ours")
+
+
+def test_tensors_of_many_chunks_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 1000)
+    tensors = {"a": torch.randn(777), "b": torch.randn(3, 1001).to(torch.bfloat16)}
+    record = write_tensors(tmp_path / "file", tensors, {})
+    loaded = load_file(tmp_path / "file")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert record == FileRecord.of(tmp_path / "file")
+
+
+def test_rarer_types_are_left_to_the_library() -> None:
+    assert knows_dtypes_of({"a": torch.ones(2)})
+    assert not knows_dtypes_of({"a": torch.ones(2), "b": torch.ones(2).to(torch.float8_e5m2)})
