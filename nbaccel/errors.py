@@ -11,6 +11,7 @@
     ├── ResultsMissing           the run is over, but a name of --out did not come back
     ├── NoInput                  code in a rank asked for keyboard input
     ├── NotPrepared              several ranks, and a model that would train separately in each
+    ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
     ├── PeerFailed               another rank failed in a block that this one was waiting for
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
     ├── CannotSave               a checkpoint could not be written; the older one is as it was
@@ -25,6 +26,7 @@ A message says what happened, where (rank, cell, step), the numbers with units, 
 from __future__ import annotations
 
 __all__ = [
+    "CannotCut",
     "CannotFork",
     "CannotSave",
     "CannotSend",
@@ -119,6 +121,10 @@ class NoInput(NbaccelError):
 
 class NotPrepared(NbaccelError):
     """More than one rank, and the model was not prepared: each rank would train its own."""
+
+
+class CannotCut(NbaccelError):
+    """Memory ran out, so batches come in parts now, and the loop does what is only right with whole ones."""
 
 
 class PeerFailed(NbaccelError):

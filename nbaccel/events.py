@@ -11,7 +11,7 @@ arrival.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,9 +22,11 @@ __all__ = [
     "Event",
     "Gauge",
     "Listener",
+    "LoopEntered",
     "Loss",
     "Memory",
     "Metric",
+    "Opened",
     "OutOfMemory",
     "Phase",
     "Progress",
@@ -147,6 +149,33 @@ class OutOfMemory(Event):
     next_size: int = 0
     batch_size: int = 0
     message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEntered(Event):
+    """A loop over a prepared loader is entered, or gone on with: what there is to cut if memory runs out in it.
+
+    samples: in a batch of this rank; None where that differs.  parts: what each batch is cut into already.
+    batches_per_step: gradient accumulation steps.
+    obstacle: why batches of this loop cannot be cut into more parts; empty if they can.
+    batch_norms: the layers that would normalise over fewer samples then, by name.
+    """
+
+    samples: int | None = None
+    parts: int = 1
+    batches_per_step: int = 1
+    obstacle: str = ""
+    batch_norms: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Event):
+    """Something outside of the run is written to from now on, which stays behind if the run is started again.
+
+    what: as a person would look for it: "jsonl tracker in runs/digits".
+    """
+
+    what: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,10 @@ class RunSettings:
     seed: shared seed of the data order; rank r's generators start at seed + r.
     cpu: stay on the CPU although the machine has devices.
     debug: check every collective, not only the first ones.
+    split: parts that each batch of a training loop is cut into, after a run that ran out of memory.
 
     >>> RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
-    RunSettings(mixed_precision='fp16', gradient_accumulation_steps=None, seed=7, cpu=None, debug=None)
+    RunSettings(mixed_precision='fp16', gradient_accumulation_steps=None, seed=7, cpu=None, debug=None, split=None)
     """
 
     mixed_precision: str | None = None
@@ -37,6 +38,7 @@ class RunSettings:
     seed: int | None = None
     cpu: bool | None = None
     debug: bool | None = None
+    split: int | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
@@ -64,6 +66,7 @@ class RunSettings:
             "ACCELERATE_USE_CPU": None if self.cpu is None else str(self.cpu).lower(),
             "ACCELERATE_DEBUG_MODE": None if self.debug is None else str(int(self.debug)),
             "NBACCEL_SEED": self.seed,
+            "NBACCEL_SPLIT": self.split,
         }
         return {name: str(value) for name, value in variables.items() if value is not None}
 
@@ -84,4 +87,5 @@ class RunSettings:
             seed=number("NBACCEL_SEED"),
             cpu=flag("ACCELERATE_USE_CPU"),
             debug=flag("ACCELERATE_DEBUG_MODE"),
+            split=number("NBACCEL_SPLIT"),
         )

@@ -35,6 +35,7 @@ from nbaccel.train.faces.profiling import Profiling
 from nbaccel.train.faces.stepping import Stepping
 from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
+from nbaccel.train.gate import make_gate
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
 from nbaccel.train.memory import release_unused
@@ -290,8 +291,12 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
             return False, None
         if loader.may_be_uneven:
             loader.refuse_to_gather()
-        is_filled_up = self._accumulation.window.is_last and loader.remainder > 0
-        return loader.may_be_uneven, loader.remainder if is_filled_up else None
+        window, samples = self._accumulation.window, loader.remainder
+        is_filled_up = window.is_last and samples > 0
+        return loader.may_be_uneven, window.real(samples, self.num_processes) if is_filled_up else None
+
+    def _counts_nothing(self) -> bool:
+        return self._accumulation.window.is_repeated
 
     # -- models, memory, the end
 
@@ -389,6 +394,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         self._strategy: Strategy = choose_strategy(self.state.world, self.device, handlers=self._handlers)
         self._watch: LossWatch = make_watch(self._on_nan, self._accumulation.clock, self._precision, self._strategy)
         self._accumulating = Accumulating(self._accumulation, self._strategy)
+        self._accumulation.gate = make_gate(self._settings.split, self._prepared, self._strategy)
         self._is_equipped = True
 
     def _join_world(self) -> None:

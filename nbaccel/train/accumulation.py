@@ -6,12 +6,13 @@ cannot disturb another loop's window. Nothing here knows models, strategies or t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.events import StepEntered, StepsEnded, emit
+from nbaccel.events import LoopEntered, StepEntered, StepsEnded, emit
 
-__all__ = ["Accumulation", "GradientAccumulationPlugin", "StepClock", "Window"]
+__all__ = ["Accumulation", "Gate", "GradientAccumulationPlugin", "StepClock", "Window"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class StepClock:
         self.trained = False  # a synchronised backward has run since the last boundary
         self.is_inside = False  # a step was entered and has not been trained yet
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The last boundary that was crossed."""
+        return self.step, self.substep
+
     def enter(self) -> None:
         """Cross a boundary."""
         if self.trained:
@@ -105,9 +111,28 @@ class Window:
     sync: whether this batch's backward synchronises gradients and optimizers step.
     is_scaled: a window is divided by its real length, not by what it should have had.
     ends_with_source: the loader's last batch ends the window.
+    loop: what was reported of the iteration when it began.
+
+    Batches come whole here; see `nbaccel.train.gate` for windows over batches in parts.
     """
 
-    __slots__ = ("batches_left", "divisor", "ends_with_source", "is_last", "is_scaled", "position", "source", "sync")
+    __slots__ = (
+        "batches_left",
+        "divisor",
+        "ends_with_source",
+        "is_last",
+        "is_scaled",
+        "loop",
+        "position",
+        "source",
+        "sync",
+    )
+
+    has_more = False
+    """More parts of the batch in hand follow: whatever happens once per batch waits for the last one."""
+
+    is_repeated = False
+    """What is in hand was handed out before, and weighs nothing."""
 
     def __init__(
         self,
@@ -123,6 +148,20 @@ class Window:
         self.position = 0
         self.divisor = 0
         self.sync = True
+        self.loop = LoopEntered()
+
+    @property
+    def unfinished(self) -> int:
+        """Batches of the open window whose gradients no optimizer has taken yet."""
+        return self.position
+
+    def weighed(self, divisor: float) -> float:
+        """What the loss in hand is divided by, where that of a whole batch is divided by `divisor`."""
+        return divisor
+
+    def real(self, samples: int, world_size: int) -> int:
+        """How many samples in the hands of all ranks are among the first `samples` of the round."""
+        return samples
 
     def advance(self, steps: int) -> float:
         """Take the next batch into the window; what the gradients so far must be multiplied with.
@@ -130,9 +169,7 @@ class Window:
         That factor is 1 except where the window turns out to be shorter or longer than foreseen when it was
         opened (a loader without length that ended): then all its losses shall weigh one over its real length.
         """
-        if self.position == 0 or not self.is_scaled:
-            left = self.batches_left
-            self.divisor = steps if left is None or left > steps or not self.is_scaled else left
+        self._foresee(steps)
         self.position += 1
         self.sync = self.position >= steps or (self.is_last and self.ends_with_source)
         if not self.sync:
@@ -143,6 +180,24 @@ class Window:
         factor = self.divisor / length
         self.divisor = length
         return factor
+
+    def _foresee(self, steps: int) -> None:
+        """What the losses of a window that opens now are divided by, as far as its length is known."""
+        if self.position == 0 or not self.is_scaled:
+            left = self.batches_left
+            self.divisor = steps if left is None or left > steps or not self.is_scaled else left
+
+
+class Gate:
+    """How the batches of prepared loaders reach their loops: whole. The base of those that do otherwise."""
+
+    def over(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """What an iteration of `loader` hands out of its `batches`."""
+        return batches
+
+    def window(self, source: Any, batches_left: int | None, rules: GradientAccumulationPlugin, steps: int) -> Window:
+        """The window of a new iteration. steps: batches per optimizer step."""
+        return Window(source, batches_left, rules)
 
 
 class _Outside(Window):
@@ -166,9 +221,11 @@ class Accumulation:
     steps: batches per optimizer step; may be changed between windows.  rules: all else that was chosen.
     window: that of the innermost loop; the one to ask ``window.sync``.
     depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
+    gate: how batches reach the loops.
     """
 
     def __init__(self, steps: int = 1, rules: GradientAccumulationPlugin | None = None) -> None:
+        self.gate = Gate()
         self.steps = steps
         self.rules = rules or GradientAccumulationPlugin()
         self.clock = StepClock()
@@ -177,6 +234,7 @@ class Accumulation:
         self.window: Window = _Outside(self.clock, self.rules)
         self._outside = self.window
         self._open: list[Window] = []
+        self._left_at: tuple[int, int] | None = None  # the place of the clock where a loop was left last
         self._carried: dict[Any, int] = {}  # where windows that run on into the next epoch were left, by loader
 
     def open(self, source: Any, batches_left: int | None) -> Window:
@@ -186,24 +244,41 @@ class Accumulation:
         """
         for window in [window for window in self._open if window.source is source]:
             self._give_up(window)
-        self.window = Window(source, batches_left, self.rules)
+        self.window = self.gate.window(source, batches_left, self.rules, self.steps)
         self.window.position = self._carried.pop(source, 0)
         self._open.append(self.window)
+        emit(self.window.loop)
         return self.window
 
-    def close(self, window: Window) -> None:
-        """The iteration ended, was left by ``break`` or by an exception: its window is gone."""
+    def close(self, window: Window, is_whole: bool = True) -> None:
+        """The iteration ended, or (not `is_whole`) was left by ``break`` or by an exception: its window is gone."""
         if window not in self._open:
             return
         self._give_up(window)
         self.window = self._open[-1] if self._open else self._outside
+        self._tell_loop(window, is_whole)
         if not self._open:
             self.clock.leave()
+
+    def _tell_loop(self, left: Window, is_whole: bool) -> None:
+        """Report which loop goes on; or, where an exception may be passing through, in which one it was raised.
+
+        An exception closes the inner loop first and the outer ones with it, before another batch is handed out.
+        """
+        if is_whole:
+            emit(self.window.loop)
+        elif (place := self.clock.place) != self._left_at:
+            self._left_at = place
+            emit(left.loop)
 
     def _give_up(self, window: Window) -> None:
         self._open.remove(window)
         if not self.rules.sync_with_dataloader and window.source is not None:
             self._carried[window.source] = window.position
+
+    def enter_backward(self) -> float:
+        """What the loss of the backward that comes is divided by."""
+        return self.window.weighed(self.window.divisor if self.depth else self.enter_bare_backward())
 
     def enter_bare_backward(self) -> int:
         """A backward outside of `accumulate`: what its loss is divided by. The window is the program's own loop."""

@@ -140,6 +140,8 @@ class PreparedScheduler:
         self._moves_per_step = moves_per_step
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        if self.accumulation.window.has_more:
+            return
         if self._moves_per_step == 0:
             self.scheduler.step(*args, **kwargs)
             return

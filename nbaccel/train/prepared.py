@@ -25,7 +25,7 @@ __all__ = ["Prepared", "remembered"]
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Prepared:
     """Prepared objects by kind; false while there are none."""
 
@@ -68,7 +68,7 @@ class Prepared:
         Their gradients are in no checkpoint, so they are read again.
         """
         source = getattr(window.source, "loader", None)  # of this loader, or of what skip_first_batches made of it
-        return [loader.state_dict(window.position if source is loader.loader else 0) for loader in self.loaders]
+        return [loader.state_dict(window.unfinished if source is loader.loader else 0) for loader in self.loaders]
 
     def reorders(self, content: Content) -> bool:
         """Whether a loader that stood in the middle of an epoch has its order from elsewhere now.

@@ -46,7 +46,7 @@ class Training:
 
     @property
     def stamp(self) -> Stamp:
-        return Stamp(self.step, self.accumulation.window.position, self.world.launch_id)
+        return Stamp(self.step, self.accumulation.window.unfinished, self.world.launch_id)
 
     def weights(self) -> list[dict[str, Any]]:
         """Each model's state dict, as a single process would save it. Collective with sharded strategies."""

@@ -78,7 +78,7 @@ class PreparedLoader(DataLoader[Any]):
         position = self._next_position()
         self._refuse_uneven(position)
         self.end_of_dataloader = False
-        return self._iterate(position)
+        return self.accumulation.gate.over(self, self._iterate(position))
 
     def _iterate(self, position: Position) -> Iterator[Any]:
         accumulation, clock = self.accumulation, self.accumulation.clock
@@ -115,7 +115,7 @@ class PreparedLoader(DataLoader[Any]):
                 has_trained = clock.step + clock.trained > steps
                 clock.passes += has_trained or position.goes_on  # resumed at its end it has nothing left to train
                 progress.end(counts=has_trained or (meetings.were_held if meetings.are_counted else is_whole))
-            accumulation.close(window)
+            accumulation.close(window, is_whole)
 
     def _next_position(self) -> Position:
         """Where an iteration that starts now begins."""
@@ -253,6 +253,12 @@ class PreparedLoader(DataLoader[Any]):
         """Samples that all ranks together take per batch; None where batches have sizes of their own."""
         size = self._batch_size
         return size if size is None or self._source.is_split else size * self.world.world_size
+
+    @property
+    def rank_batch_size(self) -> int | None:
+        """Samples that this rank takes per batch; None where batches have sizes of their own."""
+        size = self._batch_size
+        return size // self.world.world_size if size is not None and self._source.is_split else size
 
     @property
     def total_dataset_length(self) -> int:

@@ -298,7 +298,7 @@ class Checkpointing(Exporting):
 
     def _write(self, target: Path, training: Training, blocking: bool, then: Callable[[], None] | None) -> None:
         """In rank 0: the whole folder, now or in the background; `then` once it is complete."""
-        if unseen := training.accumulation.window.position:
+        if unseen := training.accumulation.window.unfinished:
             warnings.warn(
                 f"save_state inside an accumulation window: the gradients of its {unseen} batch(es) are not saved, "
                 "and load_state sees these batches again. Where accelerator.sync_gradients is true nothing is lost.",

@@ -108,7 +108,7 @@ class Stepping(ProcessControl):
             self._make_ready("backward")
         accumulation = self._accumulation
         window = accumulation.window
-        divisor = window.divisor if accumulation.depth else accumulation.enter_bare_backward()
+        divisor = accumulation.enter_backward()
         self._watch.see(loss)
         if divisor != 1:
             loss = loss / divisor

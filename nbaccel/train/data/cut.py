@@ -1,0 +1,114 @@
+"""Cut: one collated batch in parts, each with its share of the samples. Runs in ranks; pure, without communication.
+
+It says which samples are in which part; when parts are handed out, and what waits for the last of them, is the
+gate's business (`nbaccel.train.gate`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from nbaccel.train.talk.nested import count_rows, slice_rows
+
+__all__ = ["Cut", "Part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples `start` to `stop` of a batch of `rows`.
+
+    rows: 0 for a batch whose samples cannot be counted; it is its own only part.
+    is_first, is_last: of its batch.  is_repeated: handed out once more, to make up the number; it weighs nothing.
+    """
+
+    batch: Any
+    start: int = 0
+    stop: int = 0
+    rows: int = 0
+    is_first: bool = True
+    is_last: bool = True
+    is_repeated: bool = False
+
+    @property
+    def share(self) -> float:
+        """What part of the batch's samples it holds.
+
+        >>> Part(None, 0, 2, rows=8).share
+        0.25
+        """
+        if self.is_repeated:
+            return 0.0
+        return (self.stop - self.start) / self.rows if self.rows else 1.0
+
+    def real(self, samples: int, world_size: int) -> int:
+        """How many samples of this part of all ranks together are among the first `samples` of all ranks' batches.
+
+        The ranks' batches are of equal sizes, one behind the other, as in a loader's last round that was filled up.
+
+        >>> [Part(None, start, start + 2, rows=4).real(5, world_size=2) for start in (0, 2)]
+        [3, 2]
+        """
+        starts = range(self.start, self.rows * world_size, self.rows)
+        return sum(min(max(samples - start, 0), self.stop - self.start) for start in starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the batches of one loader are cut.
+
+    parts: how many a whole batch gives.  batch_size: samples in one of this rank; None where that differs.
+    is_level: ranks hold equally many samples at the same time. A shorter batch then gives fewer parts, none larger
+    than those of a whole one. Otherwise every batch gives `parts`, so that collectives in a loop meet on all ranks.
+    """
+
+    parts: int
+    batch_size: int | None = None
+    is_level: bool = True
+
+    @property
+    def part_size(self) -> int | None:
+        """Samples in the largest part; None where that differs."""
+        return None if self.batch_size is None else math.ceil(self.batch_size / self.parts)
+
+    def of(self, batch: Any) -> list[Part]:
+        """The parts of `batch`, as equal as can be, in its order.
+
+        >>> [part.batch for part in Cut(2, batch_size=4).of(["a", "b", "c"])]
+        [['a', 'b'], ['c']]
+        """
+        rows = _rows(batch)
+        number = self._number(rows)
+        cuts = max(1, min(number, rows))
+        bounds = [rows * at // cuts for at in range(cuts + 1)][::-1]
+        bounds = [rows - bound for bound in bounds]  # the larger parts come first
+        spans = list(pairwise(bounds))
+        spans += [spans[-1]] * (number - cuts)
+        return [
+            Part(
+                batch if cuts == 1 else slice_rows(batch, start, stop),
+                start,
+                stop,
+                rows,
+                is_first=at == 0,
+                is_last=at == len(spans) - 1,
+                is_repeated=at >= cuts,
+            )
+            for at, (start, stop) in enumerate(spans)
+        ]
+
+    def _number(self, rows: int) -> int:
+        if not self.is_level:
+            return self.parts
+        size = self.part_size
+        return min(self.parts, rows if size is None else math.ceil(rows / size)) or 1
+
+
+def _rows(batch: Any) -> int:
+    """The samples of a collated batch; 0 where there is nothing to count by."""
+    rows = count_rows(batch)
+    if rows is None and type(batch) in (list, tuple):  # of strings or objects, as default_collate keeps them
+        rows = len(batch)
+    return rows or 0

@@ -1,0 +1,190 @@
+"""Gates: how the batches of prepared loaders reach a training loop, whole or in parts. Run in ranks.
+
+After a run that ran out of memory the launcher starts it again with `RunSettings.split`, and `CutBatches` hands out
+every batch of a training loop in so many parts. The loop's body runs once per part. Whatever happens once per batch
+waits for the last part: synchronising gradients, the optimizer's step and `zero_grad`, schedulers, the count of
+`accumulate`. A backward weighs by its part's share of the samples, so the gradients are those of the whole batch.
+
+What a loop does past the `Accelerator` does not wait; see `bypass`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from nbaccel.events import LoopEntered
+from nbaccel.train.accumulation import Gate, GradientAccumulationPlugin, Window
+from nbaccel.train.bypass import Guard, paced
+from nbaccel.train.data.cut import Cut, Part
+from nbaccel.train.data.loader import PreparedLoader
+from nbaccel.train.prepared import Prepared
+from nbaccel.train.strategies import Strategy
+
+__all__ = ["CutBatches", "CutWindow", "WholeBatches", "make_gate"]
+
+
+class WholeBatches(Gate):
+    """Hands out batches as they are, and reports of each loop what there is to cut in it.
+
+    It is held by what was prepared, so it must not hold that: a model is gone when the program lets go of it.
+    """
+
+    def __init__(self, prepared: Prepared, strategy: Strategy, parts: int = 1) -> None:
+        self._prepared_of = weakref.ref(prepared)
+        self._strategy = strategy
+        self._parts = parts
+
+    def window(
+        self, source: PreparedLoader, batches_left: int | None, rules: GradientAccumulationPlugin, steps: int
+    ) -> Window:
+        window = Window(source, batches_left, rules)
+        window.loop = self._report(source, steps)
+        return window
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_prepared_of": self._prepared()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _prepared_of=weakref.ref(state["_prepared_of"]))
+
+    def _prepared(self) -> Prepared:
+        """What the Accelerator prepared; nothing if it is gone."""
+        return self._prepared_of() or Prepared()
+
+    def _report(self, loader: PreparedLoader, steps: int) -> LoopEntered:
+        obstacle, cut = self._obstacle(loader), self._cut(loader)
+        if not obstacle and cut.part_size == 1:
+            obstacle = "its batches, or the parts of them, are single samples already"
+        return LoopEntered(
+            samples=loader.rank_batch_size,
+            parts=cut.parts,
+            batches_per_step=steps,
+            obstacle=obstacle,
+            batch_norms=[] if obstacle else _batch_norms(self._prepared().models),
+        )
+
+    def _obstacle(self, loader: PreparedLoader) -> str:
+        """Why batches of an iteration that begins now are handed out whole; empty if nothing speaks against cutting.
+
+        A model in evaluation mode says that the loop does not train, also where gradients are on: many loops turn
+        them off around the forward only.
+        """
+        prepared = self._prepared()
+        if not prepared.optimizers:
+            return "no optimizer is prepared, so none would wait for the last part of a batch"
+        if not torch.is_grad_enabled() or not any(model.training for model in prepared.models or [torch.nn.Identity()]):
+            return "the loop does not train, and an evaluation is not cut"
+        return ""
+
+    def _cut(self, loader: PreparedLoader) -> Cut:
+        is_level = not (loader.world.is_distributed and loader.may_be_uneven)
+        return Cut(self._parts, loader.rank_batch_size, is_level)
+
+
+class CutWindow(Window):
+    """Windows over batches in parts: a batch counts when its last part is in hand.
+
+    part: what is in hand; a whole batch in loops that are not cut.
+    has_weighed: a backward of ours has run for a part of the batch in hand.
+    guard: of the loop, where batches are really cut.
+    """
+
+    __slots__ = ("guard", "has_weighed", "part")
+
+    def __init__(self, source: PreparedLoader, batches_left: int | None, rules: GradientAccumulationPlugin) -> None:
+        super().__init__(source, batches_left, rules)
+        self.part = Part(None)
+        self.has_weighed = False
+        self.guard: Guard | None = None
+
+    def take(self, part: Part) -> None:
+        """`part` is in hand from now on."""
+        self.part = part
+        self.has_weighed &= not part.is_first
+        self.sync = part.is_last  # for loops without `accumulate`; with it, `advance` decides
+
+    @property
+    def has_more(self) -> bool:  # type: ignore[override]
+        return not self.part.is_last
+
+    @property
+    def is_repeated(self) -> bool:  # type: ignore[override]
+        return self.part.is_repeated
+
+    @property
+    def unfinished(self) -> int:
+        return self.position + self.has_more
+
+    def weighed(self, divisor: float) -> float:
+        if self.guard is not None:
+            self.guard.before_backward()
+        self.has_weighed = True
+        share = self.part.share
+        return divisor / share if share else math.inf
+
+    def real(self, samples: int, world_size: int) -> int:
+        return self.part.real(samples, world_size) if self.part.rows else samples
+
+    def advance(self, steps: int) -> float:
+        if self.part.is_last:
+            return super().advance(steps)
+        self._foresee(steps)
+        self.sync = False
+        return 1.0
+
+
+class CutBatches(WholeBatches):
+    """Hands out the batches of training loops in parts; those of other loops whole."""
+
+    def window(
+        self, source: PreparedLoader, batches_left: int | None, rules: GradientAccumulationPlugin, steps: int
+    ) -> Window:
+        window = CutWindow(source, batches_left, rules)
+        window.loop = self._report(source, steps)
+        return window
+
+    def over(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches if self._obstacle(loader) else self._in_parts(loader, batches)
+
+    def _in_parts(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        accumulation, prepared, cut = loader.accumulation, self._prepared(), self._cut(loader)
+        with ExitStack() as entered:
+            held = entered.enter_context(ExitStack())  # what waits for the last part
+            entered.callback(batches.close)  # type: ignore[attr-defined]
+            for batch in batches:
+                window = accumulation.window
+                assert isinstance(window, CutWindow)
+                if window.guard is None:
+                    window.guard = entered.enter_context(Guard(prepared, window))
+                    entered.enter_context(paced(prepared, window))
+                for part in cut.of(batch):
+                    window.take(part)
+                    held.close()
+                    for model in () if part.is_last else prepared.models:
+                        held.enter_context(self._strategy.no_sync(model))
+                    yield part.batch
+
+
+def make_gate(split: int | None, prepared: Prepared, strategy: Strategy) -> Gate:
+    """The gate of a run. split: parts of each batch of a training loop; None and 1 for whole ones."""
+    if split is None or split == 1:
+        return WholeBatches(prepared, strategy)
+    return CutBatches(prepared, strategy, split)
+
+
+def _batch_norms(models: Iterable[Module]) -> list[str]:
+    """Layers that compute with the statistics of a batch."""
+    return [
+        name.removeprefix("module.")
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.training
+    ]
