@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from nbaccel.train.talk.nested import count_rows, slice_rows
+from nbaccel.errors import CannotCut, CannotSplit
+from nbaccel.train.microbatch.slicing import Samples
 
 __all__ = ["Cut", "Part"]
 
@@ -20,7 +21,7 @@ __all__ = ["Cut", "Part"]
 class Part:
     """Samples `start` to `stop` of a batch of `rows`.
 
-    rows: 0 for a batch whose samples cannot be counted; it is its own only part.
+    rows: 0 where nothing was cut.
     is_first, is_last: of its batch.  is_repeated: handed out once more, to make up the number; it weighs nothing.
     """
 
@@ -76,19 +77,21 @@ class Cut:
     def of(self, batch: Any) -> list[Part]:
         """The parts of `batch`, as equal as can be, in its order.
 
+        Raises:
+            CannotCut: it is not clear which of it belongs to which sample.
+
         >>> [part.batch for part in Cut(2, batch_size=4).of(["a", "b", "c"])]
         [['a', 'b'], ['c']]
         """
-        rows = _rows(batch)
+        samples = _samples(batch)
+        rows = samples.count
         number = self._number(rows)
         cuts = max(1, min(number, rows))
-        bounds = [rows * at // cuts for at in range(cuts + 1)][::-1]
-        bounds = [rows - bound for bound in bounds]  # the larger parts come first
-        spans = list(pairwise(bounds))
+        spans = list(pairwise(math.ceil(rows * at / cuts) for at in range(cuts + 1)))  # the larger parts come first
         spans += [spans[-1]] * (number - cuts)
         return [
             Part(
-                batch if cuts == 1 else slice_rows(batch, start, stop),
+                samples.take(start, stop),
                 start,
                 stop,
                 rows,
@@ -106,9 +109,10 @@ class Cut:
         return min(self.parts, rows if size is None else math.ceil(rows / size)) or 1
 
 
-def _rows(batch: Any) -> int:
-    """The samples of a collated batch; 0 where there is nothing to count by."""
-    rows = count_rows(batch)
-    if rows is None and type(batch) in (list, tuple):  # of strings or objects, as default_collate keeps them
-        rows = len(batch)
-    return rows or 0
+def _samples(batch: Any) -> Samples:
+    try:
+        return Samples.of(batch)
+    except CannotSplit as error:
+        if type(batch) in (list, tuple) and not any(hasattr(entry, "__array__") for entry in batch):
+            return Samples(batch, len(batch), lambda whole, start, stop: whole[start:stop])  # of texts or objects
+        raise CannotCut(f"memory ran out with whole batches, and this one cannot be cut: {error}") from error

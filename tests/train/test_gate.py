@@ -1,0 +1,320 @@
+"""Batches in parts: the same training as with whole ones, for every loop that goes through the Accelerator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from nbaccel import Accelerator
+from nbaccel.errors import CannotCut
+from nbaccel.events import Event, LoopEntered, StepEntered, outlet
+from nbaccel.settings import RunSettings
+from nbaccel.testing import run_ranks
+from nbaccel.train.data import DataLoaderConfiguration
+from nbaccel.train.data.cut import Part
+from nbaccel.train.gate import CutWindow
+
+SAMPLES = 37
+
+
+def _rows(count: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(count, 3, generator=generator), torch.arange(count) / 10
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*_rows(), strict=True)
+
+
+def _indexed(batch_size: int = 8) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*_rows()), batch_size, shuffle=True)
+
+
+def _batches_of_their_own() -> DataLoader[Any]:
+    x, y = _rows()
+    return DataLoader([(x[at : at + 6 + at % 3], y[at : at + 6 + at % 3]) for at in range(0, 24, 6)], batch_size=None)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "indexed": _indexed,
+    "odd": lambda: _indexed(7),
+    "four batches": lambda: _indexed(12),
+    "stream": lambda: DataLoader(_Stream(), 8),
+    "batch_size=None": _batches_of_their_own,
+}
+
+
+@dataclass
+class Loop:
+    """One training: what is varied, and what comes of it.
+
+    split: parts of each batch.  schedule: "prepared", "unprepared" or "by hand" (a prepared one that follows calls).
+    """
+
+    split: int = 1
+    loader: str = "indexed"
+    accumulate: int = 1
+    is_plain: bool = False
+    schedule: str = "unprepared"
+    epochs: int = 2
+    configuration: DataLoaderConfiguration | None = None
+    precision: str = "no"
+
+    def run(self) -> dict[str, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in RunSettings(split=self.split).environ().items():
+                patch.setenv(name, value)
+            return self._train()
+
+    def _train(self) -> dict[str, Any]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(
+            gradient_accumulation_steps=self.accumulate,
+            step_scheduler_with_optimizer=self.schedule != "by hand",
+            dataloader_config=self.configuration,
+        )
+        net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+        adam = torch.optim.AdamW(net.parameters(), lr=0.05)
+        model, optimizer, loader = accelerator.prepare(net, adam, LOADERS[self.loader]())
+        try:
+            steps = len(loader) * self.epochs
+        except TypeError:
+            steps = 10
+        scheduler: Any = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.1, total_iters=steps)
+        if self.schedule != "unprepared":
+            scheduler = accelerator.prepare(scheduler)
+        rates: list[float] = []
+        adam.register_step_pre_hook(lambda *_: rates.append(adam.param_groups[0]["lr"]))
+        seen: list[float] = []
+        bodies = 0
+        for epoch in range(self.epochs):
+            for x, y in loader:
+                bodies += 1
+                if self.is_plain:
+                    self._step(accelerator, model, optimizer, scheduler, x, y)
+                else:
+                    with accelerator.accumulate(model):
+                        self._step(accelerator, model, optimizer, scheduler, x, y)
+                if epoch == 0:
+                    seen += accelerator.gather_for_metrics(y).tolist()
+        weights = [parameter.detach().double().flatten() for parameter in net.parameters()]
+        return {"weights": torch.cat(weights), "seen": sorted(seen), "bodies": bodies, "rates": rates}
+
+    def _step(self, accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, x: Any, y: Any) -> None:
+        accelerator.backward((model(x)[:, 0] - y).square().mean())
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def assert_same_training(ranks: int, whole: Loop, cut: Loop) -> list[dict[str, Any]]:
+    expected, found = run_ranks(ranks, whole.run), run_ranks(ranks, cut.run)
+    for one, other in zip(expected, found, strict=True):
+        assert (one["weights"] - other["weights"]).abs().max() <= 1e-6
+        assert other["seen"] == one["seen"]
+        assert other["rates"] == one["rates"]
+        assert found[0]["weights"].equal(other["weights"])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("is_plain", [False, True], ids=["accumulate", "plain"])
+@pytest.mark.parametrize("split", [2, 4])
+def test_parts_train_what_whole_batches_train(ranks: int, is_plain: bool, split: int) -> None:
+    found = assert_same_training(ranks, Loop(is_plain=is_plain), Loop(split, is_plain=is_plain))
+    assert found[0]["seen"] == pytest.approx([at / 10 for at in range(SAMPLES)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("loader", ["odd", "stream", "batch_size=None"])
+def test_parts_train_the_same_whatever_the_loader_is(ranks: int, loader: str) -> None:
+    assert_same_training(ranks, Loop(loader=loader), Loop(2, loader=loader))
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        DataLoaderConfiguration(dispatch_batches=True),
+        DataLoaderConfiguration(split_batches=True),
+    ],
+    ids=["dispatch", "split"],
+)
+def test_parts_train_the_same_however_batches_are_dealt(configuration: DataLoaderConfiguration) -> None:
+    assert_same_training(2, Loop(configuration=configuration), Loop(2, configuration=configuration))
+
+
+def test_ranks_with_batches_of_different_sizes_meet_in_every_part() -> None:
+    """The last batch of rank 1 is a single sample, which is handed out as often as rank 0's parts."""
+    whole = Loop(loader="four batches", configuration=DataLoaderConfiguration(even_batches=False))
+    found = assert_same_training(2, whole, replace(whole, split=2))
+    assert [one["bodies"] for one in found] == [8, 8]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accumulate_counts_batches_and_not_parts(ranks: int) -> None:
+    """The last window is short: its losses are divided by what it has, the batch that closes it included."""
+    whole = Loop(accumulate=3, schedule="prepared")
+    assert_same_training(ranks, whole, replace(whole, split=2))
+
+
+def test_a_stream_whose_last_window_turns_out_short_is_divided_by_its_length() -> None:
+    whole = Loop(accumulate=4, loader="stream", schedule="prepared")
+    assert_same_training(1, whole, replace(whole, split=2))
+
+
+@pytest.mark.parametrize("schedule", ["prepared", "by hand"])
+def test_prepared_schedulers_move_with_the_last_part(schedule: str) -> None:
+    assert_same_training(2, Loop(schedule=schedule), Loop(2, schedule=schedule))
+
+
+def _prepared(split: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
+    monkeypatch.setenv("NBACCEL_SPLIT", str(split))
+    accelerator = Accelerator(**options)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), _indexed())
+
+
+def test_what_the_user_asks_for_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, _, _, loader = _prepared(4, monkeypatch, gradient_accumulation_steps=3)
+    assert (len(loader), accelerator.gradient_accumulation_steps, loader.total_batch_size) == (5, 3, 8)
+
+
+def test_only_the_last_part_synchronises_and_enters_no_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+    with outlet(events.append):
+        accelerator, model, optimizer, loader = _prepared(2, monkeypatch)
+        syncs = []
+        for x, _ in loader:
+            with accelerator.accumulate(model):
+                syncs.append(accelerator.sync_gradients)
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert syncs == [False, True] * 4 + [False, True]
+    assert [event.step for event in events if isinstance(event, StepEntered)] == list(range(5))
+
+
+def test_an_evaluation_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = _prepared(2, monkeypatch)
+    _, model, _, loader = training
+    assert len(list(loader)) == 10
+    with torch.no_grad():
+        assert len(list(loader)) == 5
+    model.eval()
+    assert len(list(loader)) == 5
+
+
+def test_a_checkpoint_between_parts_has_not_seen_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer, loader = _prepared(2, monkeypatch)
+    had = []
+    for x, _ in loader:
+        had.append(accelerator._prepared.loader_states(accelerator._accumulation.window)[0]["batches"])
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert had == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+
+
+def test_a_loop_that_is_left_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer, loader = _prepared(2, monkeypatch)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer)
+    for _ in loader:
+        break
+    assert type(scheduler) is torch.optim.lr_scheduler.ConstantLR
+    assert accelerator.sync_gradients
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+
+
+def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, backward: Any, clear: Any = None) -> None:
+    for x, _ in loader:
+        backward(model(x).sum())
+        optimizer.step()
+        (clear or optimizer.zero_grad)()
+
+
+def test_a_backward_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = _prepared(2, monkeypatch)
+    with pytest.raises(CannotCut, match=r"samples 4 to 8 of 8(.|\n)*calls loss.backward\(\) itself(.|\n)*"):
+        _loop(*training, torch.Tensor.backward)
+
+
+def test_an_optimizer_that_is_not_prepared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, _, loader = _prepared(2, monkeypatch)
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(CannotCut, match=r"this Adam is not prepared, so it steps after every part"):
+        _loop(accelerator, model, adam, loader, accelerator.backward)
+
+
+def test_gradients_that_the_loop_drops_between_parts_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer, loader = _prepared(2, monkeypatch)
+    with pytest.raises(CannotCut, match=r"the gradients of the first parts are gone(.|\n)*optimizer\.zero_grad\(\)"):
+        _loop(accelerator, model, optimizer, loader, accelerator.backward, model.zero_grad)
+
+
+def _loops(events: list[Event]) -> list[LoopEntered]:
+    return [event for event in events if isinstance(event, LoopEntered)]
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_loop_says_what_there_is_to_cut(monkeypatch: pytest.MonkeyPatch, split: int) -> None:
+    events: list[Event] = []
+    with outlet(events.append):
+        *_, loader = _prepared(split, monkeypatch, gradient_accumulation_steps=3)
+        next(iter(loader))
+    assert _loops(events)[0] == LoopEntered(8, split, 3, "", ["1"])
+
+
+def test_a_loop_says_why_nothing_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+    with outlet(events.append):
+        *_, loader = _prepared(8, monkeypatch)
+        next(iter(loader))
+        with torch.no_grad():
+            next(iter(loader))
+        next(iter(Accelerator().prepare(_indexed())))
+    said = [loop.obstacle for loop in _loops(events)]
+    assert said[0] == "its batches, or the parts of them, are single samples already"
+    assert "the loop does not train, and an evaluation is not cut" in said
+    assert said[-1] == "no optimizer is prepared, so none would wait for the last part of a batch"
+
+
+def test_the_loop_in_which_an_error_was_raised_is_the_last_one_that_is_told() -> None:
+    """The training loop after a look at the evaluation; the evaluation where it fails itself."""
+
+    def last_told(fails_in_evaluation: bool) -> str:
+        events: list[Event] = []
+        accelerator = Accelerator()
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, _indexed(), _indexed(2))
+        with outlet(events.append), pytest.raises(ZeroDivisionError):
+            for at, (x, _) in enumerate(loader):
+                if at:
+                    raise ZeroDivisionError
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                for _ in held_out:
+                    if fails_in_evaluation:
+                        raise ZeroDivisionError
+                    break
+        return str(_loops(events)[-1].samples)
+
+    assert (last_told(False), last_told(True)) == ("8", "2")
+
+
+def test_a_repeated_part_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, _, _, loader = _prepared(2, monkeypatch)
+    window = CutWindow(loader, 1, accelerator._accumulation.rules)
+    window.take(Part(None, 0, 1, 1, is_first=False, is_repeated=True))
+    assert window.weighed(1) == math.inf
