@@ -19,14 +19,14 @@ from environments import REPOSITORY
 PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
-    **dict.fromkeys(["errors", "world", "settings", "events", "failures", "hardware", "tracking"], 0),
+    **dict.fromkeys(["errors", "world", "settings", "events", "failures", "hardware", "tracking", "view"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py
     **dict.fromkeys(["", "utils", "logging", "data_loader", "local_sgd", "state", "cli", "testing"], 3),
 }
-"""Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top, which
-are made of single files, also see their neighbours."""
+"""Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top also see
+their neighbours."""
 
 OPEN_FLOORS = (0, 3)
 

@@ -1,0 +1,293 @@
+"""History: what a run did so far, as plain data in bounded memory. Pure; runs in the kernel.
+
+It is fed what the ranks report; panels, figures and people read it. It knows curves by rank, how far and how fast each
+rank is, how full, and what happened on the way. It draws nothing and knows no process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+from nbaccel.events import Checkpoint, Event, Loss, Memory, Metric, OutOfMemory, Phase, Progress, RecordsLost
+from nbaccel.view.phase import PhaseRecord, fraction
+from nbaccel.view.rows import Rows
+from nbaccel.view.series import Line, Series
+from nbaccel.view.usage import Usage
+from nbaccel.view.words import duration, number, plural
+
+__all__ = ["History", "Mark"]
+
+_MOST_POINTS, _FEWEST_POINTS = 512, 16
+_ALL_POINTS = 40_000
+"""Points of all curves together: 40 bytes each."""
+_MOST_NAMES = 200
+_MOST_MARKS = 200
+_SPEED_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened once.
+
+    at_s: since the run began.  kind: "oom", "checkpoint", "phase" or "note".
+    rank: None where all ranks took part.  step: None where no step goes with it.
+    """
+
+    at_s: float
+    kind: str
+    text: str
+    rank: int | None = None
+    step: int | None = None
+
+
+class History:
+    """What a run of `world_size` ranks did since `began_at` on the clock that feeds it.
+
+    rows: what rank 0 logged, one dict per `accelerator.log`; thinned evenly where there are very many.
+    phases: stretches with curves of their own, oldest first; the last one is the present one.
+    memory: by rank, now.  memory_bytes: in use by rank over time.  speed: optimizer steps per second over time. The
+        steps of these two series are milliseconds.
+    marks: what happened once (memory ran out, a checkpoint was saved), oldest first.
+    lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
+
+    >>> history = History(2)
+    >>> for rank in (0, 1):
+    ...     history.feed(rank, 0.5, Loss(1.0 + rank, step=0))
+    >>> history.curve("loss").mean, history.curve("loss", rank=1).mean
+    ((1.5,), (2.0,))
+    """
+
+    def __init__(self, world_size: int = 1, began_at: float = 0.0) -> None:
+        self.world_size = world_size
+        self.rows = Rows()
+        self.phases = [PhaseRecord()]
+        self.memory: dict[int, Usage] = {}
+        self.memory_bytes = Series(256)
+        self.speed = Series(256)
+        self.marks: list[Mark] = []
+        self.seconds = 0.0
+        self._began_at = began_at
+        self._lost: dict[int, int] = {}
+        self._phase_of: dict[int, int] = {}
+        self._points = _MOST_POINTS
+        self._speed_due_s = 0.0
+        self._take: dict[type[Event], Callable[[int, float, Any], None]] = {
+            Checkpoint: self._take_checkpoint,
+            Loss: self._take_loss,
+            Memory: self._take_memory,
+            Metric: self._take_metric,
+            OutOfMemory: self._take_out_of_memory,
+            Phase: self._take_phase,
+            Progress: self._take_progress,
+            RecordsLost: self._take_lost,
+        }
+
+    # --- feeding -----------------------------------------------------------------------------------------------
+
+    def feed(self, rank: int, at: float, event: Event) -> None:
+        """`event` happened in `rank` at `at`; each rank's in their order. Kinds it does not know are left out."""
+        take = self._take.get(type(event))
+        if take is not None:
+            at_s = at - self._began_at
+            if at_s > self.seconds:
+                self.seconds = at_s
+            take(rank, at_s, event)
+
+    def add_mark(self, mark: Mark) -> None:
+        """Something happened. Of very many marks the first and the latest hundred are kept."""
+        self.marks.append(mark)
+        if len(self.marks) > _MOST_MARKS:
+            del self.marks[_MOST_MARKS // 2]
+
+    def _take_loss(self, rank: int, at_s: float, event: Loss) -> None:
+        phase = self._phase(rank)
+        if phase.loss is None:
+            phase.loss = Series(self._points)
+        self._add(phase.loss, rank, event.step, event.value)
+
+    def _take_metric(self, rank: int, at_s: float, event: Metric) -> None:
+        if rank == 0:
+            self.rows.add(event.step, event.values)
+        metrics = self._phase(rank).metrics
+        for name, value in event.values.items():
+            if not isinstance(value, int | float):
+                continue
+            series = metrics.get(name)
+            if series is None:
+                if len(metrics) >= _MOST_NAMES:
+                    continue
+                series = metrics[name] = Series(self._points)
+            self._add(series, rank, event.step, value)
+
+    def _add(self, series: Series, rank: int, step: int, value: float) -> None:
+        is_new = rank not in series.last
+        series.add(rank, step, value)
+        if is_new:
+            self._share_points()
+
+    def _phase(self, rank: int) -> PhaseRecord:
+        """The phase that `rank` is in: ranks are read in turn, so one may be in the next phase already."""
+        return self.phases[self._phase_of.get(rank, 0)]
+
+    def _share_points(self) -> None:
+        """There is one curve more: all together stay within `_ALL_POINTS`."""
+        everything = [series for phase in self.phases for series in phase.series.values()]
+        points = max(_FEWEST_POINTS, _ALL_POINTS // sum(len(series.last) for series in everything))
+        if points < self._points:
+            self._points = points
+            for series in everything:
+                series.shrink(points)
+
+    def _take_progress(self, rank: int, at_s: float, event: Progress) -> None:
+        phase = self._phase(rank)
+        if not event.is_training:
+            phase.evaluation[rank] = event
+            return
+        phase.training[rank] = event
+        if rank != phase.leader:
+            return
+        phase.pace.add(at_s, event.step, fraction(event))
+        if at_s >= self._speed_due_s and (steps_per_s := phase.pace.steps_per_s) is not None:
+            self._speed_due_s = at_s + _SPEED_EVERY_S
+            self.speed.add(rank, round(at_s * 1000), steps_per_s)
+
+    def _take_memory(self, rank: int, at_s: float, event: Memory) -> None:
+        self.memory[rank] = usage = Usage.of(event)
+        self.memory_bytes.add(rank, round(at_s * 1000), usage.used_bytes)
+
+    def _take_out_of_memory(self, rank: int, at_s: float, event: OutOfMemory) -> None:
+        size = f" with {plural(event.micro_batch_size, 'sample')}" if event.micro_batch_size else ""
+        then = f"; goes on with {event.next_size}" if event.next_size else ""
+        self.add_mark(Mark(at_s, "oom", f"ran out of memory in {event.phase}{size}{then}", rank, event.step))
+
+    def _take_checkpoint(self, rank: int, at_s: float, event: Checkpoint) -> None:
+        self.add_mark(Mark(at_s, "checkpoint", f"saved {event.path} in {duration(event.seconds)}", None, event.step))
+
+    def _take_phase(self, rank: int, at_s: float, event: Phase) -> None:
+        """Every rank says it. The first opens the phase, unless nothing was recorded before; the others enter it."""
+        at = self._phase_of.get(rank, 0)
+        here = self.phases[at]
+        if here.is_empty or (here.name == event.name and rank not in here.entered):
+            here.name = event.name
+        else:
+            at += 1
+            if at == len(self.phases):
+                self.phases.append(PhaseRecord(event.name, at_s))
+        self.phases[at].entered.add(rank)
+        self._phase_of[rank] = at
+
+    def _take_lost(self, rank: int, at_s: float, event: RecordsLost) -> None:
+        self._lost[rank] = event.count
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> int:
+        return sum(self._lost.values())
+
+    @property
+    def phase(self) -> PhaseRecord:
+        """The present phase."""
+        return self.phases[-1]
+
+    @property
+    def names(self) -> list[str]:
+        """The curves of the present phase, in the order in which they began."""
+        return list(self.phase.series)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that every rank has done, in all phases."""
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def has_curves(self) -> bool:
+        """Whether any number was reported."""
+        return any(phase.series for phase in self.phases)
+
+    def curve(self, name: str, rank: int | None = None) -> Line:
+        """What is left of one curve of the present phase: of one rank, or the mean over ranks.
+
+        Raises:
+            KeyError: nothing of that name was logged.
+        """
+        series = self.phase.series.get(name)
+        if series is None:
+            raise KeyError(f"no curve is called {name!r}; there is: {', '.join(self.names) or 'none yet'}")
+        return series.mean() if rank is None else series.line(rank)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain lists and dicts, ready for JSON.
+
+        Curves have "step", "mean", "min" and "max", over ranks and in "ranks" for each by itself. Memory is in bytes,
+        times are in seconds since the run began.
+
+        >>> History(2).to_dict()["phases"]
+        [{'name': '', 'began_s': 0.0, 'steps': 0, 'curves': {}}]
+        """
+        return {
+            "world_size": self.world_size,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "rows": list(self.rows),
+            "phases": [
+                {
+                    "name": phase.name,
+                    "began_s": phase.began_s,
+                    "steps": phase.steps,
+                    "curves": {name: _curve(series) for name, series in phase.series.items()},
+                }
+                for phase in self.phases
+            ],
+            "memory": {
+                rank: {**asdict(usage), **_over_time(self.memory_bytes.line(rank), "bytes", peaks=True)}
+                for rank, usage in sorted(self.memory.items())
+            },
+            "speed": _over_time(self.speed.mean(), "steps_per_s"),
+            "marks": [asdict(mark) for mark in self.marks],
+            "lost": self.lost,
+        }
+
+    def to_pandas(self, rank: int | None = None) -> Any:
+        """All curves as a `pandas.DataFrame`: a row for each phase and step, a column for each name.
+
+        rank: whose values; None for the mean over ranks.
+
+        Raises:
+            ImportError: pandas is not installed; `to_dict` works without it.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            raise ImportError(
+                "to_pandas() needs pandas: pip install pandas. to_dict() gives the same numbers without it."
+            ) from None
+        frames = []
+        for phase in self.phases:
+            lines = {
+                name: series.mean() if rank is None else series.line(rank) for name, series in phase.series.items()
+            }
+            columns = {
+                name: pandas.Series(line.mean, index=list(line.step), dtype=float) for name, line in lines.items()
+            }
+            frames.append(pandas.DataFrame(columns).sort_index())
+        return pandas.concat(frames, keys=[phase.name for phase in self.phases], names=["phase", "step"])
+
+    def __repr__(self) -> str:
+        curves = ", ".join(f"{name} {number(series.latest)}" for name, series in self.phase.series.items())
+        return f"<History: {plural(self.steps, 'step')}, {plural(self.world_size, 'rank')}; {curves or 'no curves'}>"
+
+
+def _curve(series: Series) -> dict[str, Any]:
+    return {**_columns(series.mean()), "ranks": {rank: _columns(series.line(rank)) for rank in series.ranks}}
+
+
+def _columns(line: Line) -> dict[str, list[Any]]:
+    return {"step": list(line.step), "mean": list(line.mean), "min": list(line.low), "max": list(line.high)}
+
+
+def _over_time(line: Line, name: str, *, peaks: bool = False) -> dict[str, list[float]]:
+    return {"seconds": [step / 1000 for step in line.step], name: list(line.high if peaks else line.mean)}

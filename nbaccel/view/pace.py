@@ -1,0 +1,64 @@
+"""Pace: how fast a run goes now, and how long it will take. Pure; the caller brings the clock."""
+
+from __future__ import annotations
+
+from collections import deque
+
+__all__ = ["Pace"]
+
+_WINDOW_S = 15.0
+_EVERY_S = 0.25
+
+_Sample = tuple[float, int, float | None]
+
+
+class Pace:
+    """Steps per second, and seconds to the end, by the last 15 seconds; a step that takes longer counts by itself.
+
+    >>> pace = Pace()
+    >>> for step in range(11):
+    ...     pace.add(at_s=step * 0.5, step=step, done=step / 40)
+    >>> pace.steps_per_s, pace.eta_s
+    (2.0, 15.0)
+    """
+
+    __slots__ = ("_newest", "_samples")
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque()
+        self._newest: _Sample | None = None
+
+    def add(self, at_s: float, step: int, done: float | None = None) -> None:
+        """At `at_s`, `step` steps were done, and the part `done` of the whole. Where either falls, a new count begins.
+
+        Time in which no step was taken (an evaluation, a save) counts: it is part of how long things take.
+        """
+        newest = self._newest
+        if newest is not None and (step < newest[1] or (done or 0.0) < (newest[2] or 0.0)):
+            self._samples.clear()
+        self._newest = (at_s, step, done)
+        samples = self._samples
+        if samples and at_s - samples[-1][0] < _EVERY_S:
+            return
+        samples.append(self._newest)
+        while len(samples) > 2 and at_s - samples[1][0] > _WINDOW_S:
+            samples.popleft()
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """None until two steps are known some time apart."""
+        if self._newest is None or not self._samples:
+            return None
+        seconds = self._newest[0] - self._samples[0][0]
+        steps = self._newest[1] - self._samples[0][1]
+        return steps / seconds if seconds > 0 and steps > 0 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until all is done, at this pace; None while that is not known."""
+        if self._newest is None or not self._samples:
+            return None
+        (began_s, _, before), (at_s, _, now) = self._samples[0], self._newest
+        if before is None or now is None or now <= before or at_s <= began_s:
+            return None
+        return (1.0 - now) / (now - before) * (at_s - began_s)

@@ -1,0 +1,102 @@
+"""PhaseRecord: one stretch of a run with curves of its own, such as a fold, or all of it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nbaccel.events import Progress
+from nbaccel.view.pace import Pace
+from nbaccel.view.series import Series
+
+__all__ = ["PhaseRecord", "fraction"]
+
+LOSS = "loss"
+
+
+def fraction(progress: Progress) -> float | None:
+    """How much is done, 0 to 1: of all epochs, or of this loop where their number is unknown; None if nobody knows.
+
+    >>> fraction(Progress(batch=5, batches=10, epoch=1, epochs=2)), fraction(Progress(batch=5, batches=10))
+    (0.75, 0.5)
+    """
+    if not progress.batches:
+        return None
+    part = min(1.0, progress.batch / progress.batches)
+    if progress.epochs and progress.is_training:
+        return min(1.0, (progress.epoch + part) / progress.epochs)
+    return part
+
+
+@dataclass(slots=True)
+class PhaseRecord:
+    """What happened in one phase.
+
+    name: as the user called it; empty for a run without phases.  began_s: since the run began.
+    loss: what `backward` was given, None until it was.  metrics: what was logged, by name.
+    training, evaluation: the newest word of each rank on its loop over a loader.
+    pace: of the leader.  entered: the ranks that named this phase.
+    """
+
+    name: str = ""
+    began_s: float = 0.0
+    loss: Series | None = None
+    metrics: dict[str, Series] = field(default_factory=dict)
+    training: dict[int, Progress] = field(default_factory=dict)
+    evaluation: dict[int, Progress] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    entered: set[int] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded yet."""
+        return not (self.loss or self.metrics or self.training or self.evaluation)
+
+    @property
+    def series(self) -> dict[str, Series]:
+        """All curves by name. "loss" is that of every backward, where there is one; one that was logged stands beside
+        it as "logged loss": it may be an average, or that of other data.
+        """
+        if self.loss is None:
+            return dict(self.metrics)
+        logged = {f"logged {LOSS}" if name == LOSS else name: series for name, series in self.metrics.items()}
+        return {LOSS: self.loss, **logged}
+
+    @property
+    def leader(self) -> int | None:
+        """The lowest rank that trains; it stands for all of them."""
+        return min(self.training, default=None)
+
+    @property
+    def progress(self) -> Progress | None:
+        """Where the run is: in an evaluation that has not ended, else in its training."""
+        running = [rank for rank, progress in self.evaluation.items() if not progress.is_over]
+        if running:
+            return self.evaluation[min(running)]
+        return None if self.leader is None else self.training[self.leader]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that every rank has done, as far as ranks have said."""
+        said = [progress.step for progress in self.training.values()]
+        logged = [max(series.newest.values()) + 1 for series in self.series.values() if series.newest]
+        return min(said) if said else max(logged, default=0)
+
+    def lag(self, rank: int) -> int:
+        """Steps by which a rank is ahead of the leader, or behind it, when negative.
+
+        One step is none: ranks report in turn.
+        """
+        if self.leader is None or rank not in self.training:
+            return 0
+        ahead = self.training[rank].step - self.training[self.leader].step
+        return ahead if abs(ahead) > 1 else 0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the end of training, or of the epoch where the number of epochs is unknown; None if unknown."""
+        return self.pace.eta_s
+
+    @property
+    def knows_its_end(self) -> bool:
+        """Whether `eta_s` is that of the whole phase, not of one epoch."""
+        return self.leader is not None and self.training[self.leader].epochs is not None

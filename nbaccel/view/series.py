@@ -1,0 +1,236 @@
+"""Series: one quantity over the steps of a run, for every rank, in bounded memory. Pure.
+
+Values are kept exactly until there are more than `capacity` of a rank; then two neighbours at a time become one bucket
+that remembers their number, mean, smallest and largest value, and so on. A spike is never lost, and memory does not
+grow with the number of steps. All ranks share the width of the buckets, so that a mean over ranks compares like with
+like. It draws nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Line", "Series"]
+
+_NO_BUCKET = -(1 << 62)
+"""The key of no bucket; below that of any step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is left of one curve: a point for each bucket, oldest first.
+
+    step: the first step of the bucket.  mean, low, high: of its finite values; equal where it holds one value.
+    """
+
+    step: tuple[int, ...] = ()
+    mean: tuple[float, ...] = ()
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+_Columns = tuple["array[int]", "array[int]", "array[float]", "array[float]", "array[float]"]
+_Row = tuple[int, int, float, float, float]
+"""First step, number of values, their sum, the smallest, the largest."""
+
+
+def _empty_columns() -> _Columns:
+    return array("q"), array("q"), array("d"), array("d"), array("d")
+
+
+class _Track:
+    """One rank's buckets: closed ones in columns, the newest in plain attributes, because it is written most."""
+
+    __slots__ = ("_columns", "count", "high", "key", "low", "step", "total")
+
+    def __init__(self) -> None:
+        self._columns = _empty_columns()
+        self.key = _NO_BUCKET
+        self.step = self.count = 0
+        self.total = self.low = self.high = 0.0
+
+    def __len__(self) -> int:
+        return len(self._columns[0]) + (self.key != _NO_BUCKET)
+
+    def open(self, key: int, step: int, value: float) -> None:
+        self.close()
+        self.key, self.step, self.count = key, step, 1
+        self.total = self.low = self.high = value
+
+    def close(self) -> None:
+        if self.key != _NO_BUCKET:
+            self._append((self.step, self.count, self.total, self.low, self.high))
+            self.key = _NO_BUCKET
+
+    def _append(self, row: _Row) -> None:
+        steps, counts, totals, lows, highs = self._columns
+        steps.append(row[0])
+        counts.append(row[1])
+        totals.append(row[2])
+        lows.append(row[3])
+        highs.append(row[4])
+
+    def insert(self, shift: int, step: int, value: float) -> None:
+        """A value that is older than the newest bucket: it joins the bucket of its step, or makes one."""
+        steps, counts, totals, lows, highs = self._columns
+        key = step >> shift
+        at = bisect_left(steps, key << shift)
+        if at < len(steps) and steps[at] >> shift == key:
+            steps[at] = min(steps[at], step)
+            counts[at] += 1
+            totals[at] += value
+            lows[at] = min(lows[at], value)
+            highs[at] = max(highs[at], value)
+            return
+        steps.insert(at, step)
+        counts.insert(at, 1)
+        totals.insert(at, value)
+        lows.insert(at, value)
+        highs.insert(at, value)
+
+    def merge(self, shift: int) -> None:
+        """Put together what falls into one bucket of ``2 ** shift`` steps."""
+        rows = list(self.rows())
+        self._columns = _empty_columns()
+        self.key = _NO_BUCKET
+        for step, count, total, low, high in rows:
+            if step >> shift == self.key:
+                self.count += count
+                self.total += total
+                self.low = min(self.low, low)
+                self.high = max(self.high, high)
+            else:
+                self.close()
+                self.key = step >> shift
+                self.step, self.count, self.total, self.low, self.high = step, count, total, low, high
+
+    def rows(self) -> Iterable[_Row]:
+        yield from zip(*self._columns, strict=True)
+        if self.key != _NO_BUCKET:
+            yield self.step, self.count, self.total, self.low, self.high
+
+
+class Series:
+    """A quantity that ranks report step by step.
+
+    capacity: buckets a rank may have; they are merged beyond it.
+    last, newest: rank to its latest value, finite or not, and to the step of that.
+    not_finite: rank to the first step with a value that was not finite.
+
+    >>> loss = Series(capacity=4)
+    >>> for step in range(8):
+    ...     loss.add(0, step, 9.0 if step == 5 else 1.0)
+    >>> loss.line(0)
+    Line(step=(0, 2, 4, 6), mean=(1.0, 1.0, 5.0, 1.0), low=(1.0, 1.0, 1.0, 1.0), high=(1.0, 1.0, 9.0, 1.0))
+    """
+
+    __slots__ = ("_shift", "_tracks", "capacity", "last", "newest", "not_finite")
+
+    def __init__(self, capacity: int = 512) -> None:
+        self.capacity = capacity
+        self.last: dict[int, float] = {}
+        self.newest: dict[int, int] = {}
+        self.not_finite: dict[int, int] = {}
+        self._tracks: dict[int, _Track] = {}
+        self._shift = 0
+
+    def add(self, rank: int, step: int, value: float) -> None:
+        """One value of `rank` at `step`, usually not before the step of its last one."""
+        self.last[rank] = value
+        self.newest[rank] = step
+        if value - value != 0:  # infinite or no number
+            self.not_finite.setdefault(rank, step)
+            return
+        track = self._tracks.get(rank)
+        if track is None:
+            track = self._tracks[rank] = _Track()
+        key = step >> self._shift
+        if key == track.key:
+            track.count += 1
+            track.total += value
+            if value < track.low:
+                track.low = value
+            elif value > track.high:
+                track.high = value
+            if step < track.step:
+                track.step = step
+        elif key > track.key:
+            track.open(key, step, value)
+            if len(track) > self.capacity:
+                self._halve()
+        else:
+            track.insert(self._shift, step, value)
+            if len(track) > self.capacity:
+                self._halve()
+
+    def _halve(self) -> None:
+        while max(map(len, self._tracks.values())) > self.capacity:
+            self._shift += 1
+            for track in self._tracks.values():
+                track.merge(self._shift)
+
+    def shrink(self, capacity: int) -> None:
+        """Go on with fewer buckets."""
+        self.capacity = capacity
+        if self._tracks:
+            self._halve()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have reported, in order."""
+        return sorted(self.last)
+
+    @property
+    def buckets(self) -> int:
+        """Buckets of all ranks together."""
+        return sum(map(len, self._tracks.values()))
+
+    def line(self, rank: int) -> Line:
+        """What is left of the values of one rank."""
+        track = self._tracks.get(rank)
+        rows = [] if track is None else [(s, total / n, low, high) for s, n, total, low, high in track.rows()]
+        return Line(*map(tuple, zip(*rows, strict=True))) if rows else Line()
+
+    def mean(self) -> Line:
+        """The mean over ranks, at the buckets that all of them have; at those of any where they share none.
+
+        `low` and `high` are the smallest and the largest value of any rank.
+        """
+        if len(self._tracks) == 1:
+            return self.line(next(iter(self._tracks)))
+        buckets: dict[int, list[_Row]] = {}
+        for track in self._tracks.values():
+            for row in track.rows():
+                buckets.setdefault(row[0] >> self._shift, []).append(row)
+        shared = {key: rows for key, rows in buckets.items() if len(rows) == len(self._tracks)} or buckets
+        points = [_mean_of(shared[key]) for key in sorted(shared)]
+        return Line(*map(tuple, zip(*points, strict=True))) if points else Line()
+
+    @property
+    def latest(self) -> float:
+        """The mean over ranks of the latest value of each; NaN before the first, and where one is not finite."""
+        values = self.last.values()
+        return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else math.nan
+
+    @property
+    def lowest(self) -> float:
+        """The smallest finite value of any rank so far; NaN where there is none."""
+        return min((row[3] for track in self._tracks.values() for row in track.rows()), default=math.nan)
+
+    @property
+    def highest(self) -> float:
+        """The largest finite value of any rank so far; NaN where there is none."""
+        return max((row[4] for track in self._tracks.values() for row in track.rows()), default=math.nan)
+
+
+def _mean_of(rows: list[_Row]) -> tuple[int, float, float, float]:
+    step = min(row[0] for row in rows)
+    mean = math.fsum(total / count for _, count, total, _, _ in rows) / len(rows)
+    return step, mean, min(row[3] for row in rows), max(row[4] for row in rows)

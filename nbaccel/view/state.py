@@ -1,0 +1,58 @@
+"""What is known of a run besides its history: what was settled before it, and how it goes. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["RUNNING", "Facts", "State"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was settled before the run began.
+
+    title: what runs, "Cell In[5]".  setting: in words, "2 x Tesla T4, fp16, accumulate 4".
+    devices: by rank, "GPU 0"; empty for ranks on the host.
+    plots: the curves to draw, "loss"; empty for the loss, or the first curve where there is none.
+    """
+
+    title: str = "run"
+    setting: str = ""
+    devices: tuple[str, ...] = ()
+    plots: tuple[str, ...] = ()
+
+    def device(self, rank: int) -> str:
+        """Where the memory is that `rank` runs out of first."""
+        return self.devices[rank] if rank < len(self.devices) else "host"
+
+    def shown(self, names: list[str]) -> list[str]:
+        """Which of the curves `names` to draw.
+
+        >>> Facts().shown(["lr", "train_loss"]), Facts(plots=("acc",)).shown(["loss"])
+        (['train_loss'], ['acc'])
+        """
+        if self.plots:
+            return list(self.plots)
+        losses = [name for name in names if name.lower().endswith("loss")]
+        return (losses or names)[:1]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How a run goes, in a word, and how it ended, in a sentence.
+
+    word: "running", "stopping", "done", "failed" or "stopped".  sentence: empty while it runs.
+
+    >>> State("done", "done in 0:41, 500 steps").is_over
+    True
+    """
+
+    word: str
+    sentence: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.word in ("done", "failed", "stopped")
+
+
+RUNNING = State("running")

@@ -1,0 +1,140 @@
+"""Text: one run at one moment in words, as a block with every number, and as one line. Pure; runs in the kernel.
+
+For people who have a text read to them, for terminals, for logs, and for the saved file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nbaccel.events import Progress
+from nbaccel.view.history import History, Mark
+from nbaccel.view.phase import fraction
+from nbaccel.view.series import Series
+from nbaccel.view.state import RUNNING, Facts, State
+from nbaccel.view.usage import Usage
+from nbaccel.view.words import duration, gigabytes, number, plural, rate
+
+__all__ = ["curve_words", "line", "loss_of_records", "mark_words", "memory_words", "text", "times", "where"]
+
+_LATEST_MARKS = 5
+
+
+def line(history: History, facts: Facts, seconds: float, state: State = RUNNING) -> str:
+    """The run in one line.
+
+    >>> from nbaccel.events import Metric
+    >>> history = History(1)
+    >>> history.feed(0, 1.0, Metric({"loss": 0.5}, step=3))
+    >>> line(history, Facts("Cell In[5]"), seconds=12.0)
+    '4 steps, loss 0.5000, 0:12'
+    """
+    words = [] if state == RUNNING else [state.sentence or state.word]
+    words += where(history)
+    words += [f"{name} {number(series.latest)}" for name, series in history.phase.series.items()]
+    words += times(history, 0.0 if state.sentence else seconds)
+    full = [memory_words(usage, facts.device(rank)) for rank, usage in sorted(history.memory.items())]
+    return ", ".join([*words, *([f"memory {' / '.join(full)}"] if full else [])])
+
+
+def text(history: History, facts: Facts, seconds: float, state: State = RUNNING) -> str:
+    """The run in a few lines, with every number."""
+    return "\n".join(filter(None, _lines(history, facts, seconds, state)))
+
+
+def _lines(history: History, facts: Facts, seconds: float, state: State) -> Iterator[str]:
+    yield f"{facts.title}: {state.sentence or state.word}"
+    yield facts.setting
+    yield ", ".join([*where(history), *times(history, seconds)])
+    for name, series in history.phase.series.items():
+        yield curve_words(name, series)
+    for rank in range(history.world_size):
+        words = [lag_words(history, rank)]
+        if rank in history.memory:
+            words += [memory_words(history.memory[rank], facts.device(rank), with_peak=True)]
+        yield f"rank {rank}: {', '.join(filter(None, words))}" if any(words) else ""
+    yield from (mark_words(mark) for mark in history.marks[-_LATEST_MARKS:])
+    yield loss_of_records(history)
+
+
+def where(history: History) -> list[str]:
+    """How far the run is: ["epoch 2/3", "batch 148/500", "step 648", "43 %"]."""
+    phase = history.phase
+    words = [phase.name] if phase.name else []
+    progress = phase.progress
+    if progress is None:
+        return [*words, plural(phase.steps, "step")] if phase.steps else words
+    if not progress.is_training:
+        return [*words, f"evaluating, batch {_of(progress.batch, progress.batches)}", *_percent(progress)]
+    words.append(f"epoch {_of(progress.epoch + 1, progress.epochs)}")
+    words.append(f"batch {_of(progress.batch, progress.batches)}")
+    return [*words, f"step {progress.step:,}", *_percent(progress)]
+
+
+def _percent(progress: Progress) -> list[str]:
+    done = fraction(progress)
+    return [] if done is None else [f"{done * 100:.0f} %"]
+
+
+def _of(done: int, of: int | None) -> str:
+    return f"{done:,}" if of is None else f"{done:,}/{of:,}"
+
+
+def times(history: History, seconds: float) -> list[str]:
+    """How fast, how long so far, how long still: ["12.4 steps/s", "0:12", "0:28 left"]."""
+    phase = history.phase
+    words = []
+    if (steps_per_s := phase.pace.steps_per_s) is not None:
+        words.append(rate(steps_per_s, "steps"))
+    if seconds:
+        words.append(duration(seconds))
+    if (eta_s := phase.eta_s) is not None:
+        words.append(f"{duration(eta_s)} left{'' if phase.knows_its_end else ' in this epoch'}")
+    return words
+
+
+def curve_words(name: str, series: Series) -> str:
+    """The latest value of a curve, that of each rank, its lowest, and where it was no number."""
+    details = []
+    if len(series.last) > 1:
+        details += [f"rank {rank} {number(value)}" for rank, value in sorted(series.last.items())]
+    if series.buckets > len(series.ranks):
+        details.append(f"lowest {number(series.lowest)}, highest {number(series.highest)}")
+    if series.not_finite:
+        details.append(not_finite_words(series))
+    return f"{name} {number(series.latest)}" + (f" ({', '.join(details)})" if details else "")
+
+
+def not_finite_words(series: Series) -> str:
+    """The first step with a value that is no number, and its rank."""
+    step, rank = min((step, rank) for rank, step in series.not_finite.items())
+    return f"not finite since step {step:,}{f' on rank {rank}' if len(series.ranks) > 1 else ''}"
+
+
+def memory_words(usage: Usage, device: str, with_peak: bool = False) -> str:
+    """
+    >>> memory_words(Usage(True, 9_100_000_000, 11_200_000_000, 14_700_000_000), "GPU 0", with_peak=True)
+    'GPU 0 9.1 of 14.7 GB, peak 11.2 GB'
+    """
+    used = gigabytes(usage.used_bytes)
+    if usage.limit_bytes:
+        used = f"{used.removesuffix(' GB')} of {gigabytes(usage.limit_bytes)}"
+    return f"{device} {used}" + (f", peak {gigabytes(usage.peak_bytes)}" if with_peak else "")
+
+
+def lag_words(history: History, rank: int) -> str:
+    """That a rank is ahead or behind, if it is."""
+    ahead = history.phase.lag(rank)
+    return f"{plural(abs(ahead), 'step')} {'ahead' if ahead > 0 else 'behind'}" if ahead else ""
+
+
+def mark_words(mark: Mark) -> str:
+    """What happened, with its step and rank."""
+    who = "" if mark.rank is None else f"rank {mark.rank} "
+    return f"{'' if mark.step is None else f'step {mark.step:,}: '}{who}{mark.text}"
+
+
+def loss_of_records(history: History) -> str:
+    """That some records never arrived, if so."""
+    lost = history.lost
+    return f"{plural(lost, 'record')} did not arrive: the curves have gaps, the training has none" if lost else ""

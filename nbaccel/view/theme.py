@@ -1,0 +1,87 @@
+"""Theme: the colours and dashes of ranks, and the style sheet of the panel. Pure data.
+
+Colours are Okabe and Ito's, which colour-blind people tell apart (https://jfly.uni-koeln.de/color); dashes repeat the
+difference for those who see none. Each set is ordered by contrast on its background.
+"""
+
+from __future__ import annotations
+
+__all__ = ["DASHES", "ON_DARK", "ON_LIGHT", "STYLE", "colour", "dashes"]
+
+ON_LIGHT = ("#0072b2", "#d55e00", "#008a65", "#a9507f", "#b07a00", "#3a87b8")
+"""On white. Green, purple, orange and sky blue are darkened until they reach 3:1, which graphics need (WCAG 1.4.11)."""
+ON_DARK = ("#56b4e9", "#e69f00", "#2fc39a", "#d98fb9", "#f0e442", "#ff8a4c")
+
+DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2, 1, 2))
+"""On and off, in points; empty is solid."""
+
+
+def colour(rank: int) -> str:
+    """The colour of a rank as a CSS value that follows the theme."""
+    return f"var(--r{rank % len(ON_LIGHT)})"
+
+
+def dashes(rank: int) -> tuple[float, ...]:
+    """The dashes of a rank. Ranks that share a colour differ in these."""
+    return DASHES[(rank + rank // len(ON_LIGHT)) % len(DASHES)]
+
+
+def _ranks(colours: tuple[str, ...]) -> str:
+    return "".join(f"--r{at}:{value};" for at, value in enumerate(colours))
+
+
+_LIGHT = (
+    "--bg:#fff;--fg:#1d1f23;--soft:#5b616b;--line:#d9dce1;--fill:#e4e7eb;--bad:#b3261e;--good:#00704f;"
+    f"{_ranks(ON_LIGHT)}"
+)
+_DARK = (
+    "--bg:#16181c;--fg:#e8eaed;--soft:#a9b0ba;--line:#3a3f47;--fill:#2f343c;--bad:#ff8a80;--good:#5ed3ae;"
+    f"{_ranks(ON_DARK)}"
+)
+
+_IS_DARK = (
+    "body[data-jp-theme-light=false] .nbaccel",  # JupyterLab, Notebook 7
+    "body.vscode-dark .nbaccel",
+    "body.vscode-high-contrast .nbaccel",
+    "html[theme=dark] .nbaccel",  # Colab
+)
+_IS_LIGHT = ("body[data-jp-theme-light=true] .nbaccel", "body.vscode-light .nbaccel", "html[theme=light] .nbaccel")
+
+STYLE = (
+    f".nbaccel{{{_LIGHT}color-scheme:light}}"
+    f"@media(prefers-color-scheme:dark){{.nbaccel{{{_DARK}color-scheme:dark}}}}"
+    f"{','.join(_IS_LIGHT)}{{{_LIGHT}color-scheme:light}}"
+    f"{','.join(_IS_DARK)}{{{_DARK}color-scheme:dark}}"
+    # The background is ours: where no front end says which theme it has, text on it is readable all the same.
+    ".nbaccel{box-sizing:border-box;max-width:960px;padding:8px 12px;border:1px solid var(--line);border-radius:6px;"
+    "background:var(--bg);color:var(--fg);font:13px/20px system-ui,sans-serif;font-variant-numeric:tabular-nums;"
+    "overflow:hidden}"
+    ".nbaccel p,.nbaccel figure{margin:0;padding:0}"
+    ".nbaccel .row{display:flex;gap:6px 16px;height:20px;white-space:nowrap;overflow:hidden}"
+    ".nbaccel .row>*{flex:none}.nbaccel .row>.wide{flex:1 1 0;min-width:0;overflow:hidden;text-overflow:ellipsis}"
+    ".nbaccel .soft{color:var(--soft)}.nbaccel b{font-weight:600}"
+    ".nbaccel .failed{color:var(--bad)}.nbaccel .done{color:var(--good)}"
+    ".nbaccel progress{width:100%;height:6px;display:block;margin:6px 0 8px;appearance:none;-webkit-appearance:none;"
+    "border:0;border-radius:3px;overflow:hidden;background:var(--fill)}"
+    ".nbaccel progress::-webkit-progress-bar{background:var(--fill)}"
+    ".nbaccel progress::-webkit-progress-value{background:var(--r0)}"
+    ".nbaccel progress::-moz-progress-bar{background:var(--r0)}"
+    ".nbaccel .body{display:flex;gap:20px}"
+    ".nbaccel figure{flex:1 1 0;min-width:120px}"
+    ".nbaccel .plot{position:relative;display:flex;gap:6px}"
+    ".nbaccel .plot svg{flex:1 1 0;min-width:0;display:block;background:none}"
+    ".nbaccel .axis{display:flex;flex-direction:column;justify-content:space-between;text-align:right;width:44px}"
+    ".nbaccel .axis,.nbaccel .steps{font-size:11px;line-height:14px;color:var(--soft)}"
+    ".nbaccel .steps{display:flex;justify-content:space-between;padding-left:50px;height:14px}"
+    ".nbaccel .ranks{flex:none;overflow:auto}"
+    ".nbaccel table{border-collapse:collapse;margin:0;border:0;font:inherit;color:inherit;table-layout:auto}"
+    ".nbaccel tr,.nbaccel tbody tr:nth-child(odd),.nbaccel tbody tr:hover{background:none}"
+    ".nbaccel th,.nbaccel td{padding:0 0 0 14px;height:22px;text-align:right;white-space:nowrap;border:0;"
+    "font-weight:400;color:inherit;vertical-align:middle;background:none}"
+    ".nbaccel th:first-child,.nbaccel td:first-child{padding-left:0;text-align:left}"
+    ".nbaccel thead th{color:var(--soft);height:20px}"
+    ".nbaccel .bar{position:relative;display:inline-block;width:90px;height:8px;border-radius:2px;"
+    "background:var(--fill);overflow:hidden;vertical-align:middle}"
+    ".nbaccel .bar i{position:absolute;left:0;top:0;bottom:0}"
+    ".nbaccel .bar u{position:absolute;top:0;bottom:0;width:2px;background:var(--fg)}"
+)

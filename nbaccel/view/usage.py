@@ -1,0 +1,45 @@
+"""Usage: how full one rank's memory is, as one bar shows it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbaccel.events import Memory
+
+__all__ = ["Usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes of the memory that a rank runs out of first: its device's, or the host's for a rank without a device.
+
+    is_device: which of the two.  used_bytes: on a device what the allocator has reserved, since that is what others
+    cannot have.  limit_bytes: 0 if unknown.
+    """
+
+    is_device: bool
+    used_bytes: int
+    peak_bytes: int
+    limit_bytes: int
+
+    @classmethod
+    def of(cls, memory: Memory) -> Usage:
+        """
+        >>> Usage.of(Memory(host_bytes=5, host_peak_bytes=7))
+        Usage(is_device=False, used_bytes=5, peak_bytes=7, limit_bytes=0)
+        """
+        if memory.device_bytes is None:
+            used = memory.host_bytes
+            return cls(False, used, max(used, memory.host_peak_bytes), memory.host_limit_bytes or 0)
+        used = max(memory.device_bytes, memory.device_reserved_bytes or 0)
+        return cls(True, used, max(used, memory.device_peak_bytes or 0), memory.device_limit_bytes or 0)
+
+    @property
+    def used_part(self) -> float:
+        """0 to 1; 0 where the limit is unknown."""
+        return min(1.0, self.used_bytes / self.limit_bytes) if self.limit_bytes else 0.0
+
+    @property
+    def peak_part(self) -> float:
+        """0 to 1; 0 where the limit is unknown."""
+        return min(1.0, self.peak_bytes / self.limit_bytes) if self.limit_bytes else 0.0

@@ -1,0 +1,63 @@
+"""Numbers as a person reads them: durations, sizes, metrics. Pure."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["duration", "gigabytes", "number", "plural", "rate"]
+
+_DIGITS = 4
+
+
+def number(value: float) -> str:
+    """Four significant digits, so many that numbers in a column keep their width, or all digits of an integer.
+
+    >>> number(0.41234), number(0.5), number(12345.6), number(3.2e-05), number(2.0), number(float("nan"))
+    ('0.4123', '0.5000', '12,346', '3.2e-05', '2', 'nan')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e9:
+        return f"{value:,.0f}"
+    if abs(value) >= 10 ** (_DIGITS - 1):
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+    return f"{value:#.{_DIGITS}g}" if abs(value) >= 0.01 else f"{value:.{_DIGITS}g}"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.42), duration(12), duration(75), duration(3725), duration(90000)
+    ('0.4 s', '0:12', '1:15', '1:02:05', '25:00:00')
+    """
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def gigabytes(nbytes: float) -> str:
+    """
+    >>> gigabytes(9_100_000_000), gigabytes(14_700_000_000), gigabytes(120_000_000), gigabytes(0)
+    ('9.1 GB', '14.7 GB', '0.12 GB', '0 GB')
+    """
+    size = nbytes / 1e9
+    return f"{size:.1f} GB" if size >= 1 else f"{size:.2f} GB" if size else "0 GB"
+
+
+def rate(per_s: float, noun: str) -> str:
+    """
+    >>> rate(12.44, "steps"), rate(0.05, "steps"), rate(1840.2, "samples")
+    ('12.4 steps/s', '0.05 steps/s', '1,840 samples/s')
+    """
+    if per_s >= 100:
+        return f"{per_s:,.0f} {noun}/s"
+    return f"{per_s:.1f} {noun}/s" if per_s >= 1 else f"{per_s:.2g} {noun}/s"
+
+
+def plural(count: int, noun: str) -> str:
+    """
+    >>> plural(1, "step"), plural(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from nbaccel.events import Checkpoint, Loss, Memory, Metric, OutOfMemory, Phase, Progress, RecordsLost, StepEntered
+from nbaccel.view.history import History, Mark
+from nbaccel.view.usage import Usage
+
+
+def test_losses_make_a_curve_by_rank_and_their_mean() -> None:
+    history = History(2)
+    for rank in (0, 1):
+        for step in range(3):
+            history.feed(rank, 0.1, Loss(1.0 + rank, step))
+    assert history.curve("loss").mean == (1.5, 1.5, 1.5)
+    assert history.curve("loss", rank=1).mean == (2.0, 2.0, 2.0)
+    assert history.steps == 3
+
+
+def test_rows_are_what_rank_0_logged_and_curves_are_of_all_ranks() -> None:
+    history = History(2)
+    for rank in (0, 1):
+        history.feed(rank, 0.1, Metric({"acc": 0.5 + rank / 4, "stage": "warm"}, step=2))
+    assert list(history.rows) == [{"step": 2, "acc": 0.5, "stage": "warm"}]
+    assert history.curve("acc").mean == (0.625,)
+    assert history.names == ["acc"]
+
+
+def test_a_logged_loss_stands_beside_that_of_backward_whichever_came_first() -> None:
+    history = History(1)
+    history.feed(0, 0.1, Metric({"loss": 9.0}, step=0))
+    assert history.names == ["loss"]
+    history.feed(0, 0.1, Loss(1.0, step=0))
+    assert history.curve("loss").mean == (1.0,)
+    assert history.curve("logged loss").mean == (9.0,)
+
+
+def test_an_unknown_curve_is_named_with_those_there_are() -> None:
+    history = History(1)
+    with pytest.raises(KeyError, match="no curve is called 'acc'; there is: none yet"):
+        history.curve("acc")
+    history.feed(0, 0.1, Loss(1.0, step=0))
+    with pytest.raises(KeyError, match="there is: loss"):
+        history.curve("acc")
+
+
+def test_progress_gives_pace_and_time_of_arrival() -> None:
+    history = History(1, began_at=100.0)
+    for batch in range(1, 51):
+        at = 100.0 + batch * 0.1
+        history.feed(0, at, Progress(step=batch, batch=batch, batches=100, epoch=0, epochs=2))
+    assert history.phase.pace.steps_per_s == pytest.approx(10.0)
+    assert history.phase.eta_s == pytest.approx(15.0)
+    assert history.phase.knows_its_end
+    assert history.seconds == pytest.approx(5.0)
+    assert history.speed.mean().mean[-1] == pytest.approx(10.0)
+
+
+def test_without_the_number_of_epochs_the_epoch_has_an_end() -> None:
+    history = History(1)
+    for batch in range(1, 51):
+        history.feed(0, batch * 0.1, Progress(step=batch, batch=batch, batches=100, epoch=1))
+    assert history.phase.eta_s == pytest.approx(5.0)
+    assert not history.phase.knows_its_end
+
+
+def test_an_evaluation_is_shown_while_it_runs_and_training_afterwards() -> None:
+    history = History(1)
+    history.feed(0, 1.0, Progress(step=5, batch=5, batches=5))
+    history.feed(0, 2.0, Progress(step=5, batch=1, batches=3, is_training=False))
+    assert history.phase.progress == Progress(step=5, batch=1, batches=3, is_training=False)
+    history.feed(0, 3.0, Progress(step=5, batch=3, batches=3, is_training=False, is_over=True))
+    assert history.phase.progress == Progress(step=5, batch=5, batches=5)
+
+
+def test_memory_is_that_of_the_device_or_of_the_host() -> None:
+    history = History(2)
+    history.feed(0, 1.0, Memory(5, 6, 100, 7, 8, 9, 10))
+    history.feed(1, 1.5, Memory(5, 6, 100))
+    assert history.memory == {0: Usage(True, 8, 9, 10), 1: Usage(False, 5, 6, 100)}
+    assert history.memory_bytes.line(1).step == (1500,)
+
+
+def test_what_happened_once_is_a_mark_in_words() -> None:
+    history = History(2)
+    history.feed(1, 2.0, OutOfMemory(step=12, phase="backward", micro_batch_size=64, next_size=32, batch_size=64))
+    history.feed(0, 3.0, Checkpoint("runs/a", step=20, seconds=0.4))
+    assert history.marks == [
+        Mark(2.0, "oom", "ran out of memory in backward with 64 samples; goes on with 32", 1, 12),
+        Mark(3.0, "checkpoint", "saved runs/a in 0.4 s", None, 20),
+    ]
+
+
+def test_of_very_many_marks_the_first_and_the_latest_are_kept() -> None:
+    history = History(1)
+    for step in range(1_000):
+        history.feed(0, step, OutOfMemory(step))
+    assert len(history.marks) == 200
+    assert (history.marks[0].step, history.marks[-1].step) == (0, 999)
+
+
+def test_a_phase_has_curves_of_its_own_though_ranks_are_read_in_turn() -> None:
+    history = History(2)
+    for rank in (0, 1):
+        history.feed(rank, 0.1, Phase("fold 1"))
+        history.feed(rank, 0.2, Loss(1.0, 0))
+        history.feed(rank, 0.3, Phase("fold 2"))
+        history.feed(rank, 0.4, Loss(2.0, 0))
+    assert [phase.name for phase in history.phases] == ["fold 1", "fold 2"]
+    assert [phase.series["loss"].mean().mean for phase in history.phases] == [(1.0,), (2.0,)]
+    assert [phase.series["loss"].ranks for phase in history.phases] == [[0, 1], [0, 1]]
+    assert history.steps == 2
+
+
+def test_a_phase_of_the_same_name_is_a_new_one() -> None:
+    history = History(1)
+    for value in (1.0, 2.0):
+        history.feed(0, 0.1, Phase("fold"))
+        history.feed(0, 0.2, Loss(value, 0))
+    assert [phase.series["loss"].latest for phase in history.phases] == [1.0, 2.0]
+
+
+def test_lost_records_are_counted_over_ranks() -> None:
+    history = History(2)
+    for rank, count in ((0, 3), (0, 5), (1, 1)):
+        history.feed(rank, 1.0, RecordsLost(count))
+    assert history.lost == 6
+
+
+def test_events_it_does_not_know_are_left_out() -> None:
+    history = History(1)
+    history.feed(0, 5.0, StepEntered(3))
+    assert history.seconds == 0.0
+    assert history.phase.is_empty
+
+
+def a_run(world_size: int = 2) -> History:
+    history = History(world_size)
+    for rank in range(world_size):
+        for step in range(10):
+            history.feed(rank, step / 10, Loss(1.0 / (step + 1), step))
+            history.feed(rank, step / 10, Progress(step + 1, step + 1, 10))
+            history.feed(rank, step / 10, Memory(1_000, 2_000, 10_000))
+    history.feed(0, 1.0, Metric({"acc": 0.75}, 9))
+    return history
+
+
+def test_to_dict_is_json_and_has_every_number() -> None:
+    data = json.loads(json.dumps(a_run().to_dict()))
+    loss = data["phases"][0]["curves"]["loss"]
+    assert loss["mean"] == [1.0 / (step + 1) for step in range(10)]
+    assert loss["ranks"]["1"]["step"] == list(range(10))
+    assert data["rows"] == [{"step": 9, "acc": 0.75}]
+    assert data["memory"]["0"]["peak_bytes"] == 2_000
+    assert (data["steps"], data["world_size"], data["lost"]) == (10, 2, 0)
+
+
+def test_to_pandas_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"pip install pandas.*to_dict"):
+        a_run().to_pandas()
+
+
+def test_to_pandas_has_a_row_for_each_step_and_a_column_for_each_curve() -> None:
+    pytest.importorskip("pandas")
+    frame = a_run().to_pandas()
+    assert list(frame.columns) == ["loss", "acc"]
+    assert frame.loc[("", 9), "acc"] == 0.75
+    assert math.isnan(frame.loc[("", 0), "acc"])
+    assert a_run().to_pandas(rank=1)["loss"].iloc[1] == 0.5
+
+
+def test_a_history_says_what_it_is() -> None:
+    assert repr(a_run()) == "<History: 10 steps, 2 ranks; loss 0.1000, acc 0.7500>"
+
+
+def bytes_of(make: Callable[[], History]) -> int:
+    tracemalloc.start()
+    try:
+        kept = make()
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert not kept.phase.is_empty
+    return used
+
+
+@pytest.mark.slow
+def test_a_million_steps_take_less_than_5_mb() -> None:
+    """Two ranks; what differs by step is what could grow with their number."""
+
+    def million() -> History:
+        history = History(2)
+        for step in range(1_000_000):
+            history.feed(step & 1, step / 100, Loss(1.0 / (step + 1), step >> 1))
+            if step % 40 == 0:
+                history.feed(0, step / 100, Metric({"lr": 0.1 * step, "acc": 1.0 * step}, step))
+            if step % 200 == 0:
+                history.feed(0, step / 100, Progress(step, step, 1_000_000))
+                history.feed(1, step / 100, Memory(step, step, 10**10))
+        return history
+
+    assert bytes_of(million) < 5_000_000
+
+
+def test_very_many_curves_share_the_room() -> None:
+    def many() -> History:
+        history = History(8)
+        for step in range(30):
+            for rank in range(8):
+                history.feed(rank, step, Metric({f"norm {name}": 1.0 for name in range(150)}, step))
+        return history
+
+    assert bytes_of(many) < 5_000_000

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import math
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+
+import pytest
+
+from nbaccel.events import Loss, OutOfMemory
+from nbaccel.view.history import History
+from nbaccel.view.panel import Panel
+from nbaccel.view.state import Facts, State
+from view.runs import a_run
+
+FACTS = Facts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
+DONE = State("done", "done in 0:50, 500 steps")
+
+
+def tree(html: str) -> ElementTree.Element:
+    """The fragment, which is also well-formed XML."""
+    return ElementTree.fromstring(html)
+
+
+def words(html: str) -> str:
+    return " ".join(" ".join(tree(html).itertext()).split())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8, 12])
+@pytest.mark.parametrize("state", [State("running"), DONE], ids=lambda state: state.word)
+def test_the_panel_is_well_formed_and_carries_no_script(world_size: int, state: State) -> None:
+    bundle = Panel(a_run(world_size, 200), FACTS).bundle(20.0, state)
+    html = bundle["text/html"]
+    assert sorted(bundle) == ["text/html", "text/plain"]
+    assert not re.search(r"<script|javascript:|\bon\w+=|https?://|@import|url\(", html)
+    panel = tree(html.partition("</style>")[2])
+    assert panel.attrib["class"] == "nbaccel"
+    rows = panel.findall(".//tbody/tr")
+    assert [row.findtext("th", "").strip() or row.find("th/svg").tail.strip() for row in rows] == [  # type: ignore[union-attr]
+        str(rank) for rank in range(world_size)
+    ]
+    assert {head.attrib["scope"] for head in panel.iter("th")} == {"col", "row"}
+
+
+def test_its_height_depends_on_the_number_of_ranks_alone() -> None:
+    heights = {
+        re.search(r'style="height:(\d+)px"', Panel(history, FACTS).html(1.0, state))[1]  # type: ignore[index]
+        for history in (History(2), a_run(2, 1), a_run(2, 300))
+        for state in (State("running"), DONE)
+    }
+    assert heights == {str(Panel(History(2), FACTS).height_px)}
+    assert Panel(History(8), FACTS).height_px < Panel(History(64), FACTS).height_px + 1 < 400
+
+
+def test_a_person_who_hears_it_gets_the_numbers() -> None:
+    history = a_run()
+    panel = tree(Panel(history, FACTS).html(50.0))
+    plots = [svg for svg in panel.iter("svg") if svg.attrib.get("role") == "img"]
+    loss = history.phase.series["loss"]
+    assert [svg.attrib["aria-label"] for svg in plots] == [
+        f"loss {loss.latest:#.4g} (rank 0 {loss.last[0]:#.4g}, rank 1 {loss.last[1]:#.4g}, "
+        f"lowest {loss.lowest:#.4g}, highest {loss.highest:#.4g})"
+    ]
+    assert panel.find("progress").attrib["aria-label"] == "epoch 1/3, batch 500/500, step 500, 33 %"  # type: ignore[union-attr]
+
+
+def test_the_end_is_a_sentence_that_is_announced_once() -> None:
+    running, done = (tree(Panel(a_run(), FACTS).html(50.0, state)) for state in (State("running"), DONE))
+    assert [e.tag for e in running.iter() if e.attrib.get("role") == "status"] == []
+    assert ["".join(e.itertext()) for e in done.iter() if e.attrib.get("role") == "status"] == [DONE.sentence]
+
+
+@pytest.mark.parametrize("word", ["done", "failed", "stopped"])
+def test_the_state_is_a_word_and_a_sign_not_a_colour_alone(word: str) -> None:
+    assert re.search(rf"[✓✕■] {word}", words(Panel(a_run(), FACTS).html(50.0, State(word, f"{word} in 0:50"))))
+
+
+def test_the_curves_that_were_chosen_are_drawn() -> None:
+    html = Panel(a_run(), Facts(plots=("acc", "loss", "f1"))).html(50.0)
+    assert [figure.findtext("div/b", "").split()[0] for figure in tree(html).iter("figure")] == ["acc", "loss", "f1"]
+    assert "nothing yet" in words(html)
+
+
+def test_numbers_that_are_not_drawn_are_written() -> None:
+    assert "acc 0.8105" in words(Panel(a_run(), FACTS).html(50.0))
+
+
+def test_names_of_the_user_are_text_not_html() -> None:
+    history = History(1)
+    history.feed(0, 0.1, Loss(1.0, 0))
+    html = Panel(history, Facts("<b>", 'a"b', plots=("loss", "<i>&"))).html(1.0)
+    assert "<i>&" in words(html)
+    assert tree(html).attrib["aria-label"] == "<b>"
+
+
+def test_ranks_are_told_apart_by_dashes_too() -> None:
+    panel = tree(Panel(a_run(8, 50), FACTS).html(5.0))
+    plot = next(svg for svg in panel.iter("svg") if svg.attrib.get("role") == "img")
+    lines = [
+        (path.attrib["stroke"], path.attrib["stroke-dasharray"]) for path in plot if "stroke-dasharray" in path.attrib
+    ]
+    assert len(lines) == len(set(lines)) == 8
+
+
+def test_a_loss_that_is_no_number_is_said_where_it_is_drawn() -> None:
+    history = History(1)
+    for step in range(4):
+        history.feed(0, 1.0, Loss(math.nan if step == 3 else 1.0, step))
+    assert "loss nan not finite since step 3" in words(Panel(history, FACTS).html(1.0))
+    only = History(1)
+    only.feed(0, 1.0, Loss(math.inf, 0))
+    assert "not finite since step 0" in words(Panel(only, FACTS).html(1.0))
+
+
+def test_memory_that_ran_out_is_marked_in_the_plot_and_said() -> None:
+    history = a_run()
+    history.feed(1, 50.0, OutOfMemory(250, "forward", 64, 32, 64))
+    html = Panel(history, FACTS).html(50.0)
+    assert "step 250: rank 1 ran out of memory" in words(html)
+    assert html.count('stroke="var(--bad)"') == 1
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-9, 1e12])
+def test_a_flat_curve_can_be_drawn(value: float) -> None:
+    history = History(1)
+    for step in range(3):
+        history.feed(0, 1.0, Loss(value, step))
+    assert tree(Panel(history, FACTS).html(1.0)) is not None
+
+
+def test_one_point_is_a_dot() -> None:
+    history = History(1)
+    history.feed(0, 1.0, Loss(1.0, 7))
+    assert 'd="M0 500l0 0"' in Panel(history, FACTS).html(1.0)
+
+
+def test_a_frame_is_small() -> None:
+    """30 kB per second at two frames per second, and a saved notebook of less than 100 kB."""
+    for world_size in (2, 8):
+        bundle = Panel(a_run(world_size, 1_000), FACTS).bundle(100.0)
+        assert sum(map(len, bundle.values())) < 15_000
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    def once() -> float:
+        began = time.process_time()
+        function()
+        return time.process_time() - began
+
+    return min(once() for _ in range(20))
+
+
+def test_a_frame_after_a_million_steps_takes_less_than_5_ms() -> None:
+    history = History(2)
+    for step in range(1_000_000 - 1_000, 1_000_000):  # as full as a curve can be, which steps before do not change
+        for rank in (0, 1):
+            history.feed(rank, step, Loss(1.0 / (step + 1), step))
+    panel = Panel(history, FACTS)
+    assert history.phase.series["loss"].buckets > 500
+    assert seconds_of(lambda: panel.bundle(100.0)) < 0.005

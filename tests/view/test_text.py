@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import math
+
+from nbaccel.events import Loss, OutOfMemory, Phase, Progress, RecordsLost
+from nbaccel.view.history import History
+from nbaccel.view.state import Facts, State
+from nbaccel.view.text import line, text
+from view.runs import a_run
+
+FACTS = Facts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
+
+
+def test_the_text_carries_every_number() -> None:
+    history = a_run()
+    loss = history.phase.series["loss"]
+    assert text(history, FACTS, 50.0).splitlines() == [
+        "Cell In[5]: running",
+        "2 x Tesla T4, fp16",
+        "epoch 1/3, batch 500/500, step 500, 33 %, 10.0 steps/s, 0:50, 1:40 left",
+        f"loss {loss.latest:#.4g} (rank 0 {loss.last[0]:#.4g}, rank 1 {loss.last[1]:#.4g}, "
+        f"lowest {loss.lowest:#.4g}, highest {loss.highest:#.4g})",
+        "acc 0.8105 (lowest 0, highest 0.8105)",
+        "rank 0: GPU 0 9.1 of 14.7 GB, peak 11.2 GB",
+        "rank 1: GPU 1 9.1 of 14.7 GB, peak 11.2 GB",
+    ]
+
+
+def test_the_end_is_said_in_words() -> None:
+    words = text(a_run(), FACTS, 50.0, State("failed", "failed: rank 1, ValueError: 11 classes")).splitlines()
+    assert words[0] == "Cell In[5]: failed: rank 1, ValueError: 11 classes"
+
+
+def test_what_happened_and_what_was_lost_is_said() -> None:
+    history = a_run()
+    history.feed(1, 50.0, OutOfMemory(499, "forward", 64, 32, 64))
+    history.feed(0, 50.0, RecordsLost(1))
+    assert text(history, FACTS, 50.0).splitlines()[-2:] == [
+        "step 499: rank 1 ran out of memory in forward with 64 samples; goes on with 32",
+        "1 record did not arrive: the curves have gaps, the training has none",
+    ]
+
+
+def test_a_loss_that_is_no_number_says_since_when_and_on_which_rank() -> None:
+    history = History(2)
+    for rank in (0, 1):
+        for step in range(4):
+            history.feed(rank, 1.0, Loss(math.nan if rank and step >= 2 else 1.0, step))
+    assert "not finite since step 2 on rank 1" in text(history, FACTS, 1.0)
+
+
+def test_a_rank_that_is_behind_says_so() -> None:
+    history = History(2)
+    history.feed(0, 1.0, Progress(step=40, batch=40))
+    history.feed(1, 1.0, Progress(step=35, batch=35))
+    assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0)
+
+
+def test_an_evaluation_and_a_phase_are_named() -> None:
+    history = History(1)
+    history.feed(0, 0.1, Phase("fold 2"))
+    history.feed(0, 1.0, Progress(batch=3, batches=12, is_training=False))
+    assert "fold 2, evaluating, batch 3/12, 25 %" in text(history, FACTS, 1.0)
+
+
+def test_the_line_is_one_line() -> None:
+    assert line(a_run(on_device=False), Facts(), 50.0) == (
+        f"epoch 1/3, batch 500/500, step 500, 33 %, loss {a_run().phase.series['loss'].latest:#.4g}, acc 0.8105, "
+        "10.0 steps/s, 0:50, 1:40 left, memory host 0.40 of 24.0 GB / host 0.40 of 24.0 GB"
+    )
+
+
+def test_a_run_that_said_nothing_has_its_time() -> None:
+    assert line(History(2), FACTS, 12.0) == "0:12"
+    assert text(History(2), Facts("run"), 12.0) == "run: running\n0:12"
