@@ -222,6 +222,7 @@ class Accumulation:
     window: that of the innermost loop; the one to ask ``window.sync``.
     depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
     gate: how batches reach the loops.
+    epochs: how many the program has announced; None if it has not.
     """
 
     def __init__(self, steps: int = 1, rules: GradientAccumulationPlugin | None = None) -> None:
@@ -231,6 +232,7 @@ class Accumulation:
         self.clock = StepClock()
         self.depth = 0
         self.is_held = False
+        self.epochs: int | None = None
         self.window: Window = _Outside(self.clock, self.rules)
         self._outside = self.window
         self._open: list[Window] = []

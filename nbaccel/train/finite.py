@@ -39,16 +39,20 @@ class LossWatch:
         self._due_s = 0.0
         self._has_warned = False
 
-    def see(self, loss: Tensor) -> None:
-        """The loss that `backward` was given, before it is divided or scaled."""
+    def see(self, loss: Tensor) -> float | Tensor:
+        """Look at the loss that `backward` was given, before it is divided or scaled.
+
+        Returns it for the record: as a number if it was read anyway, else detached, to be read later.
+        """
         if self._every_s:
             now_s = time.monotonic()
             if now_s < self._due_s:
-                return
+                return loss.detach()
             self._due_s = now_s + self._every_s
         value = loss.item() if loss.numel() == 1 else loss.detach().sum().item()
         if not math.isfinite(value):
             self._found(value)
+        return value
 
     def lets_step(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` may step now, with the gradients it has. Alike on all ranks."""
@@ -76,8 +80,9 @@ class LossWatch:
 class _Skip(LossWatch):
     """Leaves out steps whose gradients are not finite: on every rank alike, since those are synchronised."""
 
-    def see(self, loss: Tensor) -> None:
+    def see(self, loss: Tensor) -> float | Tensor:
         """The gradients will tell."""
+        return loss.detach()
 
     def lets_step(self, optimizer: Optimizer) -> bool:
         if self._strategy.has_finite_gradients(optimizer):

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from nbaccel.events import CollectiveEntered, Event, Gauge, Loss, Metric, Sink, StepEntered, StepsEnded, Waiting
@@ -26,6 +27,7 @@ __all__ = ["Reporter"]
 _EVERY_S = 0.25
 _MOST_WAITING = 10_000
 _LOSSES_PER_READ = 500
+_PATIENCE_S = 1.0  # at the end of a run, with a device that may never answer
 _PLAIN = (int, float, str, type(None))
 
 
@@ -41,7 +43,8 @@ class Reporter:
         self._losses: deque[tuple[float, Loss]] = deque()
         self._metrics: deque[tuple[float, Metric]] = deque()
         self._gauges: list[Gauge] = []
-        self._reading = threading.Lock()  # one at a time: the thread, or the end of the run
+        self._is_wanted = threading.Event()
+        self._is_written = threading.Event()
         self._memory = MemoryMeter()
         self._record: Sink = self._write
         self._routes: dict[type[Event], Sink] = {
@@ -49,8 +52,8 @@ class Reporter:
             StepsEnded: gate,
             CollectiveEntered: watch,
             Waiting: watch,
-            Loss: self._keep_loss,
-            Metric: self._write_or_keep,
+            Loss: self._loss,
+            Metric: self._metric,
             Gauge: self._gauges.append,  # type: ignore[dict-item]  # routed here are gauges
         }
         os.register_at_fork(after_in_child=self._fall_silent)
@@ -60,18 +63,26 @@ class Reporter:
         self._routes.get(type(event), self._record)(event)
 
     def flush(self) -> None:
-        """Write what was reported so far, and how things stand."""
-        with self._reading:
+        """Have what was reported so far written, and how things stand. Waits a second at most.
+
+        The thread does it: reading a tensor would wait for ever where the device waits for a rank that is gone.
+        """
+        self._is_written.clear()
+        self._is_wanted.set()
+        self._is_written.wait(_PATIENCE_S)
+
+    def _run(self) -> None:
+        is_wanted = False
+        while True:
             self._write_losses()
             self._write_metrics()
             self._look_at_gauges()
             with suppress(Exception):  # of a device that is past answering
                 self._write(self._memory.read())
-
-    def _run(self) -> None:
-        while True:
-            self.flush()
-            time.sleep(_EVERY_S)
+            if is_wanted:
+                self._is_written.set()
+            is_wanted = self._is_wanted.wait(_EVERY_S)
+            self._is_wanted.clear()
 
     def _fall_silent(self) -> None:
         """In a child that the user's code forked: the rank speaks for itself."""
@@ -83,20 +94,23 @@ class Reporter:
     def _write(self, event: Event) -> None:
         write_event(self._ring, event)
 
-    def _keep_loss(self, event: Event) -> None:
+    def _loss(self, event: Event) -> None:
         assert isinstance(event, Loss)
-        if len(self._losses) < _MOST_WAITING:
-            self._losses.append((time.monotonic(), event))
+        value, losses = event.value, self._losses
+        if not losses and type(value) is float:
+            write_loss(self._ring, event.step, value)
+        elif len(losses) < _MOST_WAITING:  # behind those that wait already: losses keep their order
+            losses.append((time.monotonic(), event))
         else:
             self._ring.leave_out()
 
-    def _write_or_keep(self, event: Event) -> None:
-        """Behind those that wait already: rows of metrics keep their order."""
+    def _metric(self, event: Event) -> None:
         assert isinstance(event, Metric)
-        if not self._metrics and all(isinstance(value, _PLAIN) for value in event.values.values()):
-            self._write(event)
-        elif len(self._metrics) < _MOST_WAITING:
-            self._metrics.append((time.monotonic(), event))
+        metrics = self._metrics
+        if not metrics and all(isinstance(value, _PLAIN) for value in event.values.values()):
+            write_event(self._ring, event)
+        elif len(metrics) < _MOST_WAITING:
+            metrics.append((time.monotonic(), event))
         else:
             self._ring.leave_out()
 
@@ -104,19 +118,17 @@ class Reporter:
 
     def _write_losses(self) -> None:
         while self._losses:
-            losses = [self._losses.popleft() for _ in range(min(len(self._losses), _LOSSES_PER_READ))]
-            try:
+            losses = list(islice(self._losses, _LOSSES_PER_READ))  # still in their place: none is to pass them
+            with suppress(Exception):  # of a device that failed; the step will say so where the user can see it
                 numbers = _numbers([loss.value for _, loss in losses])
-            except Exception:  # the device failed; the step will say so where the user can see it
-                for _ in losses:
-                    self._ring.leave_out()
-                continue
-            for (at, loss), number in zip(losses, numbers, strict=True):
-                write_loss(self._ring, loss.step, number, at)
+                for (at, loss), number in zip(losses, numbers, strict=True):
+                    write_loss(self._ring, loss.step, number, at)
+            for _ in losses:
+                self._losses.popleft()
 
     def _write_metrics(self) -> None:
         while self._metrics:
-            at, metric = self._metrics[0]  # still in its place, so that none is written past it meanwhile
+            at, metric = self._metrics[0]
             write_event(self._ring, metric, at)
             self._metrics.popleft()
 

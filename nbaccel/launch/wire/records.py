@@ -25,7 +25,7 @@ def write_loss(ring: RingWriter, step: int, value: float, at: float | None = Non
 
 
 def write_event(ring: RingWriter, event: Event, at: float | None = None) -> None:
-    """Leave `event`. Fields that are no numbers, strings or containers of them become strings.
+    """Leave `event`. What is no number, string or container of them becomes a string; what cannot, counts as lost.
 
     >>> from nbaccel.launch.wire.ring import RingReader, make_ring
     >>> import os
@@ -37,7 +37,12 @@ def write_event(ring: RingWriter, event: Event, at: float | None = None) -> None
     >>> writer.close(); reader.close(); os.close(fd)
     """
     fields = {name: getattr(event, name) for name in event.__dataclass_fields__}
-    ring.write(_JSON, text=json.dumps([type(event).__name__, fields], default=_plain).encode(), at=at)
+    try:
+        text = json.dumps([type(event).__name__, fields], default=_plain)
+    except (TypeError, ValueError):  # keys that are no text, or a container that holds itself
+        ring.leave_out()
+    else:
+        ring.write(_JSON, text=text.encode(), at=at)
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nbaccel.errors import NotPrepared
+from nbaccel.events import Gauge, emit
 from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.data.gauge import LoopGauge
 from nbaccel.train.data.order import tell_epoch
 from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import Position, Progress
@@ -91,6 +93,16 @@ class PreparedLoader(DataLoader[Any]):
         steps = clock.step + clock.trained
         progress.begin(position)
         window = accumulation.open(self if self._origin is None else self._origin, length)
+        before = position.batches // stride
+        gauge = LoopGauge(
+            accumulation,
+            lambda: before + progress.taken // stride,
+            None if length is None else before + length,
+            position.epoch,
+            self._own_batch_size,
+            torch.is_grad_enabled(),
+        )
+        emit(Gauge(gauge.read))
         is_whole = False
         try:
             for batch, is_last in place(source.open(position), self._device):
@@ -115,6 +127,7 @@ class PreparedLoader(DataLoader[Any]):
                 has_trained = clock.step + clock.trained > steps
                 clock.passes += has_trained or position.goes_on  # resumed at its end it has nothing left to train
                 progress.end(counts=has_trained or (meetings.were_held if meetings.are_counted else is_whole))
+            emit(gauge.close())
             accumulation.close(window, is_whole)
 
     def _next_position(self) -> Position:
@@ -281,6 +294,12 @@ class PreparedLoader(DataLoader[Any]):
     def _batch_size(self) -> int | None:
         size: int | None = getattr(self.loader.batch_sampler, "batch_size", self.loader.batch_size)
         return size
+
+    @property
+    def _own_batch_size(self) -> int | None:
+        """Samples in one batch of this rank; None where batches have sizes of their own."""
+        size = self._batch_size
+        return size // self.world.world_size if size is not None and self._source.is_split else size
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet while unpickling

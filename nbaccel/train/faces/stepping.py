@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from nbaccel.events import Loss, emit
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.finite import LossWatch
@@ -109,7 +110,7 @@ class Stepping(ProcessControl):
         accumulation = self._accumulation
         window = accumulation.window
         divisor = accumulation.enter_backward()
-        self._watch.see(loss)
+        emit(Loss(self._watch.see(loss), accumulation.clock.step))
         if divisor != 1:
             loss = loss / divisor
         self._strategy.backward(self._precision.scale(loss), **kwargs)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.events import Metric, emit
+from nbaccel.events import Metric, Phase, emit
 from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names
 from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.readings import Reading
@@ -33,7 +33,7 @@ _ROWS_IN_FLIGHT = 64
 
 
 class Tracking(ProcessControl):
-    """`init_trackers`, `log`, `get_tracker`."""
+    """`init_trackers`, `log`, `phase`, `get_tracker`."""
 
     _trackers: Trackers
 
@@ -108,6 +108,18 @@ class Tracking(ProcessControl):
         emit(Metric(kept, at))
         if self._trackers.is_planned and self.trackers:
             self._trackers.log(_Row(Reading(kept), at, step, log_kwargs or {}))
+
+    def phase(self, name: str) -> None:
+        """Let what follows be shown as something of its own, with new curves and a new time of arrival. On any rank.
+
+        name: what it is called there: a fold, a stage, a model of several.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> for fold in range(2):
+        ...     accelerator.phase(f"fold {fold}")
+        """
+        emit(Phase(name))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker called `name`, for what only it can do; on other ranks a blank one, whose calls do nothing.

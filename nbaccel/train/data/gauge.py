@@ -1,0 +1,72 @@
+"""LoopGauge: how far one iteration over a prepared loader has come, for whoever looks at it. Runs in ranks.
+
+The loop itself reports nothing on its way: a launcher's thread looks at the gauge a few times per second, so that
+telling costs the loop nothing. Whether it trains or evaluates is seen from whether backwards come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nbaccel.events import Progress
+from nbaccel.train.accumulation import Accumulation
+
+__all__ = ["LoopGauge"]
+
+
+class LoopGauge:
+    """One iteration, from its first batch to its end.
+
+    taken: tells how many batches of the epoch this rank has had, with those that it was to leave out.
+    batches: how many the epoch has for it; None where that is unknown.
+    samples: in one batch of this rank; None where batches have sizes of their own.
+    may_train: gradients were enabled when it began.
+    """
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        taken: Callable[[], int],
+        batches: int | None,
+        epoch: int,
+        samples: int | None,
+        may_train: bool,
+    ) -> None:
+        self._accumulation = accumulation
+        self._taken = taken
+        self._batches = batches
+        self._epoch = epoch
+        self._samples = samples
+        self._may_train = may_train
+        self._steps_before = self._steps
+        self._taken_before = taken()
+        self._end: Progress | None = None
+
+    @property
+    def _steps(self) -> int:
+        clock = self._accumulation.clock
+        return clock.step + clock.trained
+
+    def read(self) -> Progress | None:
+        """Where the loop is now; None once it has ended. From any thread."""
+        return self._look() if self._end is None else None
+
+    def close(self) -> Progress:
+        """The iteration has ended, or was left: where it was then."""
+        self._end = self._look(is_over=True)
+        return self._end
+
+    def _look(self, is_over: bool = False) -> Progress:
+        steps, taken = self._steps, self._taken()
+        # Before the first step is complete a loop that trains and one that evaluates look alike, but for gradients.
+        is_first_window = self._may_train and taken <= self._taken_before + self._accumulation.steps and not is_over
+        return Progress(
+            step=steps,
+            batch=taken,
+            batches=self._batches,
+            epoch=self._epoch,
+            epochs=self._accumulation.epochs,
+            samples=self._samples,
+            is_training=steps > self._steps_before or is_first_window,
+            is_over=is_over,
+        )
