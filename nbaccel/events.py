@@ -114,7 +114,7 @@ class Memory(Event):
 class Checkpoint(Event):
     """A checkpoint is complete.
 
-    path: its folder.  step: optimizer steps in it.  seconds: how long saving took.
+    path: its folder.  step: optimizer steps in it.  seconds: how long writing it took, perhaps in the background.
     """
 
     path: str = ""
