@@ -164,7 +164,7 @@ def test_the_last_records_of_a_rank_that_was_killed_are_read(launcher: Launcher,
         os.kill(os.getpid(), signal.SIGKILL)
 
     heard = _Heard()
-    outcome = run(launcher, die, heard, start_method=start_method)
+    outcome = run(launcher, die, heard, world_size=1, start_method=start_method)
     assert outcome.error is not None
     assert [loss.step for loss in heard.of(Loss)] == list(range(100))
     assert heard.of(Metric) == [Metric({"accuracy": 0.5}, 99)]

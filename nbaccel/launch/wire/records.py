@@ -63,11 +63,13 @@ class RecordReader:
         self._kinds = {kind.__name__: kind for kind in kinds}
 
     def event(self, record: Record) -> Event | None:
-        """The event; None for a record that is no event of this version."""
+        """The event, its sequences as tuples; None for a record that is no event of this version."""
         if record.kind == _LOSS:
             return Loss(record.value, record.step)
         try:
             name, fields = json.loads(record.text)
-            return self._kinds[name](**fields)
-        except (ValueError, KeyError, TypeError):
+            return self._kinds[name](
+                **{key: tuple(field) if type(field) is list else field for key, field in fields.items()}
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None

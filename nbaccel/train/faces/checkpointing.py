@@ -10,7 +10,6 @@ Not saved: gradients. In an open accumulation window its batches count as not ye
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from abc import abstractmethod
 from collections import OrderedDict
@@ -24,7 +23,6 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from nbaccel.errors import CannotSave
-from nbaccel.events import Checkpoint, emit
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
@@ -335,9 +333,7 @@ class Checkpointing(Exporting):
         into_folder: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         try:
-            began = time.monotonic()
             reasons = save.write(into_folder)
-            emit(Checkpoint(os.fspath(save.target), save.stamp.step, time.monotonic() - began))
             if then is not None:
                 then()
         except CannotSave as error:
