@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         ProfileKwargs as ProfileKwargs,
     )
     from nbaccel.train.local_sgd import LocalSGD as LocalSGD
+    from nbaccel.train.memory import free_memory as free_memory
     from nbaccel.train.project import ProjectConfiguration as ProjectConfiguration
     from nbaccel.train.seeding import (
         set_seed as set_seed,
@@ -109,6 +110,7 @@ _HOME = {
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
     "debug_launcher": "nbaccel.launch.launcher",
+    "free_memory": "nbaccel.train.memory",
     "launch": "nbaccel.launch",
     "notebook_launcher": "nbaccel.launch.launcher",
     "set_seed": "nbaccel.train.seeding",

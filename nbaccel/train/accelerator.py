@@ -38,7 +38,7 @@ from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
 from nbaccel.train.gate import make_gate
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
-from nbaccel.train.memory import release_unused
+from nbaccel.train.memory import Freed, free
 from nbaccel.train.models import admit, backend_name, compiled, keep_compiled, may_move
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, make_precision, restore_forward
@@ -142,6 +142,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         self._trackers = Trackers(log_with)
         self._bound_to: World | None = None
         self._is_ready = False  # this process may train; see _make_ready
+        self.last_free: Freed | None = None
         _watch_forks(self)
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
         self._bind()
@@ -327,21 +328,22 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
             self._remembered,
         )
 
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Forget everything prepared and release what nobody else holds; one None per object.
+    def free_memory(self, *objects: Any, history: bool = False) -> list[None]:
+        """Forget everything prepared and release what nobody needs any more; one None per object.
+
+        What a failed cell had made goes too. What is still held, and by which names, is in `last_free`.
+        history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
 
         >>> model = optimizer = None
         >>> model, optimizer = Accelerator().free_memory(model, optimizer)
         """
-        count = len(objects)
-        del objects
         self._forget()
-        release_unused()
-        return [None] * count
+        self.last_free = free(objects, history)
+        return [None] * len(objects)
 
-    def clear(self, *objects: Any) -> list[None]:
+    def clear(self, *objects: Any, history: bool = False) -> list[None]:
         """`free_memory`, by its other name."""
-        return self.free_memory(*objects)
+        return self.free_memory(*objects, history=history)
 
     def end_training(self) -> None:
         """Finish the trackers, forget everything prepared and leave the process group. On every rank.

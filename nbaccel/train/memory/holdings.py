@@ -1,0 +1,141 @@
+"""Holdings: which names keep how many bytes of tensors alive. Runs anywhere; looks, and changes nothing.
+
+Memory counts once, under the first name that leads to it: models come first, then optimizers, tensors, and the
+rest in the order of their making. A tensor that an autograd graph has saved counts under the tensor whose graph it is.
+Not seen: tensors that only C++ holds (DDP's buckets), module globals, and what hooks of a graph have packed.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["Holding", "holdings"]
+
+_MOST_OBJECTS = 300_000
+"""Looked at per name; more than that are data, and take longer to look at than anybody waits."""
+
+_CLOSED = (type, types.ModuleType, types.FrameType, types.TracebackType, types.CodeType, str, bytes)
+"""What leads from an object to the rest of the process, or nowhere."""
+
+
+class Holding(NamedTuple):
+    """Bytes of tensors on a device that a name keeps alive; "model.grad" and the like say which part of it."""
+
+    name: str
+    bytes: int
+    device: str = "cpu"
+
+
+def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[Holding]:
+    """What keeps tensors alive among the names in `groups`, the largest first.
+
+    groups: names and their objects; what is in an earlier group counts there.
+    beside: objects that are not followed, such as the namespace itself.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(100, 10)
+    >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    >>> loss = model(torch.ones(3, 100)).sum()
+    >>> loss.backward()
+    >>> for holding in holdings({"weight": model.weight, "loss": loss, "model": model}):
+    ...     print(holding)
+    Holding(name='model', bytes=4040, device='cpu')
+    Holding(name='model.grad', bytes=4040, device='cpu')
+    Holding(name='loss', bytes=4, device='cpu')
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    census = _Census(torch, beside)
+    for names in groups:
+        for name, thing in sorted(names.items(), key=lambda item: census.turn(item[1])):
+            census.take(name, thing)
+    return sorted(census.found(), key=lambda holding: -holding.bytes)
+
+
+class _Census:
+    """Counts storages, each under the first name that leads to it."""
+
+    def __init__(self, torch: Any, beside: Iterable[Any]) -> None:
+        self._torch = torch
+        self._storages: set[tuple[str, int]] = set()
+        self._beside = {id(thing) for thing in beside}
+        self._bytes: dict[tuple[str, str], int] = {}
+
+    def turn(self, thing: Any) -> int:
+        kinds = (self._torch.nn.Module, self._torch.optim.Optimizer, self._torch.Tensor)
+        return next((turn for turn, kind in enumerate(kinds) if _is(thing, kind)), len(kinds))
+
+    def take(self, name: str, thing: Any) -> None:
+        if _is(thing, self._torch.optim.Optimizer):
+            self._count(f"{name}.state", _tensors(self._torch, list(thing.state.values()), self._beside))
+        tensors = list(_tensors(self._torch, thing, self._beside))
+        self._count(name, tensors)
+        self._count(f"{name}.grad", (tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None))
+        self._count(f"{name}.grad_fn", _saved_by(self._torch, tensors))
+
+    def found(self) -> Iterator[Holding]:
+        for (name, device), count in self._bytes.items():
+            yield Holding(name, count, device)
+
+    def _count(self, name: str, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+                key = (str(tensor.device), storage._cdata)
+                size = storage.nbytes()
+            except (RuntimeError, NotImplementedError):  # sparse, lazy: no storage of its own
+                continue
+            if size and tensor.device.type != "meta" and key not in self._storages:
+                self._storages.add(key)
+                place = (name, key[0])
+                self._bytes[place] = self._bytes.get(place, 0) + size
+
+
+def _tensors(torch: Any, thing: Any, beside: Collection[int]) -> Iterator[Any]:
+    """Tensors that `thing` leads to by Python references."""
+    seen = set(beside)
+    waiting = [thing]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        thing = waiting.pop()
+        if id(thing) in seen or _is(thing, _CLOSED):
+            continue
+        seen.add(id(thing))
+        if _is(thing, torch.Tensor):
+            yield thing
+        if type(thing) is types.FunctionType:  # its globals are everybody's
+            waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
+        else:
+            waiting += filter(gc.is_tracked, gc.get_referents(thing))
+
+
+def _is(thing: Any, kind: type | tuple[type, ...]) -> bool:
+    """By its true type: a lazy object's ``__class__`` may import what it stands for."""
+    return issubclass(type(thing), kind)
+
+
+def _saved_by(torch: Any, tensors: Iterable[Any]) -> Iterator[Any]:
+    """What the graphs behind `tensors` have saved for a backward.
+
+    Read without unpacking: that would run the hooks of activation checkpointing, which compute it all again. What a
+    hook has packed is passed over, and so is all of it before torch 2.9 or thereabouts, which shows nothing.
+    """
+    seen: set[Any] = set()
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                saved = getattr(node, name)
+                for one in saved if isinstance(saved, (tuple, list)) else (saved,):
+                    tensor = getattr(one, "data", None)
+                    if isinstance(tensor, torch.Tensor):
+                        yield tensor

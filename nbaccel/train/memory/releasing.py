@@ -1,0 +1,127 @@
+"""Releasing: give back what nobody needs any more, and report what is still held. Runs in ranks, scripts, the kernel.
+
+Names of the notebook are the user's: they are reported with their sizes, never deleted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.train.checkpoint.folder import in_units
+from nbaccel.train.memory.devices import HOST, bytes_in_use, empty_caches
+from nbaccel.train.memory.frames import forget_all_frames
+from nbaccel.train.memory.holdings import Holding, holdings
+from nbaccel.train.memory.shell import Names
+
+__all__ = ["Freed", "free", "free_memory", "release_memory", "release_unused"]
+
+_MOST_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """What became of this process's memory.
+
+    before, after: bytes by device, "cuda:0": its living tensors; "cpu": resident memory of the process.
+    held: names that keep tensors alive, the largest first.
+
+    >>> before, after = {"cpu": 2_000_000_000, "cuda:0": 900_000_000}, {"cpu": 2_000_000_000, "cuda:0": 420_000_000}
+    >>> print(Freed(before, after, (Holding("model", 412_000_000, "cuda:0"),)))
+    cuda:0: 480 MB freed, 420 MB in use, 8 MB of it under no name; cpu: 0 bytes freed, 2 GB in use; held by model 412 MB
+    """
+
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    held: tuple[Holding, ...] = ()
+
+    @property
+    def freed(self) -> dict[str, int]:
+        """Bytes by device that came free; negative where more is in use now."""
+        return {device: count - self.after.get(device, 0) for device, count in self.before.items()}
+
+    @property
+    def still_alive(self) -> list[tuple[str, int]]:
+        """Each name that keeps tensors alive, with their bytes on all devices; the largest first."""
+        totals: dict[str, int] = {}
+        for holding in self.held:
+            totals[holding.name] = totals.get(holding.name, 0) + holding.bytes
+        return sorted(totals.items(), key=lambda item: -item[1])
+
+    def __str__(self) -> str:
+        devices = sorted(self.freed, key=lambda device: device == HOST)
+        return "; ".join([*map(self._of_device, devices), _listed(self.still_alive)])
+
+    def _of_device(self, device: str) -> str:
+        in_use = self.after.get(device, 0)
+        text = f"{device}: {in_units(max(0, self.freed[device]))} freed, {in_units(in_use)} in use"
+        unnamed = in_use - sum(holding.bytes for holding in self.held if holding.device == device)
+        # The host's memory holds a whole program besides tensors.
+        return text if device == HOST or unnamed <= 0 else f"{text}, {in_units(unnamed)} of it under no name"
+
+
+def release_unused() -> None:
+    """Collect garbage, then return the caching allocators' unused blocks to their devices.
+
+    Call it outside of `except`, or after `forget_frames`: the exception's frames hold the failed attempt's tensors.
+    """
+    if gc.collect():
+        gc.collect()  # what the first one ended may have held more
+    empty_caches()
+
+
+def free(handed_in: tuple[Any, ...] = (), history: bool = False) -> Freed:
+    """Release what nobody needs: failed calls' variables, garbage, the allocators' caches; say what is still held.
+
+    handed_in: objects that the caller will let go of; names of them are not reported.
+    history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
+    """
+    before = bytes_in_use()
+    names = Names.of_this_process()
+    forget_all_frames()
+    if history:
+        names.forget_history(_holds_tensors)
+    release_unused()
+    leaving = {id(thing) for thing in handed_in}
+    staying = {name: value for name, value in names.variables().items() if id(value) not in leaving}
+    held = holdings(staying, names.outputs(), beside=names.not_followed())
+    return Freed(before, bytes_in_use(), tuple(held))
+
+
+def free_memory(*objects: Any, history: bool = False) -> list[None]:
+    """Release what nobody needs any more; one None per object, to be put in the places of the names.
+
+    In a notebook, what a failed cell had made goes too, although IPython still holds its exception. What your own names
+    hold stays: `Accelerator.last_free`, or `%accelerate memory`, tells which and how much.
+
+    history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
+
+    >>> model, optimizer = object(), object()
+    >>> model, optimizer = free_memory(model, optimizer)
+    """
+    free(objects, history)
+    return [None] * len(objects)
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """`free_memory`, by Accelerate's name.
+
+    >>> model, optimizer = object(), object()
+    >>> model, optimizer = release_memory(model, optimizer)
+    """
+    return free_memory(*objects)
+
+
+def _listed(alive: Sequence[tuple[str, int]]) -> str:
+    if not alive:
+        return "no name holds a tensor"
+    names = [f"{name} {in_units(count)}" for name, count in alive[:_MOST_SHOWN]]
+    rest = alive[_MOST_SHOWN:]
+    more = [f"{len(rest)} more names {in_units(sum(count for _, count in rest))}"] if rest else []
+    return f"held by {', '.join(names + more)}"
+
+
+def _holds_tensors(thing: Any) -> bool:
+    return bool(holdings({"": thing}))

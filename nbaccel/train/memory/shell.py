@@ -1,0 +1,86 @@
+"""Shell: the notebook's names, and what IPython keeps of its outputs. Runs in the kernel and in ranks.
+
+IPython is looked for, never imported: in a script the names are those of `__main__`, and there is no history.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["Names"]
+
+_LAST = ("_", "__", "___")
+
+
+class Names:
+    """The variables of the program that runs here, as its author calls them.
+
+    shell: IPython's, or None for a script's.
+    """
+
+    def __init__(self, shell: Any = None) -> None:
+        self._shell = shell
+
+    @classmethod
+    def of_this_process(cls) -> Names:
+        ipython = sys.modules.get("IPython")
+        return cls(None if ipython is None else ipython.get_ipython())
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        return vars(sys.modules["__main__"]) if self._shell is None else self._shell.user_ns
+
+    def variables(self) -> dict[str, Any]:
+        """The program's own; without those that IPython made."""
+        hidden: Mapping[str, Any] = {} if self._shell is None else self._shell.user_ns_hidden
+        return {
+            name: value
+            for name, value in self.namespace.items()
+            if name not in hidden and not (name.startswith("_") and name.strip("_i0123456789") == "")
+        }
+
+    def outputs(self) -> dict[str, Any]:
+        """What cells have shown and IPython keeps, as `Out[7]`; and `_7` or `_`, where only those are left."""
+        if self._shell is None:
+            return {}
+        spaces = (self._shell.user_ns_hidden, self.namespace)
+        last = {name: value for space in spaces for name, value in space.items() if name in _LAST or _is_numbered(name)}
+        return {f"Out[{number}]": value for number, value in self._out().items()} | last
+
+    def not_followed(self) -> list[Any]:
+        """Objects that would lead from one variable to all others."""
+        return [self.namespace, sys.modules, self._out(), *([] if self._shell is None else [self._shell])]
+
+    def forget_history(self, is_heavy: Callable[[Any], bool]) -> None:
+        """Drop the outputs that are heavy wherever IPython keeps them: Out, `_7`, `_`, its display hook, its mirror.
+
+        The mirror is `user_ns_hidden`, in which IPython remembers which names it made itself: values and all.
+        """
+        if self._shell is None:
+            return
+        mirror = self._shell.user_ns_hidden
+        out = self._out()
+        for number in [number for number, value in out.items() if is_heavy(value)]:
+            del out[number]
+        for space in (self.namespace, mirror):
+            for name in [name for name in space if _is_numbered(name) and is_heavy(space[name])]:
+                del space[name]
+            space.update({name: "" for name in _LAST if is_heavy(space.get(name))})
+        hook = self._shell.displayhook
+        for name in _LAST:
+            if is_heavy(getattr(hook, name, None)):
+                setattr(hook, name, "")
+
+    def _out(self) -> dict[int, Any]:
+        out: dict[int, Any] = {} if self._shell is None else self.namespace.get("_oh", {})
+        return out
+
+
+def _is_numbered(name: str) -> bool:
+    """
+    >>> _is_numbered("_7"), _is_numbered("_i7"), _is_numbered("_")
+    (True, False, False)
+    """
+    return name.startswith("_") and name[1:].isdecimal()
