@@ -32,13 +32,14 @@ from nbaccel.train.faces.checkpointing import ON_SAVE_ERROR, Checkpointing, Regi
 from nbaccel.train.faces.exchange import Exchange
 from nbaccel.train.faces.loading import Loading
 from nbaccel.train.faces.profiling import Profiling
-from nbaccel.train.faces.stepping import Stepping
+from nbaccel.train.faces.recovering import Recovering
 from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
 from nbaccel.train.gate import make_gate
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
 from nbaccel.train.memory import Freed, free
+from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.models import admit, backend_name, compiled, keep_compiled, may_move
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, make_precision, restore_forward
@@ -58,7 +59,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profiling):
+class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profiling):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -140,6 +141,8 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         self._epochs = Epochs()
         self._remembered = Remembered()
         self._trackers = Trackers(log_with)
+        self._micro_batches = MicroBatches()
+        self._engine = None
         self._bound_to: World | None = None
         self._is_ready = False  # this process may train; see _make_ready
         self.last_free: Freed | None = None
@@ -361,6 +364,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
     # -- finding this process's world
 
     def _forget(self) -> None:
+        self._release_engine()
         self._writer.join()
         self._staging.clear()
         self._prepared.forget()
@@ -377,6 +381,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
         if bound_to == world:
             return
         self._is_ready = False
+        self._engine = None
         if bound_to is not None and bound_to.world_size == world.world_size and self._prepared:
             self._precision.move_to(self.device)
             if self.device_placement:
@@ -426,6 +431,9 @@ class Accelerator(Exchange, Checkpointing, Tracking, Stepping, Loading, Profilin
                 f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
             )
         self._is_ready = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_engine": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

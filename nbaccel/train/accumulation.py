@@ -223,6 +223,7 @@ class Accumulation:
     depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
     gate: how batches reach the loops.
     epochs: how many the program has announced; None if it has not.
+    is_local: inside `hold_gradients`, where ranks exchange parameters instead.
     """
 
     def __init__(self, steps: int = 1, rules: GradientAccumulationPlugin | None = None) -> None:
@@ -233,6 +234,7 @@ class Accumulation:
         self.depth = 0
         self.is_held = False
         self.epochs: int | None = None
+        self.is_local = False
         self.window: Window = _Outside(self.clock, self.rules)
         self._outside = self.window
         self._open: list[Window] = []

@@ -1,4 +1,4 @@
-"""The contexts of a step: `accumulate` and `no_sync`. Run in ranks, entered for every batch.
+"""The contexts of a step: `accumulate`, `no_sync` and `hold_gradients`. Run in ranks, entered for every batch.
 
 They bring three parts together for the length of a block: the accumulation that decides, the strategy that can
 hold gradients back, and the models it is about.
@@ -17,7 +17,7 @@ from torch.nn import Module
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.strategies import Strategy
 
-__all__ = ["Accumulating", "NoSync"]
+__all__ = ["Accumulating", "Local", "NoSync"]
 
 
 class NoSync:
@@ -40,6 +40,25 @@ class NoSync:
     def __exit__(self, *exception: Any) -> None:
         self._accumulation.is_held = self._was_held
         self._stack.close()
+
+
+class Local:
+    """Gradients of a model each rank's own, while entered: steps count as steps, and nobody waits for anybody."""
+
+    __slots__ = ("_accumulation", "_held", "_was_local")
+
+    def __init__(self, accumulation: Accumulation, held: AbstractContextManager[Any]) -> None:
+        self._accumulation = accumulation
+        self._held = held
+
+    def __enter__(self) -> None:
+        self._was_local = self._accumulation.is_local
+        self._accumulation.is_local = True
+        self._held.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._accumulation.is_local = self._was_local
+        self._held.__exit__(*exception)
 
 
 class Accumulating:

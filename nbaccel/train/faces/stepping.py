@@ -27,7 +27,7 @@ from nbaccel.train.precision import Precision
 from nbaccel.train.prepared import Prepared
 from nbaccel.train.recompute import recompute_activations
 from nbaccel.train.strategies import Strategy
-from nbaccel.train.windows import Accumulating, NoSync
+from nbaccel.train.windows import Accumulating, Local, NoSync
 
 __all__ = ["Stepping"]
 
@@ -79,7 +79,7 @@ class Stepping(ProcessControl):
         """`no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
         if not self._is_ready:
             self._make_ready("hold_gradients", [model])
-        return self._strategy.no_sync(model)
+        return Local(self._accumulation, self._strategy.no_sync(model))
 
     def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
         """While entered, backward synchronises all gradients of `model`, also of forwards made under `no_sync`.

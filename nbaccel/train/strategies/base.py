@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbaccel.train.handlers import Handlers
+from nbaccel.train.microbatch.gradients import Gradients
 from nbaccel.train.precision import Precision
+from nbaccel.train.talk.collectives import Collectives
 from nbaccel.world import World
 
 __all__ = ["Strategy", "without_compile"]
@@ -55,6 +57,16 @@ class Strategy:
 
     def reduce_gradients(self, model: Module) -> None:
         """Synchronise gradients that were left unsynchronised. Collective; nothing to do on a single device."""
+
+    def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
+        """The gradients of `models`, for `forward_backward` to accumulate and exchange. Collective.
+
+        They are this strategy's again as soon as the program runs a forward of its own.
+
+        Raises:
+            CannotSplit: a model that exchanges something in its forward, or whose gradients are not ours to lend.
+        """
+        return Gradients([self.unwrap(model) for model in models])
 
     def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Step `optimizer`: what it returned, and whether it took the step."""

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.train.handlers import DDPCommunicationHookType
+from nbaccel.train.microbatch.buckets import Buckets
+from nbaccel.train.microbatch.gradients import Gradients
 from nbaccel.train.strategies.base import Strategy, without_compile
 from nbaccel.train.strategies.complaints import explain_twice_ready, explain_unused
+from nbaccel.train.strategies.lending import is_parallel, lendable
+from nbaccel.train.talk.collectives import Collectives
 
 __all__ = ["Replica", "Replicated"]
 
 
 class Replica(DistributedDataParallel):
-    """DDP that names the parameters it complains about."""
+    """DDP that names the parameters it complains about, and that can lend its gradients.
+
+    lent_to: who exchanges the gradients at present; DDP's own buckets are freed then. A forward with gradients
+    outside of `forward_backward` takes them back.
+    """
+
+    lent_to: Gradients | None = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.lent_to is not None:
+            if self.lent_to.is_busy or not torch.is_grad_enabled():
+                return self.module(*inputs, **kwargs)
+            self.lent_to.give_back()
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -31,6 +46,22 @@ class Replica(DistributedDataParallel):
                 raise
             raise explained from error
 
+    def free_buckets(self) -> None:
+        """Let go of DDP's reducer, which owns its buckets and its hooks in autograd."""
+        self.__dict__.pop("reducer", None)
+        self.__dict__.pop("logger", None)  # owns the reducer too
+
+    def build_buckets(self) -> None:
+        """What `free_buckets` undid; not collective. Communication hooks are to be registered again."""
+        self.lent_to = None
+        super().__setstate__({})  # type: ignore[no-untyped-call]  # torch's own way to make its reducer anew
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.lent_to is None:
+            state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+            return state
+        return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "lent_to")}
+
 
 class Replicated(Strategy):
     """DDP. Also understands DDP modules that the user made, and anything else that has a `no_sync`."""
@@ -38,19 +69,22 @@ class Replicated(Strategy):
     has_peers = True
 
     def setup(self, model: Module) -> Module:
-        if _is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
+        if is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a module without gradients, and there is nothing to average
         replica = Replica(
             model,
             device_ids=[self.device] if next(model.parameters()).device.type == "cuda" else None,
             **self._options(),
         )
+        self._compress(replica)
+        return replica
+
+    def _compress(self, replica: Replica) -> None:
         options = self.handlers.ddp
         if {options.comm_hook, options.comm_wrapper} != {DDPCommunicationHookType.NO}:
             from nbaccel.train.strategies.compression import compress_gradients  # torch's hooks import slowly
 
             compress_gradients(replica, options, self.device)
-        return replica
 
     def _options(self) -> dict[str, Any]:
         """What DDP is to be told: its defaults are its own, and some options are renamed from one torch to the next."""
@@ -67,7 +101,7 @@ class Replicated(Strategy):
             raise explained from error
 
     def keeps_together(self, model: Module) -> bool:
-        return _is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters())
+        return is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters())
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
@@ -86,6 +120,30 @@ class Replicated(Strategy):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= self.world.world_size
 
+    def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
+        replicas = lendable(models, Replica)
+        collectives.agree(f"forward_backward with {', '.join(type(replica.module).__name__ for replica in replicas)}")
+
+        def take_back() -> None:
+            for replica in replicas:
+                replica.build_buckets()
+                self._compress(replica)
+
+        for replica in replicas:
+            replica.free_buckets()  # before ours are made: the two never exist together
+        options = self.handlers.ddp
+        gradients = Buckets(
+            [replica.module for replica in replicas],
+            collectives,
+            cap_bytes=options.bucket_cap_mb << 20,
+            is_main=self.world.is_main_process,
+            sends_statistics=options.broadcast_buffers,
+            on_return=take_back,
+        )
+        for replica in replicas:
+            replica.lent_to = gradients
+        return gradients
+
     def unwrap(self, model: Module) -> Module:
         module = without_compile(model)
         while isinstance(module, DistributedDataParallel):
@@ -94,7 +152,7 @@ class Replicated(Strategy):
 
     def finds_parallel(self) -> bool:
         # Some 10 ms, so it is asked once, before refusing.
-        return any(_is_parallel(module) for module in _living_modules())
+        return any(is_parallel(module) for module in _living_modules())
 
 
 def _replicated_modules() -> list[Module]:
@@ -142,12 +200,3 @@ class _Reduce:
 
     def __exit__(self, *exception: object) -> None:
         self._module.require_backward_grad_sync, self._module.require_forward_param_sync = self._before
-
-
-def _is_parallel(model: Module) -> bool:
-    """Whether `model` synchronises its own gradients: DDP, or FSDP of either generation, ours or the user's."""
-    module = without_compile(model)
-    return isinstance(module, DistributedDataParallel) or any(
-        kind.__name__ in ("FullyShardedDataParallel", "FSDPModule") and kind.__module__.startswith("torch.distributed")
-        for kind in type(module).__mro__
-    )

@@ -7,7 +7,7 @@ sent; how, and how long to wait, is the `Transport`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,12 @@ class Collectives:
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
+
+    def start_sum(self, tensor: Tensor) -> Any:
+        """Begin to add up `tensor` of all ranks in place, where the backend can add it; for `finish_sums`."""
+
+    def finish_sums(self, call: str, sums: Sequence[Any]) -> None:
+        """Return once all of `sums`, at least one, are over.  call: what the ranks are in, for messages."""
 
 
 class GroupCollectives(Collectives):
@@ -170,6 +176,13 @@ class GroupCollectives(Collectives):
     def barrier(self) -> None:
         if not self._check("wait_for_everyone"):  # else the comparison was a barrier
             self._transport.barrier()
+
+    def start_sum(self, tensor: Tensor) -> Any:
+        return self._transport.start_sum(tensor)
+
+    def finish_sums(self, call: str, sums: Sequence[Any]) -> None:
+        self._fingerprints.enter(call)
+        self._transport.finish_sums(sums)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         rows = tensor.detach() if tensor.requires_grad else tensor

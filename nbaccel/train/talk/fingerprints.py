@@ -54,10 +54,8 @@ class Fingerprints:
         Raises:
             CollectiveMismatch: on every rank, naming what each of them called.
         """
-        emit(_ENTERED)
+        self.enter(operation)
         transport = self._transport
-        transport.call = operation
-        transport.calls += 1
         if transport.calls > self._compared and not always:
             return False
         mine = transport.call = operation if value is None else f"{operation} {_describe(value, shape)}"
@@ -65,6 +63,12 @@ class Fingerprints:
         if any(theirs != everyone[0] for theirs in everyone):
             raise CollectiveMismatch(self._mismatch([text for text, _ in everyone]))
         return True
+
+    def enter(self, operation: str) -> None:
+        """Count a collective that is not compared."""
+        emit(_ENTERED)
+        self._transport.call = operation
+        self._transport.calls += 1
 
     def exchange(self, text: str) -> list[str]:
         """What every rank says, cut to half a kilobyte."""

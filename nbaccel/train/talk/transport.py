@@ -8,7 +8,7 @@ they mean, and whether all ranks agree, is `Collectives`' business.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -78,6 +78,16 @@ class Transport:
             reduced = reduced.to(self.device, kind)
         self._finish(dist.all_reduce(reduced, operation, async_op=True))
         return reduced.to(tensor.device, tensor.dtype)
+
+    def start_sum(self, tensor: Tensor) -> Any:
+        """Begin to add up `tensor` of all ranks, in place; what `finish_sums` waits for."""
+        return dist.all_reduce(tensor, async_op=True)
+
+    def finish_sums(self, sums: Sequence[Any]) -> None:
+        """Return once all of `sums` are over, in the order in which they were started."""
+        for work in sums[:-1]:
+            self._finish(work)
+        self._wait(sums[-1])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """`tensor` as rank `source` has it; a new tensor. Dtypes and shapes must be equal."""

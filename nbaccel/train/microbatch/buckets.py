@@ -1,0 +1,267 @@
+"""Buckets: gradients that are exchanged with peers, in a sequence that is the same in every attempt. Runs in ranks.
+
+Flat tensors, allocated once; ``parameter.grad`` is a view into them. Every attempt of every rank adds up bucket 0, 1,
+... B-1 in this order, whatever happened locally: a rank that failed sends what it has. The last bucket also carries
+the rank's `Report`, which parameters took part, and rank 0's running statistics, so nothing else is exchanged.
+Finishing the sequence allocates nothing on the device. Who may repeat what is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _NormBase
+
+from nbaccel.train.microbatch.gradients import Gradients, Report, copies_of
+from nbaccel.train.talk.collectives import Collectives
+
+__all__ = ["Buckets"]
+
+_WORDS = len(Report().numbers)
+
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes in which counts of tokens are still exact when they are added."""
+
+
+class Buckets(Gradients):
+    """The gradients of `models`, which are alike on all ranks.
+
+    cap_bytes: size of one bucket, unless a single parameter is larger.
+    sends_statistics: let all ranks have rank 0's running statistics of normalisation layers, as DDP does.
+    on_return: called by `give_back`, when they are somebody else's to exchange.
+    """
+
+    has_peers = True
+
+    def __init__(
+        self,
+        models: Sequence[Module],
+        collectives: Collectives,
+        cap_bytes: int,
+        is_main: bool,
+        sends_statistics: bool = True,
+        on_return: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(models)
+        self._collectives = collectives
+        self._is_main = is_main
+        self._on_return = on_return
+        self._statistics = list(_running_statistics(models)) if sends_statistics else []
+        self._lay_out(cap_bytes)
+        self._used = [False] * len(self.parameters)
+        self._had: list[bool] = []
+        self._aside_flats: list[Tensor] = []
+        self._unused: list[bool] = []
+        self._overlaps = False
+        self._launched = 0
+        self._works: list[Any] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._completed, index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def _lay_out(self, cap_bytes: int) -> None:
+        """Divide the parameters among buckets, the last layers' first, as a backward completes them."""
+        groups = _grouped(self.parameters, cap_bytes)
+        extra = _WORDS + len(self.parameters) + sum(buffer.numel() for buffer in self._statistics)
+        last = self.parameters[groups[-1][0]]
+        shares = [0] * len(groups)
+        if last.dtype in _EXACT:
+            shares[-1] = extra
+        self._flats: list[Tensor] = []
+        self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        self._bucket_of = [0] * len(self.parameters)
+        for bucket, (indices, share) in enumerate(zip(groups, shares, strict=True)):
+            first = self.parameters[indices[0]]
+            size = sum(self.parameters[index].numel() for index in indices)
+            flat = torch.zeros(size + share, dtype=first.dtype, device=first.device)
+            offset = 0
+            for index in indices:
+                self._views[index] = _view(flat, offset, self.parameters[index])
+                self._bucket_of[index] = bucket
+                offset += self.parameters[index].numel()
+            self._flats.append(flat)
+        self._sizes = [len(indices) for indices in groups]
+        if not shares[-1]:
+            self._flats.append(torch.zeros(extra, dtype=torch.float32, device=last.device))
+            self._sizes.append(0)
+        self._tail = self._flats[-1][-extra:]
+        self._words, self._marks, sent = self._tail.split(
+            [_WORDS, len(self.parameters), extra - _WORDS - len(self.parameters)]
+        )
+        lengths = [buffer.numel() for buffer in self._statistics]
+        self._sent_statistics = [
+            part.view_as(buffer) for part, buffer in zip(sent.split(lengths), self._statistics, strict=True)
+        ]
+
+    # -- a window
+
+    def open(self) -> None:
+        self._had = [parameter.grad is not None for parameter in self.parameters]
+        self._aside_flats = self._lay_aside() if any(self._had) else []
+        self.is_open = True
+        self.restore(None)
+
+    def _lay_aside(self) -> list[Tensor]:
+        """Gradients of earlier steps that nobody zeroed; of the last backward, or set to zero in place."""
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                if parameter.grad is None:
+                    view.zero_()
+                elif parameter.grad is not view:
+                    view.copy_(parameter.grad)
+            self._tail.zero_()
+            if not bool(torch.stack([flat.any() for flat in self._flats]).any()):
+                return []
+            return [flat.clone() for flat in self._flats]
+
+    def keep(self) -> Any:
+        return copies_of(self._flats), list(self._used)
+
+    def restore(self, kept: Any) -> None:
+        if kept is None:
+            torch._foreach_zero_(self._flats)
+            self._used = [False] * len(self.parameters)
+        else:
+            copies, used = kept
+            for flat, copy in zip(self._flats, copies, strict=True):
+                flat.copy_(copy)
+            self._used = list(used)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def close(self, factor: float) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_(self._flats, factor)
+        if self._aside_flats:
+            torch._foreach_add_(self._flats, self._aside_flats)
+        for index, is_unused in enumerate(self._unused or [not used for used in self._used]):
+            if is_unused and not self._had[index]:
+                self.parameters[index].grad = None  # as plain PyTorch: the optimizer leaves it alone
+        self._aside_flats = []
+        self._unused = []
+        self.is_open = False
+
+    def discard(self) -> None:
+        if not self.is_open:
+            return
+        self._overlaps = False
+        torch._foreach_zero_(self._flats)
+        if self._aside_flats:
+            torch._foreach_add_(self._flats, self._aside_flats)
+        for parameter, had in zip(self.parameters, self._had, strict=True):
+            if not (had and self._aside_flats):
+                parameter.grad = None
+        self._aside_flats = []
+        self._unused = []
+        self.is_open = False
+
+    # -- an attempt
+
+    def begin(self) -> None:
+        self._overlaps = self.has_launched = self.is_torn = False
+        self._launched = 0
+        self._works = []
+        self._missing = list(self._sizes)
+
+    def overlap(self) -> None:
+        self._overlaps = True
+
+    def _completed(self, index: int, parameter: Tensor) -> None:
+        """autograd has added a gradient to a parameter's."""
+        view = self._views[index]
+        if parameter.grad is not view and self.is_busy:  # added out of place: a sparse gradient, for one
+            view.copy_(parameter.grad)  # type: ignore[arg-type]
+            parameter.grad = view
+        self._used[index] = True
+        if not self._overlaps:
+            return
+        bucket = self._bucket_of[index]
+        if bucket < self._launched:  # completed twice in one backward, by a block that is used again
+            self.is_torn = True
+            return
+        self._missing[bucket] -= 1
+        while self._launched < len(self._flats) - 1 and self._missing[self._launched] <= 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        self.has_launched = True
+        self._works.append(self._collectives.start_sum(self._flats[self._launched]))
+        self._launched += 1
+
+    def exchange(self, report: Report) -> Report:
+        self._overlaps = False
+        self._words.copy_(torch.tensor(report.numbers, dtype=torch.float64))
+        self._mark()
+        while self._launched < len(self._flats):
+            self._launch()
+        self._collectives.finish_sums("forward_backward", self._works)
+        self._works = []
+        said = Report(*self._words.tolist())  # waits for the device
+        self._unused = (
+            [mark == 0 for mark in self._marks.tolist()] if not all(self._used) else [False] * len(self._used)
+        )
+        if self._statistics and not (said.poisoned or said.unfit or said.failed):
+            torch._foreach_copy_(self._statistics, self._sent_statistics)
+        return said
+
+    def _mark(self) -> None:
+        if all(self._used):
+            self._marks.fill_(1.0)
+        else:
+            self._marks.copy_(torch.tensor(self._used, dtype=torch.float32))
+        if self._statistics:
+            if self._is_main:
+                torch._foreach_copy_(self._sent_statistics, self._statistics)
+            else:
+                torch._foreach_zero_(self._sent_statistics)
+
+    def release(self) -> None:
+        if self.is_released:
+            return
+        super().release()
+        for hook in self._hooks:
+            hook.remove()
+        self._flats, self._views, self._aside_flats, self._works = [], [], [], []
+        del self._tail, self._words, self._marks, self._sent_statistics
+
+    def give_back(self) -> None:
+        super().give_back()
+        self._on_return()
+
+
+def _grouped(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[int]]:
+    """Indices of the parameters of each bucket: one dtype and device, and at most `cap_bytes` unless alone."""
+    open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    done: list[list[int]] = []
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        kind = parameter.dtype, parameter.device
+        size_bytes = parameter.numel() * parameter.element_size()
+        if kind in open_groups and sizes[kind] + size_bytes > cap_bytes:
+            done.append(open_groups.pop(kind))
+        if kind not in open_groups:
+            open_groups[kind], sizes[kind] = [], 0
+        open_groups[kind].append(index)
+        sizes[kind] += size_bytes
+    return done + sorted(open_groups.values(), key=lambda indices: parameters[indices[0]].dtype in _EXACT)
+
+
+def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:
+    """The part of `flat` for one gradient, in the memory layout of its parameter."""
+    part = flat[offset : offset + parameter.numel()]
+    return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+
+
+def _running_statistics(models: Sequence[Module]) -> Iterator[Tensor]:
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, _NormBase):
+                yield from module.buffers(recurse=False)

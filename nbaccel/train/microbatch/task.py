@@ -1,0 +1,120 @@
+"""Task: what a user asked of one `forward_backward`, and one part of it run forward and backward. Runs in ranks.
+
+A part runs in a frame of its own, so that after a failure nothing keeps its activations alive. Whether it is tried
+again, and how large, is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbaccel.failures import Recovery, can_retry, recovery_of
+from nbaccel.train.microbatch.slicing import Samples, SplitFunction
+from nbaccel.train.microbatch.weights import Weight, Weights, make_weights
+
+__all__ = ["LossFunction", "Part", "Shortage", "Task"]
+
+LossFunction = Callable[[Any], Tensor]
+"""``loss_fn(micro_batch)``: the mean loss over its units, a tensor with one element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The arguments of one call.
+
+    divisor: what this batch's loss is divided by in an accumulation window.
+    share: how much of a batch of the loader this is; less than 1 where a gate hands batches out in parts.
+    ends_step: the window ends here.  exchanges: gradients of this window are exchanged with peers.
+    """
+
+    loss_fn: LossFunction
+    batch: Any
+    weight: Weight = "samples"
+    split: SplitFunction | None = None
+    count: int | None = None
+    divisor: float = 1
+    share: float = 1.0
+    ends_step: bool = True
+    exchanges: bool = True
+
+    def read(self, is_shifted: bool) -> tuple[Samples, Weights]:
+        """Count samples and units."""
+        samples = Samples.of(self.batch, self.split, self.count)
+        return samples, make_weights(self.weight, samples, is_shifted)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A part that ran out of memory.
+
+    phase: "forward" or "backward".  message: the error's first line.
+    """
+
+    phase: str
+    message: str
+
+
+@dataclass(slots=True)
+class Part:
+    """One micro-batch on its way.
+
+    factor: what its loss is multiplied by.  scale: the precision's scaling, for fp16.
+    before_backward: called when its forward has fitted.
+    """
+
+    loss_fn: LossFunction
+    micro_batch: Any
+    factor: float
+    scale: Callable[[Tensor], Tensor]
+    before_backward: Callable[[], None]
+    phase: str = "forward"
+
+    def run(self) -> Tensor | Shortage:
+        """Forward and backward: the loss, detached; or the shortage, with nothing of the attempt left alive.
+
+        Any other error passes through.
+        """
+        try:
+            return self._run()
+        except Exception as error:
+            if not _is_shortage(error):
+                raise
+            return Shortage(self.phase, (str(error) or type(error).__name__).splitlines()[0])
+
+    def _run(self) -> Tensor:
+        loss = self.loss_fn(self.micro_batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TypeError(
+                f"loss_fn must return the mean loss of the batch that it is given, a tensor with one element; it "
+                f"returned {what}"
+            )
+        seen = loss.detach()
+        if self.factor != 1.0:
+            loss = loss * self.factor
+        loss = self.scale(loss)
+        self.before_backward()
+        self.phase = "backward"
+        loss.backward()
+        return seen
+
+
+def _is_shortage(error: Exception) -> bool:
+    """Whether less memory would have done."""
+    if recovery_of(error) is Recovery.RETRY_IF_NEARLY_FULL:
+        return can_retry(error, _used_fraction())
+    return can_retry(error)
+
+
+def _used_fraction() -> float | None:
+    """Share of the current device's memory that is in use, by everybody; None without a device."""
+    if not torch.cuda.is_initialized():
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return 1 - (free_bytes + unused_bytes) / total_bytes

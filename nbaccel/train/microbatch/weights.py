@@ -1,0 +1,100 @@
+"""Weights: how much each part of a batch counts in its mean loss. Runs in ranks; may wait for the device once a batch.
+
+A loss function returns the mean over its units. With w units in a part, the gradient of the whole batch is
+sum(w * grad(part)) / sum(w) over all parts of all ranks, whatever their sizes: the step that one process would take
+on everything at once. This file only counts.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from nbaccel.train.microbatch.slicing import Samples
+
+__all__ = ["IGNORED_LABEL", "Weight", "Weights", "make_weights", "shifts_labels"]
+
+Weight = str | Callable[[Any], float]
+"""``"samples"``, ``"tokens"``, or a function of a (micro-)batch."""
+
+IGNORED_LABEL = -100
+"""What `torch.nn.functional.cross_entropy` leaves out of its mean, and transformers pads labels with."""
+
+
+class Weights(ABC):
+    """The weights of one batch's parts."""
+
+    @abstractmethod
+    def of(self, start: int, stop: int, part: Any) -> float:
+        """The weight of the samples `start` to `stop`, which are `part`."""
+
+
+def make_weights(weight: Weight, samples: Samples, is_shifted: bool) -> Weights:
+    """The weights of `samples` by the rule that the user named.
+
+    is_shifted: tokens are predicted from the ones before them, so the first of each sequence is no unit.
+    Raises:
+        ValueError: no such rule, or there are no labels to count.
+    """
+    if weight == "samples":
+        return _Samples()
+    if weight == "tokens":
+        return _Tokens(_labels(samples.batch), is_shifted)
+    if callable(weight):
+        return _Called(weight)
+    raise ValueError(
+        f"weight must be 'samples', 'tokens' or a function of a batch that returns a number, got {weight!r}"
+    )
+
+
+def shifts_labels(models: Sequence[Module]) -> bool:
+    """Whether one of `models` is a causal language model of transformers, which shifts labels in its own loss."""
+    return any(getattr(model, "loss_type", None) == "ForCausalLM" for model in models)
+
+
+class _Samples(Weights):
+    def of(self, start: int, stop: int, part: Any) -> float:
+        return stop - start
+
+
+class _Tokens(Weights):
+    def __init__(self, labels: Tensor, is_shifted: bool) -> None:
+        counted = labels[..., 1:] if is_shifted else labels
+        is_unit = counted.ne(IGNORED_LABEL)
+        self._units: list[int] = is_unit.reshape(len(labels), -1).sum(1).tolist()  # one wait, for the whole batch
+
+    def of(self, start: int, stop: int, part: Any) -> float:
+        return sum(self._units[start:stop])
+
+
+class _Called(Weights):
+    def __init__(self, count: Callable[[Any], float]) -> None:
+        self._count = count
+        self._known: dict[tuple[int, int], float] = {}
+
+    def of(self, start: int, stop: int, part: Any) -> float:
+        if (start, stop) not in self._known:
+            weight = float(self._count(part))
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ValueError(
+                    f"weight must count the units that the loss is the mean of; for samples {start} to {stop} it "
+                    f"returned {weight}"
+                )
+            self._known[start, stop] = weight
+        return self._known[start, stop]
+
+
+def _labels(batch: Any) -> Tensor:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+    if not isinstance(labels, Tensor) or labels.ndim == 0:
+        raise ValueError(
+            f"weight='tokens' counts the labels of a batch that are not {IGNORED_LABEL}, and this "
+            f"{type(batch).__name__} has no tensor called 'labels'. Count them yourself, such as "
+            f"weight=lambda batch: (batch[1] != {IGNORED_LABEL}).sum()"
+        )
+    return labels
