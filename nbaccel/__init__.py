@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         LaunchRefused as LaunchRefused,
         NbaccelError as NbaccelError,
         NestedLaunch as NestedLaunch,
+        NoBatchSizeFits as NoBatchSizeFits,
         NoInput as NoInput,
         NoSuchDevice as NoSuchDevice,
         NotPrepared as NotPrepared,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         skip_first_batches as skip_first_batches,
     )
     from nbaccel.train.distributed_type import DistributedType as DistributedType
+    from nbaccel.train.executable import find_executable_batch_size as find_executable_batch_size
     from nbaccel.train.handlers import (
         AutocastKwargs as AutocastKwargs,
         DDPCommunicationHookType as DDPCommunicationHookType,
@@ -93,6 +95,7 @@ _HOME = {
     "LocalSGD": "nbaccel.train.local_sgd",
     "NbaccelError": "nbaccel.errors",
     "NestedLaunch": "nbaccel.errors",
+    "NoBatchSizeFits": "nbaccel.errors",
     "NoInput": "nbaccel.errors",
     "NoSuchDevice": "nbaccel.errors",
     "NotPrepared": "nbaccel.errors",
@@ -110,6 +113,7 @@ _HOME = {
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
     "debug_launcher": "nbaccel.launch.launcher",
+    "find_executable_batch_size": "nbaccel.train.executable",
     "free_memory": "nbaccel.train.memory",
     "launch": "nbaccel.launch",
     "notebook_launcher": "nbaccel.launch.launcher",

@@ -16,6 +16,7 @@
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
     ├── CannotSave               a checkpoint could not be written; the older one is as it was
     ├── CheckpointCorrupt        a checkpoint is damaged or unfinished; knows the file
+    ├── NoBatchSizeFits          find_executable_batch_size tried every size down to 1; knows which
     ├── CannotSplit              a batch cannot be cut into micro-batches without guessing
     ├── StepCorrupted            an optimizer ran out of memory half-way through its update
     └── UntrustedPickle          a checkpoint holds a pickle, which could run code; trust=True loads it
@@ -36,6 +37,7 @@ __all__ = [
     "LaunchRefused",
     "NbaccelError",
     "NestedLaunch",
+    "NoBatchSizeFits",
     "NoInput",
     "NoSuchDevice",
     "NotPrepared",
@@ -165,6 +167,18 @@ class CheckpointCorrupt(NbaccelError):
 
 class CannotSplit(NbaccelError):
     """A batch, or a model, cannot be taken in micro-batches; the message says what is in the way."""
+
+
+class NoBatchSizeFits(NbaccelError, RuntimeError):
+    """Memory ran out at every batch size that was tried, on one rank at least. Raised on all of them.
+
+    A ``RuntimeError``, as Accelerate raises there. Not an out-of-memory error: a smaller batch does not help.
+    tried: the sizes, largest first.
+    """
+
+    def __init__(self, message: str, tried: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.tried = tuple(tried)
 
 
 class StepCorrupted(NbaccelError):

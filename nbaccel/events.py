@@ -3,10 +3,10 @@
 `train` emits, `launch` and `trackers` listen; neither knows the other. The current outlet is the one piece of
 module-level state in nbaccel: a plain variable, because threads do not inherit context variables.
 
-Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `CollectiveEntered`, `Waiting`,
-`Gauge`. All others travel: a launcher carries them to the kernel, whose `Listener`s are fed with them. What travels
-holds numbers, strings and None, in mappings and lists where need be; a tensor in `Loss` or `Metric` is a number on
-arrival.
+Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `CollectiveEntered`,
+`GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher carries them to the kernel, whose `Listener`s are fed
+with them. What travels holds numbers, strings and None, in mappings and lists where need be; a tensor in `Loss` or
+`Metric` is a number on arrival.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = [
     "CollectiveEntered",
     "Event",
     "Gauge",
+    "GroupRenewed",
     "Listener",
     "LoopEntered",
     "Loss",
@@ -221,6 +222,16 @@ class StepsEnded(Event):
 @dataclass(frozen=True, slots=True)
 class CollectiveEntered(Event):
     """The rank enters a collective of ours. Every rank enters the same ones, so counting them compares ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRenewed(Event):
+    """All ranks form their process group again, after one of them had left its collectives: counting starts afresh.
+
+    times: how often that has happened, equal on all ranks.
+    """
+
+    times: int
 
 
 @dataclass(frozen=True, slots=True)

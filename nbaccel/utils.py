@@ -38,6 +38,7 @@ from nbaccel.train.checkpoint.weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed_type import DistributedType
 from nbaccel.train.environment import patch_environment
+from nbaccel.train.executable import find_executable_batch_size
 from nbaccel.train.functions import (
     broadcast,
     broadcast_object_list,
@@ -86,6 +87,7 @@ __all__ = [
     "convert_to_fp32",
     "extract_model_from_parallel",
     "find_batch_size",
+    "find_executable_batch_size",
     "gather",
     "gather_object",
     "is_bf16_available",

@@ -92,7 +92,7 @@ GROUPS = (
         AutocastKwargs, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs | yes
         DistributedType, InitProcessGroupKwargs, ProfileKwargs, synchronize_rng_states | yes
         GradScalerKwargs | yes | and `min_scale`
-        find_executable_batch_size | later | a retry that all ranks agree on
+        find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
         DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig | later | models larger than one device
         infer_auto_device_map, init_empty_weights, init_on_device, dispatch_model | no | transformers does it
         load_checkpoint_and_dispatch, load_checkpoint_in_model | no | the same
@@ -214,7 +214,7 @@ GROUPS = (
         is_bf16_available, is_cuda_available, is_mps_available, is_npu_available, is_xpu_available | yes
         is_bnb_available, is_datasets_available, is_deepspeed_available, is_mlflow_available, is_peft_available | yes
         is_tensorboard_available, is_torch_xla_available, is_transformers_available, is_wandb_available | yes
-        find_executable_batch_size | later
+        find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
         FullyShardedDataParallelPlugin, DeepSpeedPlugin | later
         TorchDynamoPlugin, DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no

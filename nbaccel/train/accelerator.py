@@ -49,6 +49,7 @@ from nbaccel.train.resuming import Epochs, Remembered
 from nbaccel.train.state import AcceleratorState
 from nbaccel.train.strategies import Strategy, choose_strategy
 from nbaccel.train.talk.collectives import Collectives
+from nbaccel.train.talk.process_group import process_group
 from nbaccel.train.windows import Accumulating
 from nbaccel.world import World
 
@@ -361,6 +362,20 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
         """Leave the process group that we made; a later use forms a new one. On every rank."""
         self.state.destroy_process_group()
 
+    # -- a program that begins anew, after an attempt that ran out of memory
+
+    @property
+    def _everything_prepared(self) -> list[Any]:
+        return self._prepared.everything
+
+    def _forget_all_but(self, known: Sequence[Any]) -> None:
+        """Forget what was prepared beside `known`, and every open window."""
+        self._prepared.keep(known)
+        self._accumulation.forget()
+
+    def _count_steps_from(self, step: int) -> None:
+        self._accumulation.clock.restart(step)
+
     # -- finding this process's world
 
     def _forget(self) -> None:
@@ -443,6 +458,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
 
 def _watch_forks(accelerator: Accelerator) -> None:
     """Let a forked child ask again whether it may train; cheaper than asking for the process id in every step."""
+    process_group.users.add(accelerator)
     reference = weakref.ref(accelerator)
 
     def ask_again() -> None:

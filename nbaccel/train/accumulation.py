@@ -90,6 +90,11 @@ class StepClock:
         self.trained = True
         self.is_inside = False
 
+    def restart(self, step: int) -> None:
+        """The program begins anew, with that many training steps behind it."""
+        self.step, self.substep = step, -1
+        self.trained = self.is_inside = False
+
     def leave(self) -> None:
         """The loop is over."""
         if self.trained:

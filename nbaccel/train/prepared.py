@@ -37,6 +37,17 @@ class Prepared:
     def __bool__(self) -> bool:
         return bool(self.models or self.optimizers or self.schedulers or self.loaders)
 
+    @property
+    def everything(self) -> list[Any]:
+        return [*self.models, *self.optimizers, *self.schedulers, *self.loaders]
+
+    def keep(self, known: Sequence[Any]) -> None:
+        """Forget all but what is in `known`."""
+        ids = set(map(id, known))
+        kinds: tuple[list[Any], ...] = (self.models, self.optimizers, self.schedulers, self.loaders)
+        for entries in kinds:
+            entries[:] = [thing for thing in entries if id(thing) in ids]
+
     def forget(self) -> None:
         self.models.clear()
         self.optimizers.clear()

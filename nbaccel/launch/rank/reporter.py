@@ -17,7 +17,18 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from nbaccel.events import CollectiveEntered, Event, Gauge, Loss, Metric, Sink, StepEntered, StepsEnded, Waiting
+from nbaccel.events import (
+    CollectiveEntered,
+    Event,
+    Gauge,
+    GroupRenewed,
+    Loss,
+    Metric,
+    Sink,
+    StepEntered,
+    StepsEnded,
+    Waiting,
+)
 from nbaccel.launch.rank.memory import MemoryMeter
 from nbaccel.launch.wire.records import write_event, write_loss
 from nbaccel.launch.wire.ring import RingWriter
@@ -51,6 +62,7 @@ class Reporter:
             StepEntered: gate,
             StepsEnded: gate,
             CollectiveEntered: watch,
+            GroupRenewed: watch,
             Waiting: watch,
             Loss: self._loss,
             Metric: self._metric,

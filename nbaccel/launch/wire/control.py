@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
-from nbaccel.events import CollectiveEntered, Event, StepEntered, StepsEnded, Waiting
+from nbaccel.events import CollectiveEntered, Event, GroupRenewed, StepEntered, StepsEnded, Waiting
 
 __all__ = ["ControlPage", "PeerWatch", "Position", "StepGate", "position_number"]
 
@@ -38,6 +38,7 @@ _STOP_AFTER_AT = 8
 _RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
 _COLLECTIVES = struct.Struct("@q")  # how many the rank has entered
 _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
+_COUNT_BITS = 40  # of that number; those above say how often the group was renewed
 _HAS_FINISHED_AT = 48  # u8
 _SUBSTEPS = 1 << 24
 _VISIBLE_S = 0.001  # far longer than a store takes to leave a core's buffer (nanoseconds)
@@ -214,6 +215,10 @@ class PeerWatch:
     def __call__(self, event: Event) -> None:
         if isinstance(event, CollectiveEntered):
             self._entered += 1
+            self._page.count_collectives(self._rank, self._entered)
+        elif isinstance(event, GroupRenewed):
+            # Ranks that were in the attempt for longer have entered more collectives: from here on all count alike.
+            self._entered = event.times << _COUNT_BITS
             self._page.count_collectives(self._rank, self._entered)
         elif isinstance(event, Waiting):
             self._look_for_peers(event)

@@ -98,9 +98,14 @@ class GroupCollectives(Collectives):
     def __init__(self, world: World, device: torch.device, debug: bool = False) -> None:
         self._world = world
         self._device = device
+        self._debug = debug
         self._transport = Transport(world.world_size, device)
         self._fingerprints = Fingerprints(self._transport, debug)
         self._check = self._fingerprints.check
+
+    def anew(self) -> GroupCollectives:
+        """The same for the default group as it is now; its calls are counted, and compared, from the first one."""
+        return GroupCollectives(self._world, self._device, self._debug)
 
     @property
     def calls(self) -> int:

@@ -1,19 +1,22 @@
 """ProcessGroup: torch's default process group; who forms it, by which store, and who ends it. Runs in ranks.
 
-A group that the program made itself is used, and left alone at the end.
+A group that the program made itself is used, and left alone at the end. A group whose connections were cut, because
+a rank ran out of memory, is formed anew among the same ranks.
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
-from nbaccel.events import CollectiveEntered, Waiting, emit
+from nbaccel.events import CollectiveEntered, GroupRenewed, Waiting, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.talk.collectives import GroupCollectives
 from nbaccel.world import World
@@ -37,6 +40,37 @@ class GroupOptions:
     init_method: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MeetingPlace:
+    """Some keys of the store that a group was formed by, where its ranks can meet although the group is broken.
+
+    base, base_for_thread: two connections to that store.  prefix: what the keys begin with.
+    """
+
+    base: Any
+    base_for_thread: Any
+    prefix: str
+
+    @property
+    def store(self) -> Any:
+        """The place itself."""
+        return dist.PrefixStore(self.prefix, self.base)
+
+    @property
+    def store_for_thread(self) -> Any:
+        """The same for a thread, which need not wait while the main thread waits."""
+        return dist.PrefixStore(self.prefix, self.base_for_thread)
+
+    @property
+    def port(self) -> int | None:
+        """Where the store listens, if it does."""
+        return getattr(_root(self.base), "port", None)
+
+    def within(self, name: str) -> MeetingPlace:
+        """A place of its own in this one."""
+        return MeetingPlace(self.base, self.base_for_thread, f"{self.prefix}/{name}")
+
+
 class ProcessGroup:
     """The default group of this process.
 
@@ -53,7 +87,15 @@ class ProcessGroup:
         self._store: Any = None
         self._world: World | None = None
         self._formed = 0
+        self._renewed = 0
+        self._meetings = 0
+        self._lost: _Lost | None = None
+        self._base: Any = None
         self._retired: Any = None
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The Accelerators of this process: what they hold of a group that is over, they are asked to let go."""
+        self.recoveries: list[Any] = []
+        """Calls that are under way and would renew the group, outermost first; theirs, kept here for the inner ones."""
 
     def join(self, world: World, device: torch.device, options: GroupOptions) -> GroupCollectives:
         """Talk through the group of this `world`; formed now, by all ranks together, where there is none."""
@@ -84,6 +126,35 @@ class ProcessGroup:
             dist.destroy_process_group()
         self._group = self._talk = None
 
+    def meeting_place(self) -> MeetingPlace:
+        """A place beside the group's own, and empty; the n-th call of one rank finds the n-th of its peers."""
+        self._meetings += 1
+        base = c10d._get_default_store() if self._store is None else self._store
+        return MeetingPlace(another(base), another(base), f"nbaccel/meeting{self._meetings}")
+
+    def drop(self) -> None:
+        """Leave the default group, whoever formed it; its connections are cut already. `renew` follows."""
+        backend = dist.get_backend()
+        timeout = self._options.timeout if self._world is not None else _timeout()
+        self._lost = _Lost(None if backend == "undefined" else backend, timeout, dist.get_rank(), dist.get_world_size())
+        if self._store is None:
+            self._base = c10d._get_default_store()  # dropped with the program's group, its file would be removed
+        self._retired = dist.group.WORLD  # see leave
+        dist.destroy_process_group()
+
+    def renew(self, store: Any) -> None:
+        """Form the default group again as it was before `drop`, meeting in `store`. Collective."""
+        lost, self._lost = self._lost, None
+        assert lost is not None, "renew() without drop()"
+        timeout = lost.timeout or dist.default_pg_timeout
+        self._renewed += 1
+        emit(GroupRenewed(self._renewed))
+        _meet(store, World(lost.rank, lost.world_size, lost.rank, lost.world_size), timeout)
+        _init(lost.backend, store, lost.rank, lost.world_size, timeout, self._device)
+        if self._talk is not None:
+            self._group = dist.group.WORLD
+            self._talk = self._talk.anew()
+
     def warn_of_others(self, options: GroupOptions) -> None:
         """Say which of `options` a group that exists already does not have."""
         asked = [("backend", options.backend, dist.get_backend()), ("timeout", options.timeout, self._options.timeout)]
@@ -106,18 +177,59 @@ class ProcessGroup:
         store = dist.PrefixStore(f"nbaccel/{self._formed}", self._store)
         _meet(store, world, timeout)
         backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
-        )
-        if backend == "gloo":
-            # gloo returns on each rank when that rank's connections stand. One that is done quickly could leave while
-            # a peer still connects, and the peer would fail.
-            dist.barrier()
+        _init(backend, store, world.rank, world.world_size, timeout, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """What the group was that is to be formed again; backend None: torch's choice for each kind of device."""
+
+    backend: str | None
+    timeout: timedelta | None
+    rank: int
+    world_size: int
+
+
+def another(store: Any) -> Any:
+    """`store` by a connection of its own, which does not wait while somebody waits in the first one."""
+    root = _root(store)
+    if isinstance(root, dist.FileStore):
+        return dist.FileStore(root.path)  # type: ignore[attr-defined]  # a clone counts as one more worker, and the last but one removes the file
+    # An older torch cannot clone: both share one connection then, and our waits in it are half a second at most.
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _root(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _init(
+    backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device | None
+) -> None:
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    if backend == "gloo":
+        # gloo returns on each rank when that rank's connections stand. One that is done quickly could leave while
+        # a peer still connects, and the peer would fail.
+        dist.barrier()
+
+
+def _timeout() -> timedelta | None:
+    """That of a group which the program made; None where its backend does not tell."""
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        found: timedelta = backend.options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return found
 
 
 def _meet(store: Any, world: World, timeout: timedelta) -> None:

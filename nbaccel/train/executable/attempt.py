@@ -1,0 +1,139 @@
+"""Attempt: the user's function run once at one batch size, and what is left of it. Runs in ranks and scripts.
+
+It only runs and forgets; whether there is another attempt, and how large, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from nbaccel.failures import can_retry
+
+__all__ = ["Attempt", "Place", "Shortage"]
+
+
+class Place(enum.Enum):
+    """Where in a training step the memory ran out, as far as the traceback tells."""
+
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer step"
+    ELSEWHERE = "forward, or outside of a step"
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What an error says about the memory that was missing.
+
+    text: the error, in one line.  place: where it was raised.
+    demand: what was in use and asked for over what there is, > 1; 1.0 where the error has no such numbers.
+    """
+
+    text: str
+    place: Place = Place.ELSEWHERE
+    demand: float = 1.0
+
+    @classmethod
+    def of(cls, error: BaseException) -> Shortage:
+        return cls(f"{type(error).__name__}: {error}".partition("\n")[0], _place(error), _demand(str(error)))
+
+
+class Attempt:
+    """One run of a function: its value, or the error that left it; `forget` lets go of both.
+
+    The error is kept outside of any ``except`` block, whose frames would hold the failed attempt while it is
+    cleaned up.
+    """
+
+    def __init__(self, function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: Any) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        try:
+            self.value = function(batch_size, *args, **kwargs)
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """What was missing, if memory was."""
+        error = self.error
+        return Shortage.of(error) if isinstance(error, Exception) and can_retry(error) else None
+
+    def forget(self) -> None:
+        """Let go of everything that the attempt made, also where the program has kept the error."""
+        error, self.value, self.error = self.error, None, None
+        for link in _links(error):
+            trace, link.__traceback__ = link.__traceback__, None
+            _empty(trace)
+
+
+def _links(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, what caused it, what it was raised in the handling of, and the members of groups."""
+    waiting = [error]
+    seen: set[int] = set()
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        waiting += [
+            link.__cause__,
+            link.__context__,
+            *(link.exceptions if isinstance(link, BaseExceptionGroup) else ()),
+        ]
+
+
+def _empty(trace: TracebackType | None) -> None:
+    """Clear the variables of the frames in `trace`; frames that still run keep theirs."""
+    traceback.clear_frames(trace)
+    if sys.version_info < (3, 13):
+        # Whoever formatted the traceback (IPython does) has left a snapshot of the variables in each frame, which
+        # only looking again brings up to date.
+        while trace is not None:
+            _ = trace.tb_frame.f_locals
+            trace = trace.tb_next
+
+
+def _place(error: BaseException) -> Place:
+    """By the innermost of torch's files in the traceback that tells."""
+    place = Place.ELSEWHERE
+    trace = error.__traceback__
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.startswith("torch.autograd"):
+            place = Place.BACKWARD
+        elif module.startswith("torch.optim.") and trace.tb_frame.f_code.co_name != "profile_hook_step":
+            place = Place.OPTIMIZER
+        trace = trace.tb_next
+    return place
+
+
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
+_TOTAL_AND_FREE = re.compile(rf"(?:total capacity of|allows) {_SIZE},? of which {_SIZE} (?:is|are) free")
+
+
+def _demand(text: str) -> float:
+    """From the numbers in the text of torch's allocators for CUDA, ROCm and XPU, and of `MemLimit`.
+
+    >>> _demand("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.")
+    1.125
+    """
+    asked, state = _ASKED.search(text), _TOTAL_AND_FREE.search(text)
+    if asked is None or state is None:
+        return 1.0
+    total = _bytes(state[1], state[2])
+    used = total - _bytes(state[3], state[4])
+    return max(1.0, (used + _bytes(asked[1], asked[2])) / total)
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * _UNITS[unit]

@@ -1,0 +1,142 @@
+"""Survivors: what a failed attempt leaves in objects that were there before it, and how it is undone.
+
+Runs in ranks and scripts. An Accelerator made outside of the function remembers what was prepared inside, and with it
+the failed attempt's model; an optimizer made outside may be left with half of its state; DDP modules made outside hold
+a process group that is over. Weights are not undone: a model that is to be as new belongs into the function.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nbaccel.train.executable.rejoining import rejoin_at_next_forward
+from nbaccel.train.executable.watcher import backends
+from nbaccel.train.memory import release_unused
+from nbaccel.train.optimizer import PreparedOptimizer
+from nbaccel.train.talk.process_group import process_group
+
+__all__ = ["Survivors"]
+
+_CAN_BE_CUT = frozenset({"gloo", "nccl"})
+
+
+class Survivors:
+    """What there was before the first attempt. Made then; asked after each attempt that failed. It holds none of it.
+
+    Of objects that a notebook kernel made before it was forked it sees those that are prepared: the garbage collector
+    shows no others there.
+    """
+
+    def __init__(self) -> None:
+        self._own_groups = max(0, len(c10d._world.pg_map) - 1)
+        self._prepared = [weakref.ref(thing) for thing in _prepared()]
+        self._fresh = [weakref.ref(optimizer) for optimizer in _optimizers(_living()) if not optimizer.state]
+        self._replicas: list[weakref.ref[DistributedDataParallel]] = []
+        self._sharded: set[str] = set()
+
+    @property
+    def step(self) -> int:
+        """How many training steps were done in this process; a failed attempt may have done more on some ranks."""
+        return max((each._step_under_way() for each in process_group.users), default=0)
+
+    @property
+    def obstacle(self) -> str:
+        """Why this process cannot have another attempt; empty if it can. To be asked after `clean_up`."""
+        if not dist.is_initialized():
+            return ""
+        if self._own_groups:
+            return (
+                f"{self._own_groups} process group(s) were made outside of the function (new_group, a device mesh), "
+                "and only the default one can be formed again; make them inside"
+            )
+        if foreign := backends() - _CAN_BE_CUT:
+            return f"the process group uses {', '.join(sorted(foreign))}, and only gloo and nccl can be interrupted"
+        if self._sharded:
+            return f"{', '.join(sorted(self._sharded))} was sharded (FSDP) outside of the function; shard it inside"
+        return ""
+
+    def clean_up(self) -> None:
+        """Let go of what was prepared, half accumulated and half stepped in the attempt that failed; free its memory.
+
+        Gradients go, and the state of optimizers that had none before: a step that ran out of memory leaves state
+        that lacks entries, for which the next step would look.
+        """
+        known = [thing for reference in self._prepared if (thing := reference()) is not None]
+        for accelerator in process_group.users:
+            accelerator._forget_all_but(known)
+        del known
+        release_unused()
+        living = _living()
+        fresh = {id(optimizer) for reference in self._fresh if (optimizer := reference()) is not None}
+        for optimizer in _optimizers(living):
+            optimizer.zero_grad()
+            if id(optimizer) in fresh:
+                optimizer.state.clear()
+            for parameter in _half_made(optimizer):
+                del optimizer.state[parameter]
+        self._replicas = [weakref.ref(thing) for thing in living if isinstance(thing, DistributedDataParallel)]
+        self._sharded = {type(thing).__name__ for thing in living if _is_sharded(thing)}
+
+    def go_on(self, step: int) -> None:
+        """The next attempt begins, in the new process group where there are several ranks.
+
+        step: training steps to count from, equal on all ranks, so that a run that is stopped stops at the same one.
+        """
+        for accelerator in process_group.users:
+            accelerator._count_steps_from(step)
+        for reference in self._replicas:
+            if (module := reference()) is not None:
+                rejoin_at_next_forward(module)
+
+
+def _prepared() -> list[Any]:
+    return [thing for accelerator in process_group.users for thing in accelerator._everything_prepared]
+
+
+def _living() -> list[Any]:
+    """The optimizers, DDP and sharded modules of this process; one look at all objects, some 20 ms."""
+    is_wanted: dict[type, bool] = {}
+    found = {id(thing): thing for thing in _prepared()}
+    for thing in gc.get_objects():
+        kind = type(thing)  # a lazy object's __class__ may import what it stands for
+        if kind not in is_wanted:
+            is_wanted[kind] = issubclass(kind, Optimizer | DistributedDataParallel) or _is_sharding(kind)
+        if is_wanted[kind]:
+            found[id(thing)] = thing
+    return [*found.values()]
+
+
+def _optimizers(things: list[Any]) -> list[Optimizer]:
+    """torch's own, out of those that are prepared."""
+    found = [thing.optimizer if isinstance(thing, PreparedOptimizer) else thing for thing in things]
+    return [*{id(thing): thing for thing in found if isinstance(thing, Optimizer)}.values()]
+
+
+def _is_sharded(thing: Any) -> bool:
+    return _is_sharding(type(thing))
+
+
+def _is_sharding(kind: type) -> bool:
+    """Whether that is FSDP, of either generation; it is not imported for the question."""
+    return any(
+        base.__name__ in ("FullyShardedDataParallel", "FSDPModule") and base.__module__.startswith("torch.distributed")
+        for base in kind.__mro__
+    )
+
+
+def _half_made(optimizer: Optimizer) -> list[Any]:
+    """Parameters whose state has some of the entries that another one's of its group has, and no others."""
+    groups = [
+        [(parameter, set(optimizer.state[parameter])) for parameter in group["params"] if parameter in optimizer.state]
+        for group in optimizer.param_groups
+    ]
+    return [
+        parameter for states in groups for parameter, entries in states if any(entries < others for _, others in states)
+    ]

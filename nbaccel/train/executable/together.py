@@ -1,0 +1,232 @@
+"""Together: how all ranks give up an attempt and begin the next one. Runs in ranks, by every rank.
+
+Every wait in here is in the store, never in a collective: some peer has left those. The order that makes it sound:
+
+1. A rank whose attempt failed raises the flag in the store, then cuts its connections; its peers' watchers see the
+   flag and cut theirs. A peer that wakes from a broken collective therefore finds the flag, and knows that its own
+   error is only a consequence. A peer that computes finds out at its next collective; one that is done, while it waits
+   for the others to be done.
+2. Each rank forgets its attempt and posts what it would do next.
+3. Once all have posted, all know the same, form the process group again and go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbaccel.errors import NbaccelError, PeerFailed
+from nbaccel.train.executable.attempt import Attempt
+from nbaccel.train.executable.board import Board, Failed
+from nbaccel.train.executable.watcher import Watcher, backends
+from nbaccel.train.talk.collectives import Collectives
+from nbaccel.train.talk.process_group import process_group
+
+__all__ = ["Alone", "Report", "Together"]
+
+_DEVICE_PATIENCE_S = 10.0
+"""How long an aborted NCCL communicator may take to let go of a rank."""
+
+_PATIENCE_S = 1800.0
+"""How long a peer may compute before it comes to its next collective: torch's own time limit for gloo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank says between two attempts; of all ranks together, what is agreed.
+
+    size: the batch size that it would try next; 0 to give up.  step: training steps that its Accelerators have done.
+    shortage: its error, in words; empty for a rank that was only interrupted.
+    obstacle: why it cannot try again; empty if it can.
+    """
+
+    size: int
+    step: int = 0
+    shortage: str = ""
+    obstacle: str = ""
+
+
+class Alone:
+    """One process: an attempt is over when it is over."""
+
+    def agreed(self, batch_size: int) -> int:
+        """The size to begin with. Collective."""
+        return batch_size
+
+    def watch(self, batch_size: int) -> None:
+        """An attempt begins."""
+
+    def is_done(self, attempt: Attempt) -> bool:
+        """Whether it succeeded on all ranks; False if memory ran out on one of them.
+
+        Raises the attempt's own error, if it is another one.
+        """
+        if attempt.error is None or attempt.shortage is not None:
+            return attempt.error is None
+        raise attempt.error
+
+    def regroup(self, report: Callable[[], Report]) -> Report:
+        """Be ready for the next attempt, as all ranks' reports say. Collective.
+
+        report: makes this rank's; its error is this call's.
+        """
+        return report()
+
+    def close(self) -> None:
+        """The call is over, by whatever."""
+
+
+class Together(Alone):
+    """One of several ranks.
+
+    name: of the function.  collectives: of the default group, which exists.
+    """
+
+    def __init__(self, name: str, collectives: Collectives) -> None:
+        self._name = name
+        self._collectives = collectives
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._outer: Together | None = process_group.recoveries[-1] if process_group.recoveries else None
+        self._place = process_group.meeting_place() if self._outer is None else self._outer._place_within()
+        self._call = name
+        self._attempts = self._inner_calls = 0
+        self._watcher: Watcher | None = None
+        process_group.recoveries.append(self)
+
+    def agreed(self, batch_size: int) -> int:
+        everyones = self._collectives.announce(f"find_executable_batch_size of {self._name}", str(batch_size))
+        return min(map(int, everyones))
+
+    def watch(self, batch_size: int) -> None:
+        self._attempts += 1
+        self._inner_calls = 0
+        self._call = f"{self._name}(batch_size={batch_size})"
+        place = self._place.within(f"attempt{self._attempts}")
+        self._board = Board(place.store, self._rank, self._world_size)
+        self._watcher = Watcher(Board(place.store_for_thread, self._rank, self._world_size), place.port)
+
+    def is_done(self, attempt: Attempt) -> bool:
+        error = attempt.error
+        if error is None:
+            self._board.post("done", True)
+            if self._board.wait("done", f"the end of {self._call}", lambda _: self._is_given_up):
+                return True
+        elif attempt.shortage is not None:
+            self._board.raise_flag()
+        elif not self._is_consequence(error):
+            if not isinstance(error, KeyboardInterrupt):  # that one comes to each rank by itself
+                self._board.fail(_text(error))
+                self._wake()
+            raise error
+        self._wake()
+        self._heed_errors(error)
+        return False
+
+    def regroup(self, report: Callable[[], Report]) -> Report:
+        mine = self._made(report)
+        self._board.post("report", asdict(mine))
+        call = f"memory that ran out in {self._call}: waiting for the other ranks to be ready for the next attempt"
+        patience_s = _DEVICE_PATIENCE_S if "nccl" in backends() else _PATIENCE_S
+        if not self._board.wait("report", call, lambda waited_s: self._is_failed or waited_s > patience_s):
+            self._heed_errors(None)
+            late = sorted({*range(self._world_size)} - {*self._board.posted("report")})
+            if late:
+                raise self._cannot_go_on(mine, f"rank {_listed(late)} did not come back within {patience_s:g} s")
+        reports = [Report(**self._board.read("report", rank)) for rank in range(self._world_size)]
+        for rank, each in enumerate(reports):
+            if each.obstacle:
+                raise self._cannot_go_on(mine, f"{each.obstacle} (rank {rank})")
+        process_group.drop()
+        process_group.renew(self._place.within(f"attempt{self._attempts}/group").store)
+        self._collectives = process_group.talk or self._collectives
+        shortages = [each.shortage for each in reports if each.shortage]
+        return Report(min(each.size for each in reports), max(each.step for each in reports), shortages[0])
+
+    def close(self) -> None:
+        process_group.recoveries.remove(self)
+        if self._watcher is not None:
+            self._watcher.stop()
+
+    def _wake(self) -> None:
+        if self._watcher is not None:
+            self._watcher.wake_everybody()
+
+    def _place_within(self) -> Any:
+        """The meeting place of a search inside this attempt."""
+        self._inner_calls += 1
+        return self._place.within(f"attempt{self._attempts}/call{self._inner_calls}")
+
+    @property
+    def _is_given_up(self) -> bool:
+        """Whether this attempt, or one around it, is over."""
+        return self._board.is_flagged or (self._outer is not None and self._outer._is_given_up)
+
+    @property
+    def _is_failed(self) -> bool:
+        """Whether this call, or an attempt around it, is over."""
+        return self._board.failed is not None or (self._outer is not None and self._outer._is_given_up)
+
+    def _is_consequence(self, error: BaseException) -> bool:
+        """Whether `error` only says that this rank was woken: it comes after the flag, and from torch.
+
+        An error of the program's own that happens to come after the flag is most likely raised again in the next
+        attempt; one that torch cannot have raised is not put off.
+        """
+        failed = self._board.failed
+        if not self._is_given_up or (failed is not None and failed.text == _text(error)):
+            return False  # all ranks may fail alike: then each has its own error
+        return any(isinstance(link, RuntimeError | OSError | PeerFailed) for link in _handled(error)) and not (
+            isinstance(error, NbaccelError) and not isinstance(error, PeerFailed)
+        )
+
+    def _heed_errors(self, error: BaseException | None) -> None:
+        """Raise, if another rank's error has ended this call, or the attempt around it is over."""
+        failed = self._board.failed
+        if failed is not None:
+            raise PeerFailed(self._told(failed)) from error
+        if self._outer is not None and self._outer._is_given_up:
+            raise PeerFailed(f"{self._call} was given up with {self._outer._call} around it") from error
+
+    def _made(self, report: Callable[[], Report]) -> Report:
+        try:
+            return report()
+        except BaseException as error:
+            self._board.fail(_text(error))
+            raise
+
+    def _told(self, failed: Failed) -> str:
+        return (
+            f"rank {failed.rank} of {self._world_size} failed in {self._call} with {failed.text}; rank {self._rank} "
+            f"was stopped with it. The traceback of rank {failed.rank} says where; the process group is over."
+        )
+
+    def _cannot_go_on(self, mine: Report, reason: str) -> Exception:
+        text = (
+            f"{self._call} cannot be tried again with a smaller batch in these processes: {reason}. Start it again "
+            f"with starting_batch_size={mine.size} or less."
+        )
+        if mine.shortage:
+            return torch.OutOfMemoryError(f"{mine.shortage}\n  {text}")
+        return PeerFailed(f"another rank ran out of memory, and {text}")
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _handled(error: BaseException) -> list[BaseException]:
+    """`error` and what was being handled when it was raised."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        link = link.__cause__ or link.__context__
+    return links
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

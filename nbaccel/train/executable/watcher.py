@@ -1,0 +1,88 @@
+"""Watcher: a thread that wakes its own rank when another one has given up the attempt. Runs in ranks.
+
+The main thread may sit in a collective that will never be complete, in C++, deaf to everything but the end of its
+connections (gloo) or of its communicator (NCCL). What it does once it is awake is not the watcher's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from nbaccel.train.executable.board import Board
+from nbaccel.train.executable.wires import Wires
+
+__all__ = ["Watcher", "backends"]
+
+_POLL_S = 0.05
+_PEERS_ANSWER_S = 2.0
+_ANSWER_POLL_S = 0.005
+
+
+class Watcher:
+    """Looks for the flag 20 times a second until it is up, then cuts; once.
+
+    board: by a connection of its own.  store_port: what is connected there is not cut.
+    """
+
+    def __init__(self, board: Board, store_port: int | None) -> None:
+        self._board = board
+        self._store_port = store_port
+        self._look = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="nbaccel-watcher", daemon=True)
+        self._thread.start()
+
+    def wake_everybody(self) -> None:
+        """The flag is up: return once this rank's connections are cut, and with them the peers awake."""
+        self._look.set()
+        self._thread.join(2 * _PEERS_ANSWER_S)
+
+    def stop(self) -> None:
+        """The attempt is over without a flag."""
+        self._is_over = True
+        self._look.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # a store that is lost: its server went with a peer
+            while not self._is_over:
+                if self._board.is_flagged:
+                    self._cut()
+                    return
+                self._look.wait(_POLL_S)
+                if not self._is_over and self._look.is_set():
+                    self._look.clear()
+
+    def _cut(self) -> None:
+        kinds = backends()
+        if "nccl" in kinds:
+            for group in list(c10d._world.pg_map):
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    group.abort()  # blocks until the communicator's kernels have ended
+        if "gloo" in kinds:
+            with Wires(self._store_port) as wires:
+                self._board.post("wires", wires.ends)
+                deadline = time.monotonic() + _PEERS_ANSWER_S
+                # A rank that died cannot answer, and what it was connected by is cut already.
+                while len(answered := self._board.posted("wires")) < self._board.world_size:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(_ANSWER_POLL_S)
+                wires.cut(tuple(ends) for ends in self._ends(answered))
+
+    def _ends(self, ranks: list[int]) -> list[Any]:
+        return [ends for rank in ranks if rank != self._board.rank for ends in self._board.read("wires", rank)]
+
+
+def backends() -> set[str]:
+    """The kinds of backend that this process's groups use."""
+    if not dist.is_initialized():
+        return set()
+    names = ",".join(c10d._world.pg_backend_config.values())  # "cpu:gloo,cuda:nccl"
+    return {name.rpartition(":")[2] for name in names.split(",")}

@@ -1,0 +1,113 @@
+"""The way down: how many attempts it costs, and where it ends."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from nbaccel.train.executable.attempt import Attempt, Place, Shortage
+from nbaccel.train.executable.sizes import ByRule, ByUser, Sizes, grown
+
+
+def _search(start: int, fits: int, place: Place = Place.ELSEWHERE) -> list[int]:
+    """The sizes that are tried until one fits, or none is left."""
+    rule, tried, size = ByRule(), [], start
+    while size:
+        tried.append(size)
+        if size <= fits:
+            break
+        size = rule.after(size, Shortage("", place))
+    return tried
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_halves_take_no_more_attempts_than_the_logarithm_says_and_end_above_half(start: int, fits: int) -> None:
+    tried = _search(start, fits)
+    assert len(tried) <= max(0, math.log2(start / fits)) + 2
+    assert fits / 2 - 1 < tried[-1] <= fits or tried == [start]
+
+
+@pytest.mark.parametrize(("start", "fits"), [(128, 105), (1024, 900), (64, 60)])
+def test_a_backward_that_ran_out_means_that_nine_tenths_are_tried_first(start: int, fits: int) -> None:
+    tried = _search(start, fits, Place.BACKWARD)
+    assert len(tried) <= 3
+    assert tried[-1] >= 0.9 * fits
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_a_backward_that_runs_out_again_and_again_is_halved_too(start: int, fits: int) -> None:
+    assert len(_search(start, fits, Place.BACKWARD)) <= max(0, math.log2(start / fits)) + 5
+
+
+@given(st.integers(1, 5000), st.sampled_from(Place), st.floats(1, 1000))
+def test_the_next_size_is_always_smaller(size: int, place: Place, demand: float) -> None:
+    assert 0 <= ByRule().after(size, Shortage("", place, demand)) < size
+
+
+def test_a_request_of_many_times_the_device_costs_one_attempt() -> None:
+    assert ByRule().after(4096, Shortage("", demand=10.0)) == 409
+
+
+def test_a_size_that_fitted_before_is_not_passed_by() -> None:
+    assert ByRule(known_to_fit=48).after(64, Shortage("")) == 48
+    assert ByRule(known_to_fit=64).after(64, Shortage("")) == 32
+
+
+def test_a_rank_that_was_not_short_leaves_it_to_the_others() -> None:
+    assert ByRule().after(64, None) == 64
+
+
+def test_a_user_rule_may_go_below_zero() -> None:
+    assert ByUser(lambda: -3).after(2, None) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "demand"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity of 16.00 GiB of which "
+            "8.00 GiB is free. Including non-PyTorch memory, this process has 8.00 GiB memory in use.",
+            1.5,
+        ),
+        ("Tried to allocate 800 bytes; MemLimit allows 1000 bytes, of which 600 bytes are free.", 1.2),
+        ("Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 1.00 GiB of which 3.00 MiB is free.", 1.0),
+        ("CUDA error: out of memory", 1.0),
+    ],
+)
+def test_the_numbers_of_an_allocator_are_read_from_its_error(text: str, demand: float) -> None:
+    assert Shortage.of(MemoryError(text)).demand == pytest.approx(demand)
+
+
+def test_an_attempt_knows_where_its_memory_ran_out() -> None:
+    import torch
+
+    def in_backward(batch_size: int) -> None:
+        leaf = torch.ones(2, requires_grad=True)
+        leaf.register_hook(_run_out)
+        leaf.sum().backward()
+
+    def in_optimizer(batch_size: int) -> None:
+        optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+        optimizer.register_step_pre_hook(_run_out)
+        optimizer.step()
+
+    def in_forward(batch_size: int) -> None:
+        _run_out()
+
+    places = [Attempt(function, 1, (), {}).shortage for function in (in_backward, in_optimizer, in_forward)]
+    assert [shortage and shortage.place for shortage in places] == [Place.BACKWARD, Place.OPTIMIZER, Place.ELSEWHERE]
+
+
+def _run_out(*anything: object) -> None:
+    raise MemoryError
+
+
+def test_later_calls_grow_only_as_far_as_was_measured() -> None:
+    sizes = Sizes(128)
+    sizes.fitted(64, used=0.5)
+    assert sizes.first == grown(64, 0.5) == 124
+    assert sizes.way_down().after(124, Shortage("")) == 64
+    sizes.fitted(64)
+    assert sizes.first == 64
