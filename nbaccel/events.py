@@ -231,7 +231,7 @@ class GroupRenewed(Event):
     times: how often that has happened, equal on all ranks.
     """
 
-    times: int
+    times: int = 0
 
 
 @dataclass(frozen=True, slots=True)
