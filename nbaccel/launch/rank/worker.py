@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import outlet
+from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
@@ -115,6 +116,7 @@ class _Rank:
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, StepGate(self.page, self.rank), PeerWatch(self.page, self.rank))
+        attach_to_foreign_trainers()
         self.is_fork = is_fork
 
     def live(self, make_task: Callable[[], Task]) -> int:

@@ -1,0 +1,82 @@
+"""Boundaries: the steps of a trainer that is not ours, told to the run's handshake; and how far it has come. In ranks.
+
+All ranks of a trainer cross the same boundaries, so a run that is stopped ends after the same step everywhere. The
+trainer is asked to stop in its own way, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from nbaccel.errors import RunStopped
+from nbaccel.events import Gauge, Progress, StepEntered, StepsEnded, emit
+
+__all__ = ["Boundaries", "Shown"]
+
+
+class Boundaries:
+    """Where one training of a foreign trainer stands; it begins with `step`.
+
+    is_asked: the trainer was asked to stop.
+
+    Raises:
+        RunStopped: the run ends before this training begins.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.is_asked = False
+        self._step = -1
+        self._substep = 0
+        self._cross(step)
+
+    def enter(self, step: int) -> bool:
+        """`step` is about to be entered, unless the trainer stops here by itself: then it shall.
+
+        Raises:
+            RunStopped: it was asked before, and goes on.
+        """
+        try:
+            self._cross(step)
+        except RunStopped:
+            if self.is_asked:
+                raise
+            self.is_asked = True
+        return self.is_asked
+
+    def enter_evaluation(self) -> None:
+        """A batch of an evaluation is about to be entered.
+
+        Raises:
+            RunStopped: the run ends here; there is no soft way out of an evaluation.
+        """
+        if not self.is_asked:  # else it is the one with which the trainer ends
+            self._cross(self._step)
+
+    def leave(self) -> None:
+        """The training is over."""
+        emit(StepsEnded())
+
+    def _cross(self, step: int) -> None:
+        self._substep = self._substep + 1 if step == self._step else 0
+        self._step = step
+        emit(StepEntered(step, self._substep))
+
+
+class Shown:
+    """A loop of a foreign trainer, shown until it is closed. look: where it stands; called from another thread."""
+
+    def __init__(self, look: Callable[[], Progress]) -> None:
+        self._look = look
+        self._is_open = True
+        emit(Gauge(self._read))
+
+    def _read(self) -> Progress | None:
+        return self._look() if self._is_open else None
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            with suppress(Exception):  # a version of theirs that is other than we know it
+                emit(replace(self._look(), is_over=True))

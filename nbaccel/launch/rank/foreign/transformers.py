@@ -1,0 +1,106 @@
+"""What a transformers `Trainer` reports, and how it is asked to stop. Runs in ranks; imports no transformers.
+
+Losses and other numbers come when the trainer logs them (its `logging_steps`), with its own step; how far it has
+come is looked at a few times per second. `evaluate` and `predict` are shown as evaluations, also by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbaccel.events import Loss, Metric, Progress, emit
+from nbaccel.launch.rank.foreign.boundaries import Boundaries, Shown
+
+__all__ = ["Reports", "add_callback"]
+
+
+def add_callback(trainer: Any) -> None:
+    """Let `trainer` report, unless it does already."""
+    callbacks = trainer.callback_handler.callbacks
+    if any(isinstance(callback, Reports) for callback in callbacks):
+        return
+    # Every trainer has callbacks (that of the default flow at least), and their base is the class to build on.
+    base = next(kind for callback in callbacks for kind in type(callback).__mro__ if kind.__name__ == "TrainerCallback")
+    trainer.add_callback(type("NbaccelReports", (Reports, base), {})())
+
+
+class Reports:
+    """The methods of a `TrainerCallback` that say something; all others are the library's own."""
+
+    _boundaries: Boundaries | None = None
+    _training: Shown | None = None
+    _evaluation: Shown | None = None
+    _evaluated = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._boundaries = Boundaries(state.global_step)
+        self._training = Shown(lambda: _progress(args, state))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._boundaries is not None and self._boundaries.enter(state.global_step):
+            control.should_training_stop = True
+            control.should_evaluate = False  # whoever stops a run does not wait for that
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._boundaries is not None and self._boundaries.is_asked:
+            control.should_evaluate = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        numbers = dict(logs or {})
+        if "loss" in numbers:
+            emit(Loss(float(numbers["loss"]), state.global_step))
+        emit(Metric(numbers, state.global_step))
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._boundaries is None:
+            self._boundaries = Boundaries(state.global_step)
+        if self._evaluation is None:
+            self._evaluated, batches = 0, _length(kwargs.get("eval_dataloader"))
+            self._evaluation = Shown(lambda: Progress(state.global_step, self._evaluated, batches, is_training=False))
+        self._evaluated += 1
+        self._boundaries.enter_evaluation()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._evaluation is not None:
+            self._evaluation.close()
+            self._evaluation = None
+        if self._training is None:
+            self._leave()
+
+    def on_predict(self, args: Any, state: Any, control: Any, *more: Any, **kwargs: Any) -> None:
+        self.on_evaluate(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._boundaries is not None:
+            self._boundaries.leave()
+            self._boundaries = None
+
+
+def _progress(args: Any, state: Any) -> Progress:
+    """By the trainer's steps, which are what it counts its end in. Whole epochs are told apart where there are some."""
+    epochs = int(args.num_train_epochs)
+    if args.max_steps > 0 or epochs != args.num_train_epochs or state.max_steps % max(1, epochs):
+        epochs = 1
+    steps = state.max_steps // max(1, epochs)
+    epoch = min(state.global_step // max(1, steps), epochs - 1)
+    return Progress(
+        step=state.global_step,
+        batch=state.global_step - epoch * steps,
+        batches=steps,
+        epoch=epoch,
+        epochs=epochs,
+        samples=args.train_batch_size * args.gradient_accumulation_steps,
+    )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
