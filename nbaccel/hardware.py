@@ -20,7 +20,7 @@ from typing import Any
 
 from nbaccel.world import is_notebook_kernel
 
-__all__ = ["CUDA_VARIABLES", "Gpu", "Memory", "Platform", "Survey", "best_precision"]
+__all__ = ["CUDA_VARIABLES", "Gpu", "Memory", "Platform", "Survey", "best_precision", "out_of_memory_kills"]
 
 CUDA_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -319,6 +319,17 @@ def usable_memory(root: Path = Path("/")) -> Memory:
             free = int(limit) - int(used) + _inactive_file_bytes(group)
             total, available = min(total, int(limit)), min(available, max(0, free))
     return Memory(total, available)
+
+
+def out_of_memory_kills(root: Path = Path("/")) -> int | None:
+    """How many processes the system has killed for memory in this one's control group; None where it does not say."""
+    for group in _control_groups(root, "memory"):
+        counters = _read(group / "memory.events") or _read(group / "memory.oom_control")  # version 2, version 1
+        for line in counters.splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdecimal():
+                return int(count)
+    return None
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:

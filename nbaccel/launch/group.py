@@ -25,6 +25,7 @@ from nbaccel.launch.ending import Aborting, Ending, Killing, Running, Stopping
 from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.member import Member, Report
 from nbaccel.launch.metriclog import MetricLog
+from nbaccel.launch.openfiles import files_being_written
 from nbaccel.launch.screen.router import OutputRouter
 from nbaccel.launch.spec import LaunchSpec, RankBoot
 from nbaccel.launch.start import StartMethod
@@ -54,6 +55,7 @@ class Ended:
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
     metrics: what rank 0 logged.
+    open_files: what ranks were writing to when the first of them failed.
     """
 
     reports: list[Report | None]
@@ -65,6 +67,13 @@ class Ended:
     seconds: float
     steps: int | None = None
     metrics: MetricLog = field(default_factory=MetricLog)
+    open_files: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Let go of what the ranks sent."""
+        for report in self.reports:
+            if report is not None:
+                report.close()
 
 
 class WorkerGroup:
@@ -94,6 +103,7 @@ class WorkerGroup:
         self._settled_at: float | None = None
         self._metrics = MetricLog()
         self._telemetry = Telemetry([self._metrics, *listeners], notice)
+        self._open_files: list[str] = []
         self._is_bad_fork = False
         self._presses = 0
         self._is_timed_out = False
@@ -210,7 +220,8 @@ class WorkerGroup:
                 elif self._is_bad_fork:
                     ending = Killing(self._members, now)
                 elif self._cause_is_known(now):
-                    ending = Aborting(self._members, now, page, self._spec.wants_results)
+                    self._open_files = files_being_written(member.process.pid for member in self._members)
+                    ending = Aborting(self._members, time.monotonic(), page, self._spec.wants_results)
             if isinstance(ending, Stopping) and not has_noticed and now > ending.began + _FINISHING_NOTICE_S:
                 has_noticed = True
                 if ending.is_finishing_a_step:
@@ -343,6 +354,7 @@ class WorkerGroup:
             seconds=seconds,
             steps=page.steps_before_stop,
             metrics=self._metrics,
+            open_files=self._open_files,
         )
 
     def _remove(self, folder: str) -> None:

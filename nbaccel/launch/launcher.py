@@ -23,16 +23,20 @@ from nbaccel.events import Listener
 from nbaccel.hardware import Survey
 from nbaccel.launch.group import BadFork, Ended, WorkerGroup
 from nbaccel.launch.here import ProcessState
+from nbaccel.launch.holdings import held_here
+from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.inline import run_inline
 from nbaccel.launch.keeper import Keeper
 from nbaccel.launch.preflight import Start, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.rank.jupyter import cell_name
+from nbaccel.launch.restarting import Again, Attempt, Over, Restarting
 from nbaccel.launch.screen.console import screen_here
 from nbaccel.launch.screen.router import OutputRouter, Screen
-from nbaccel.launch.spec import FunctionTask, LaunchSpec, Task, load_named
+from nbaccel.launch.spec import STOP, FunctionTask, LaunchSpec, Task, load_named
 from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
-from nbaccel.launch.verdict import OomKills, verdict
+from nbaccel.launch.verdict import verdict
 from nbaccel.launch.wire.parcel import unpack
+from nbaccel.launch.witness import Witness
 from nbaccel.settings import RunSettings
 from nbaccel.world import World
 
@@ -46,6 +50,7 @@ class Outcome:
     """A finished run: how it ended, and what its ranks sent back.
 
     error: what the run raises, None if no rank failed.  start: how the ranks were started in the end, and why.
+    restarts: a line for each time that it ran out of memory and was started again; all else is of the last attempt.
     """
 
     task: Task
@@ -53,6 +58,7 @@ class Outcome:
     start: Start
     error: BaseException | None
     log_path: str
+    restarts: list[str] = field(default_factory=list)
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """Names and objects that `rank` sent back; empty if it died."""
@@ -68,9 +74,7 @@ class Outcome:
         return {name.removeprefix("out:"): value for name, value in values.items() if name.startswith("out:")}
 
     def close(self) -> None:
-        for report in self.ended.reports:
-            if report is not None:
-                report.close()
+        self.ended.close()
 
 
 class Launcher:
@@ -111,34 +115,44 @@ class Launcher:
         listeners: Sequence[Listener],
     ) -> Outcome:
         _load_once(spec)
-        oom_kills = OomKills()
+        say = notice or (lambda line: screen.write("stderr", line + "\n"))
+        restarting = Restarting(lambda: held_here(spec.task.namespace))
+        restarts: list[str] = []
         log_path = self.keeper.new_log()
         with open(log_path, "wb") as log:
 
-            def attempt(start: Start) -> Ended:
+            def attempt(spec: LaunchSpec, witness: Witness) -> Ended:
                 router = OutputRouter(spec.world_size, screen, shown_ranks=shown_ranks, log=log)
                 try:
                     group = WorkerGroup(
-                        replace(spec, start=start),
-                        self._method(start),
+                        spec,
+                        self._method(spec.start),
                         router,
                         kernel_pidfd=self.keeper.kernel_pidfd,
                         guard=self.keeper.guard,
-                        notice=notice or (lambda line: screen.write("stderr", line + "\n")),
-                        listeners=listeners,
+                        notice=say,
+                        listeners=[witness, *listeners],
                     )
                     return group.run()
                 finally:
                     router.close()
 
-            start = spec.start
-            try:
-                ended = attempt(start)
-            except BadFork:
-                start = _instead_of_fork(start)
-                ended = attempt(start)
-        error = verdict(ended, spec.task, start.method == "zygote", oom_kills, cell_name)
-        return Outcome(spec.task, ended, start, error, log_path)
+            while True:
+                host, witness = HostMemory(), Witness()
+                try:
+                    ended = attempt(spec, witness)
+                except BadFork:
+                    spec = replace(spec, start=_instead_of_fork(spec.start))
+                    ended = attempt(spec, witness)
+                match restarting.after(Attempt(spec, ended, witness, host)):
+                    case Again(spec, line):
+                        ended.close()
+                        restarts.append(line)
+                        say(line)
+                    case Over(report):
+                        break
+        error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
+        return Outcome(spec.task, ended, spec.start, error, log_path, restarts)
 
     def _method(self, start: Start) -> StartMethod:
         if start.method == "zygote":
@@ -207,6 +221,7 @@ class Run:
     error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
     log_path: everything the ranks printed; the file lives as long as this process.
     seconds: wall time from the start of the ranks to the end of the last.
+    restarts: a line for each time that memory ran out and the run was started again; all else is of the last attempt.
     """
 
     values: list[Any]
@@ -216,6 +231,7 @@ class Run:
     start_reason: str
     log_path: str
     seconds: float
+    restarts: list[str] = field(default_factory=list)
 
     @property
     def value(self) -> Any:
@@ -238,6 +254,7 @@ def launch(
     start_method: str = "auto",
     setup: str | None = None,
     timeout_s: float | None = None,
+    oom: str = STOP,
     check: bool = True,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return what came of it.
@@ -246,6 +263,8 @@ def launch(
     start_method: "fork", "zygote", "inline" or "auto" (see the README); the choice and its reason are in the `Run`.
     devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after so many seconds.
     setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
+    oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
+    into parts, see the README. Everything before the loop is then done again.
     check: raise the run's error; with False it is in `Run.error`.
 
     Raises:
@@ -283,6 +302,7 @@ def launch(
         setup=setup,
         threads=threads_per_rank(survey.cpu_count, chosen.num_processes),
         timeout_s=timeout_s,
+        oom=oom,
     )
     if start.method == "inline":
         return _launch_inline(spec, check)
@@ -312,6 +332,7 @@ def _as_run(outcome: Outcome, check: bool) -> Run:
         start_reason=outcome.start.reason,
         log_path=outcome.log_path,
         seconds=ended.seconds,
+        restarts=outcome.restarts,
     )
 
 
@@ -396,12 +417,14 @@ def notebook_launcher(
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
+    oom: str = STOP,
 ) -> Any:
     """Run ``function(*args)`` in `num_processes` ranks, with Accelerate's signature; returns what rank 0 returned.
 
     Works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
     mixed_precision: "no", "fp16" or "bf16": what `Accelerator()` in the function uses unless it says otherwise.
     num_processes: None for one per GPU, or one.
+    oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
 
     The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
 
@@ -424,7 +447,7 @@ def notebook_launcher(
         "log_line_prefix_template": log_line_prefix_template,
     }
     _Ignored().explain(given)
-    return launch(function, num_processes, args, mixed_precision=str(mixed_precision).lower()).value
+    return launch(function, num_processes, args, mixed_precision=str(mixed_precision).lower(), oom=oom).value
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:

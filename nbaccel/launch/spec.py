@@ -16,7 +16,10 @@ from nbaccel.launch.preflight import Start
 from nbaccel.launch.wire.parcel import Parcel, pack, unpack
 from nbaccel.world import World
 
-__all__ = ["FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "load_named"]
+__all__ = ["OOM_CHOICES", "SHRINK", "STOP", "FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "load_named"]
+
+OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
+"""What follows when a rank dies of memory: the run starts again with smaller batches, or ends."""
 
 
 def load_named(reference: str) -> Any:
@@ -130,6 +133,7 @@ class LaunchSpec:
     setup: "module:function" called in every rank with the task's namespace before the task runs.
     threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
     wants_results: a failing run waits for rank 0's results before it is ended.
+    oom: one of `OOM_CHOICES`.
     """
 
     task: Task
@@ -140,6 +144,11 @@ class LaunchSpec:
     threads: int = 1
     timeout_s: float | None = None
     wants_results: bool = True
+    oom: str = STOP
+
+    def __post_init__(self) -> None:
+        if self.oom not in OOM_CHOICES:
+            raise ValueError(f"oom must be one of {', '.join(map(repr, OOM_CHOICES))}, got {self.oom!r}")
 
 
 @dataclass(frozen=True, slots=True)

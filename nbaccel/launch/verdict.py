@@ -7,52 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.launch.group import Ended
+from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.member import Report
 from nbaccel.launch.report import Failure, Naming, signal_name
 from nbaccel.launch.spec import Task
 from nbaccel.launch.wire.parcel import unpack
 
-__all__ = ["OomKills", "verdict"]
-
-
-class OomKills:
-    """Counts how often the kernel of the operating system has killed in our memory cgroup."""
-
-    _FILES = (
-        Path("/sys/fs/cgroup/memory.events"),
-        Path("/sys/fs/cgroup/memory/memory.oom_control"),
-    )
-
-    def __init__(self) -> None:
-        self._before = self._count()
-
-    @property
-    def has_risen(self) -> bool | None:
-        """None where the count cannot be read."""
-        now = self._count()
-        return None if now is None or self._before is None else now > self._before
-
-    def _count(self) -> int | None:
-        for file in self._FILES:
-            try:
-                rows = dict(line.split() for line in file.read_text().splitlines())
-                return int(rows["oom_kill"])
-            except (OSError, KeyError, ValueError):
-                continue
-        return None
+__all__ = ["verdict"]
 
 
 def verdict(
-    ended: Ended, task: Task, started_clean: bool, oom_kills: OomKills, cell_name: Naming
+    ended: Ended, task: Task, started_clean: bool, host: HostMemory, cell_name: Naming, memory_report: str = ""
 ) -> BaseException | None:
     """The error of the run, or None if no rank failed.
 
     started_clean: the ranks came from the zygote and know only the names that were sent to them.
+    memory_report: what there is to say where memory was the cause.
     """
     rank = ended.first_failed
     if rank is None or ended.is_interrupted or ended.is_timed_out:
@@ -62,8 +36,8 @@ def verdict(
     world_size = len(ended.reports)
     if report is None:
         return RankDied(
-            f"rank {rank} of {world_size} {_death(ended.exit_codes[rank], oom_kills)}{peers and '; ' + peers}. "
-            "Variables in the ranks are gone; the next launch starts fresh ones.",
+            f"rank {rank} of {world_size} {_death(ended.exit_codes[rank], host)}{peers and '; ' + peers}. "
+            f"Variables in the ranks are gone; the next launch starts fresh ones. {memory_report}".rstrip(),
             rank,
             world_size,
             ended.exit_codes[rank],
@@ -77,7 +51,7 @@ def verdict(
             world_size,
         )
     error = _travelled(report, task)
-    hint = _missing_name(report, task) if started_clean else ""
+    hint = (_missing_name(report, task) if started_clean else "") or memory_report
     return Failure(rank, world_size, report.links, error, peers).exception(cell_name, hint)
 
 
@@ -103,7 +77,7 @@ def _missing_name(report: Report, task: Task) -> str:
     )
 
 
-def _death(exit_code: int, oom_kills: OomKills) -> str:
+def _death(exit_code: int, host: HostMemory) -> str:
     if exit_code >= 0:
         return (
             f"ended with exit code {exit_code} before its work was done (os._exit, or a library that ends the process)"
@@ -112,13 +86,7 @@ def _death(exit_code: int, oom_kills: OomKills) -> str:
     text = f"was killed by {name} (signal {-exit_code})"
     if name != "SIGKILL":
         return text
-    match oom_kills.has_risen:
-        case True:
-            return text + ": the machine ran out of memory (the cgroup's oom_kill count rose)"
-        case False:
-            return text + "; not by the cgroup's out-of-memory killer, whose count did not rise"
-        case _:
-            return text + "; if you did not do that yourself, the machine probably ran out of memory"
+    return f"{text}: {host.explain_kill()}"
 
 
 def _peers(ended: Ended, cause: int) -> str:

@@ -20,6 +20,7 @@ from IPython.core.magic_arguments import MagicHelpFormatter, argument, kwds
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.preflight import START_METHODS
+from nbaccel.launch.spec import OOM_CHOICES
 from nbaccel.settings import PRECISIONS
 
 __all__ = ["AUTO", "Options", "configured", "flags", "parse"]
@@ -55,6 +56,7 @@ class Options:
     plain: bool | None = None
     seed: int | None = None
     debug: bool | None = None
+    oom: str | None = None
 
     def over(self, weaker: Options) -> Options:
         """These choices, and `weaker`'s where these say nothing. "auto" is a choice."""
@@ -175,6 +177,8 @@ _FLAGS = (
           help="shared seed, rank r computes with N + r; default drawn for each run, and printed"),
     _flag("--debug", action="store_true", default=None,
           help="check every collective, not only the first ones; default off"),
+    _flag("--oom", metavar="HOW", choices=OOM_CHOICES,
+          help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
 )  # fmt: skip
 
 _HELP_WIDTH, _HELP_COLUMN = 120, 32

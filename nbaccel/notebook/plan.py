@@ -16,7 +16,7 @@ from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.rank.cell import CellTask
-from nbaccel.launch.spec import LaunchSpec
+from nbaccel.launch.spec import SHRINK, LaunchSpec
 from nbaccel.launch.wire.weight import size_of
 from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import RunSettings
@@ -93,6 +93,7 @@ class Plan:
             threads=self.threads,
             timeout_s=self.options.timeout,
             wants_results=bool(task.out),
+            oom=self.options.oom or SHRINK,
         )
 
     def __str__(self) -> str:

@@ -15,6 +15,9 @@ from nbaccel.events import LoopEntered, StepEntered, StepsEnded, emit
 __all__ = ["Accumulation", "Gate", "GradientAccumulationPlugin", "StepClock", "Window"]
 
 
+_NO_LOOP = LoopEntered(obstacle="no loop over a prepared loader was under way")
+
+
 @dataclass(frozen=True, slots=True)
 class GradientAccumulationPlugin:
     """The rules of accumulation; the names are Accelerate's, but for `scale_last_window`.
@@ -153,7 +156,7 @@ class Window:
         self.position = 0
         self.divisor = 0
         self.sync = True
-        self.loop = LoopEntered()
+        self.loop = _NO_LOOP
 
     @property
     def unfinished(self) -> int:

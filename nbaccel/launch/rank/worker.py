@@ -24,6 +24,7 @@ from nbaccel.errors import RunStopped
 from nbaccel.events import outlet
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
+from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.rank.watch import start_death_watch
@@ -54,6 +55,7 @@ def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[
     try:
         os.setsid()
         start_death_watch(boot.kernel_pidfd, boot.channel_fd)
+        volunteer()
         rank = _Rank(boot, close_fds, is_fork)  # kept by name: dropped, its open socket would complain
         code = rank.live(make_task)
     except BaseException:

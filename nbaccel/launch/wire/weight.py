@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from typing import Any
 
-__all__ = ["size_of"]
+__all__ = ["size_of", "sizes_on_devices"]
 
 _SAMPLE = 1000
 """Elements of a container that are looked at; a longer one is taken for more of the same."""
@@ -28,6 +28,22 @@ def size_of(value: Any) -> int:
     True
     """
     return round(_Scale().weigh(value))
+
+
+def sizes_on_devices(values: Mapping[str, Any]) -> dict[str, Counter[str]]:
+    """For each device that is not the host, the bytes there by name; what several names share counts for the first.
+
+    >>> sizes_on_devices({"x": b"on the host"})
+    {}
+    """
+    scale = _DeviceScale()
+    sizes: dict[str, Counter[str]] = {}
+    for name, value in values.items():
+        scale.found.clear()
+        scale.weigh(value)
+        for device, nbytes in scale.found.items():
+            sizes.setdefault(device, Counter())[name] += nbytes
+    return sizes
 
 
 class _Scale:
@@ -58,6 +74,23 @@ class _Scale:
         is_new = (device, address) not in self._memory
         self._memory.add((device, address))
         return nbytes if is_new else 0
+
+
+class _DeviceScale(_Scale):
+    """Notes what it weighs on devices.
+
+    found: bytes by device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def _weigh_memory(self, device: str, address: int, nbytes: int) -> int:
+        nbytes = super()._weigh_memory(device, address, nbytes)
+        if nbytes and device not in ("cpu", "meta"):
+            self.found[device] += nbytes
+        return nbytes
 
 
 def _memory_of(obj: Any) -> tuple[str, int, int] | None:

@@ -99,7 +99,7 @@ class PreparedLoader(DataLoader[Any]):
             lambda: before + progress.taken // stride,
             None if length is None else before + length,
             position.epoch,
-            self._own_batch_size,
+            self.rank_batch_size,
             torch.is_grad_enabled(),
         )
         emit(Gauge(gauge.read))
@@ -294,12 +294,6 @@ class PreparedLoader(DataLoader[Any]):
     def _batch_size(self) -> int | None:
         size: int | None = getattr(self.loader.batch_sampler, "batch_size", self.loader.batch_size)
         return size
-
-    @property
-    def _own_batch_size(self) -> int | None:
-        """Samples in one batch of this rank; None where batches have sizes of their own."""
-        size = self._batch_size
-        return size // self.world.world_size if size is not None and self._source.is_split else size
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet while unpickling

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.events import Metric, Phase, emit
+from nbaccel.events import Metric, Opened, Phase, emit
 from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names
 from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.readings import Reading
@@ -213,6 +213,7 @@ class Trackers:
             if is_main_process or not tracker.main_process_only:
                 tracker.start()
                 self._opened.append(tracker)
+                emit(Opened(_described(tracker, plan)))
                 if plan.config:
                     tracker.store_init_configuration(dict(plan.config))
 
@@ -257,6 +258,14 @@ def _hand_over(row: _Row, trackers: Iterable[GeneralTracker]) -> None:
     for tracker in trackers:
         step = row.given_step if tracker.numbers_steps else row.step
         tracker.log(dict(values), step=step, **row.log_kwargs.get(tracker.name, {}))
+
+
+def _described(tracker: GeneralTracker, plan: _Plan) -> str:
+    """Where a person finds what `tracker` has kept."""
+    name = getattr(tracker.tracker, "name", None)  # of a run of wandb, of a file
+    found = f" {name}" if isinstance(name, str) else ""
+    place = f" in {os.fspath(plan.logging_dir)}" if tracker.requires_logging_directory and plan.logging_dir else ""
+    return f"{tracker.name} run {plan.project_name}{found}{place}"
 
 
 def _accepted(one: Any) -> str | GeneralTracker:

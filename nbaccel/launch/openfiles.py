@@ -1,0 +1,43 @@
+"""Open files: what ranks are writing to while they still live. Runs in the kernel, when a run fails.
+
+Files that were written and closed before are not seen, nor those that a library writes in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+__all__ = ["files_being_written"]
+
+_NOT_FILES = ("/dev/", "/proc/", "/memfd:", "/sys/")
+_DELETED = " (deleted)"
+
+
+def files_being_written(pids: Iterable[int]) -> list[str]:
+    """Paths of regular files that processes hold open for writing, and this process does not.
+
+    A forked rank holds what the kernel had open: the history of IPython is none of its files.
+    """
+    ours = set(_written_by(os.getpid()))
+    return sorted({path for pid in pids for path in _written_by(pid)} - ours)
+
+
+def _written_by(pid: int) -> list[str]:
+    paths = []
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")
+    except OSError:  # it is over already
+        return []
+    for number in numbers:
+        try:
+            path = os.readlink(f"/proc/{pid}/fd/{number}")
+            if not path.startswith("/") or path.startswith(_NOT_FILES) or path.endswith(_DELETED):
+                continue
+            with open(f"/proc/{pid}/fdinfo/{number}", encoding="utf-8") as info:
+                flags = dict(line.split(":", 1) for line in info if ":" in line)["flags"]
+        except (OSError, KeyError):
+            continue
+        if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+            paths.append(path)
+    return paths

@@ -1,0 +1,237 @@
+"""Restarting: a run whose rank died of memory is started again with smaller batches, or it is said why not.
+
+Runs in the kernel, between one attempt and the next. It decides and words; `Launcher` acts. The effective batch stays
+what it was: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from nbaccel.events import LoopEntered
+from nbaccel.failures import Failure, classify
+from nbaccel.launch.group import Ended
+from nbaccel.launch.holdings import Holding
+from nbaccel.launch.hostmemory import HostMemory
+from nbaccel.launch.report import Link, signal_name
+from nbaccel.launch.spec import SHRINK, LaunchSpec
+from nbaccel.launch.witness import Witness
+from nbaccel.settings import RunSettings
+
+__all__ = ["Again", "Attempt", "Over", "Restarting", "Resumption"]
+
+_MOST_RESTARTS = 5
+_LONGEST_LOSS_S = 600.0
+_NAMES_SHOWN = 3
+_KERNEL_IS_TO_BLAME = 0.5
+"""Share of a device from which on what the notebook itself holds there is what does not fit."""
+
+_OPTIMIZERS = os.path.join("torch", "optim", "")
+"""In the path of a traceback's line: activations are gone by then, and smaller batches may not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One run of a spec that has ended, and what was seen of it."""
+
+    spec: LaunchSpec
+    ended: Ended
+    witness: Witness
+    host: HostMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where a restarted run goes on, instead of at its beginning.
+
+    place: as a person would look for it.  environ: what tells the ranks.
+    """
+
+    place: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The run starts again. line: what the user is told."""
+
+    spec: LaunchSpec
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The run is over. report: what there is to say about memory beside the error; empty if it has another cause."""
+
+    report: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """How a rank died of memory.
+
+    how: "ran out of memory".  why: what is known or guessed about it.
+    doubt: what would speak against memory, or against smaller batches, if it happened once more; empty for nothing.
+    """
+
+    rank: int
+    how: str
+    why: str = ""
+    doubt: str = ""
+
+    @classmethod
+    def of(cls, attempt: Attempt) -> _Death | None:
+        """None where the run ended well, was stopped, or failed for another reason."""
+        ended, rank = attempt.ended, attempt.ended.first_failed
+        if rank is None or ended.is_interrupted or ended.is_timed_out:
+            return None
+        report = ended.reports[rank]
+        if report is None:
+            if ended.exit_codes[rank] != -signal.SIGKILL:
+                return None
+            return cls(rank, f"was killed by {signal_name(signal.SIGKILL)}", attempt.host.explain_kill())
+        for link in _causes(report.links) if report.status == "failed" else ():
+            match classify(link.type_name, "\n".join(link.headline)):
+                case Failure.OUT_OF_MEMORY if any(_OPTIMIZERS in place[0] for place in link.places):
+                    return cls(rank, "ran out of memory", "in an optimizer's step", doubt="the optimizer's step")
+                case Failure.OUT_OF_MEMORY:
+                    return cls(rank, "ran out of memory")
+                case Failure.DEVICE_LOST:
+                    return cls(rank, "lost its device", link.headline[-1], doubt=link.headline[-1])
+        return None
+
+
+class Restarting:
+    """Asked after every attempt of one run.
+
+    holdings: what the notebook itself holds on devices.  newest_checkpoint: where the next attempt could go on.
+    """
+
+    def __init__(
+        self,
+        holdings: Callable[[], Sequence[Holding]] = tuple,
+        newest_checkpoint: Callable[[], Resumption | None] = lambda: None,
+    ) -> None:
+        self._holdings = holdings
+        self._newest_checkpoint = newest_checkpoint
+        self._restarts = 0
+        self._left_behind: dict[str, None] = {}  # in their order, each once
+        self._doubts: set[str] = set()
+
+    def after(self, attempt: Attempt) -> Again | Over:
+        """What follows `attempt`."""
+        death = _Death.of(attempt)
+        if death is None:
+            return Over()
+        loop = attempt.witness.loop(death.rank)
+        held = [holding for holding in self._holdings() if holding.nbytes]
+        resumption = self._newest_checkpoint()
+        happened = f"rank {death.rank} {death.how}{_at(loop)}{death.why and f' ({death.why})'}"
+        reason = self._reason_to_stop(attempt, death, loop, held, resumption)
+        if reason or loop is None:
+            return Over("; ".join([happened, f"not started again: {reason}", *_said_of(held)]) + ".")
+        self._restarts += 1
+        self._doubts.add(death.doubt)
+        said = self._said(attempt, loop, "" if resumption is None else f" from {resumption.place}")
+        line = "; ".join([happened, *said, *_said_of(held)])
+        return Again(_smaller(attempt.spec, attempt.ended, loop, resumption), line)
+
+    def _reason_to_stop(
+        self,
+        attempt: Attempt,
+        death: _Death,
+        loop: LoopEntered | None,
+        held: Sequence[Holding],
+        resumption: Resumption | None,
+    ) -> str:
+        """Why the run is not started again; empty if it is."""
+        if loop is None:
+            return "nothing of ours can be cut, since no batch of a loader from accelerator.prepare had been handed out"
+        if loop.obstacle:
+            return f"nothing of ours can be cut, since {loop.obstacle}"
+        large = [holding for holding in held if holding.share > _KERNEL_IS_TO_BLAME]
+        if large:
+            return f"smaller batches do not help where the notebook itself holds {large[0].share:.0%} of the device"
+        if death.doubt and death.doubt in self._doubts:
+            return "it was the same with larger batches, so smaller ones will not help"
+        if attempt.spec.oom != SHRINK:
+            return f"--oom shrink, or oom='shrink' in a launch, would go on {_in_parts(loop, 2 * loop.parts)}"
+        if self._restarts >= _MOST_RESTARTS:
+            return f"it was {_MOST_RESTARTS} times already"
+        if attempt.ended.seconds > _LONGEST_LOSS_S and resumption is None:
+            minutes = attempt.ended.seconds / 60
+            return (
+                f"{minutes:.0f} minutes of work would be lost, and there is no checkpoint to go on from (by hand: a "
+                f"batch_size of {_half(loop)} and twice the accumulation)"
+            )
+        return ""
+
+    def _said(self, attempt: Attempt, loop: LoopEntered, whence: str) -> list[str]:
+        """What is different in the next attempt, and what the earlier ones leave behind."""
+        parts = 2 * loop.parts
+        said = [
+            f"started again{whence} {_in_parts(loop, parts)}{_effective(loop, attempt.spec.world_size)}",
+            f"the loop's body runs {parts} times per batch",
+        ]
+        if loop.batch_norms:
+            said.append(f"BatchNorm layers see the samples of one part at a time: {_some(loop.batch_norms)}")
+        self._left_behind |= dict.fromkeys([*attempt.witness.opened, *attempt.ended.open_files])
+        if self._left_behind:
+            whose = "the first attempt" if self._restarts == 1 else "earlier attempts"
+            said.append(f"files and trackers {whose} opened: {', '.join(self._left_behind)}")
+        return said
+
+
+def _causes(links: Sequence[Link]) -> Sequence[Link]:
+    """The error that left the cell, and those that directly caused it: ``raise … from``."""
+    causes: list[Link] = []
+    for link in reversed(links):
+        if causes and link.relation != "which directly caused:":
+            break
+        causes.append(link)
+    return causes
+
+
+def _smaller(spec: LaunchSpec, ended: Ended, loop: LoopEntered, resumption: Resumption | None) -> LaunchSpec:
+    environ = {**spec.environ, **RunSettings(split=2 * loop.parts).environ()}
+    if resumption is not None:
+        environ |= resumption.environ
+    left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
+    return replace(spec, environ=environ, timeout_s=left_s)
+
+
+def _at(loop: LoopEntered | None) -> str:
+    if loop is None or loop.samples is None:
+        return ""
+    return f" at {_sizes(loop, loop.parts)} per rank"
+
+
+def _in_parts(loop: LoopEntered, parts: int) -> str:
+    return f"with {_sizes(loop, parts) if loop.samples is not None else f'each batch in {parts} parts'}"
+
+
+def _sizes(loop: LoopEntered, parts: int) -> str:
+    samples = loop.samples or 0
+    return str(samples) if parts == 1 else f"{min(parts, samples)} x {-(-samples // parts)}"
+
+
+def _half(loop: LoopEntered) -> str:
+    return "half the size" if loop.samples is None else str(max(1, loop.samples // (2 * loop.parts)))
+
+
+def _effective(loop: LoopEntered, world_size: int) -> str:
+    if loop.samples is None:
+        return ", effective batch unchanged"
+    return f", effective batch {loop.samples * loop.batches_per_step * world_size} unchanged"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _said_of(held: Sequence[Holding]) -> list[str]:
+    return [f"the notebook itself holds {holding}" for holding in held]

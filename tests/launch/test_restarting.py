@@ -1,0 +1,197 @@
+"""What follows when a rank died of memory: the decision, and every word that the user reads. Nothing is started."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nbaccel.errors import RankDied
+from nbaccel.events import Checkpoint, Event, LoopEntered, Opened
+from nbaccel.launch.group import Ended
+from nbaccel.launch.holdings import Holding
+from nbaccel.launch.hostmemory import HostMemory
+from nbaccel.launch.member import Report
+from nbaccel.launch.preflight import Start
+from nbaccel.launch.report import Link
+from nbaccel.launch.restarting import Again, Attempt, Over, Restarting, Resumption
+from nbaccel.launch.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.verdict import verdict
+from nbaccel.launch.witness import Witness
+
+GB = 1_000_000_000
+SPEC = LaunchSpec(FunctionTask(print), 2, Start("fork", "a test"), {"NBACCEL_SEED": "7"}, oom="shrink")
+LOOP = LoopEntered(samples=64, batches_per_step=2)
+OOM = Link("OutOfMemoryError", ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"], [])
+
+
+def failed(*links: Link) -> Report:
+    return Report("failed", -1, links=list(links))
+
+
+def attempt(
+    report: Report | None = None,
+    *events: Event,
+    spec: LaunchSpec = SPEC,
+    exit_code: int = 1,
+    **ended: Any,
+) -> Attempt:
+    """Rank 1 of two failed, after `events`."""
+    witness = Witness()
+    for event in events:
+        witness.feed(1, 0.0, event)
+    how = Ended([None, report], [-signal.SIGTERM, exit_code], [True, False], 1, False, False, 12.0)
+    return Attempt(spec, replace(how, **ended), witness, HostMemory())
+
+
+def restarted(decision: Again | Over) -> Again:
+    assert isinstance(decision, Again), decision
+    return decision
+
+
+def stopped(decision: Again | Over) -> str:
+    assert isinstance(decision, Over), decision
+    return decision.report
+
+
+def test_a_run_that_ran_out_of_memory_starts_again_with_every_batch_in_two_parts() -> None:
+    again = restarted(Restarting().after(attempt(failed(OOM), LOOP)))
+    assert again.line == (
+        "rank 1 ran out of memory at 64 per rank; started again with 2 x 32, effective batch 256 unchanged; "
+        "the loop's body runs 2 times per batch"
+    )
+    assert again.spec.environ == {"NBACCEL_SEED": "7", "NBACCEL_SPLIT": "2"}
+
+
+def test_each_restart_doubles_the_parts_and_the_sixth_is_not_made() -> None:
+    restarting, parts, lines = Restarting(), 1, []
+    for _ in range(5):
+        again = restarted(restarting.after(attempt(failed(OOM), replace(LOOP, parts=parts))))
+        parts *= 2
+        assert again.spec.environ["NBACCEL_SPLIT"] == str(parts)
+        lines.append(again.line)
+    assert "at 16 x 4 per rank; started again with 32 x 2" in lines[-1]
+    report = stopped(restarting.after(attempt(failed(OOM), replace(LOOP, parts=parts))))
+    assert report == "rank 1 ran out of memory at 32 x 2 per rank; not started again: it was 5 times already."
+
+
+def test_batches_without_a_size_are_counted_in_parts() -> None:
+    again = restarted(Restarting().after(attempt(failed(OOM), LoopEntered())))
+    assert "rank 1 ran out of memory; started again with each batch in 2 parts, effective batch unchanged" in again.line
+
+
+def test_what_the_attempts_left_behind_is_named() -> None:
+    restarting = Restarting()
+    events = [LOOP, Opened("wandb run digits abc"), Checkpoint("runs/checkpoint_0", 10)]
+    first = restarted(restarting.after(attempt(failed(OOM), *events, open_files=["/data/log.csv"])))
+    assert first.line.endswith(
+        "files and trackers the first attempt opened: wandb run digits abc, checkpoint runs/checkpoint_0, /data/log.csv"
+    )
+    second = restarted(restarting.after(attempt(failed(OOM), LOOP)))
+    assert "files and trackers earlier attempts opened: wandb run digits abc, checkpoint" in second.line
+
+
+def test_batch_norm_layers_are_named() -> None:
+    names = ["bn1", "layer1.bn", "layer2.bn", "layer3.bn", "head.bn"]
+    again = restarted(Restarting().after(attempt(failed(OOM), replace(LOOP, batch_norms=names))))
+    assert "BatchNorm layers see the samples of one part at a time: bn1, layer1.bn, layer2.bn and 2 more" in again.line
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([], "no batch of a loader from accelerator.prepare had been handed out"),
+        ([replace(LOOP, obstacle="the loop does not train")], "nothing of ours can be cut, since the loop does not"),
+    ],
+)
+def test_where_nothing_of_ours_can_be_cut_the_reason_is_said(events: list[Event], reason: str) -> None:
+    assert reason in stopped(Restarting().after(attempt(failed(OOM), *events)))
+
+
+def test_a_stop_that_was_asked_for_carries_the_same_report() -> None:
+    held = [Holding("cuda:0", 3 * GB, 16 * GB, (("model", 2 * GB), ("x", GB)))]
+    report = stopped(Restarting(lambda: held).after(attempt(failed(OOM), LOOP, spec=replace(SPEC, oom="stop"))))
+    assert report == (
+        "rank 1 ran out of memory at 64 per rank; not started again: --oom shrink, or oom='shrink' in a launch, would "
+        "go on with 2 x 32; the notebook itself holds 3.0 of 16.0 GB on cuda:0 (model 2.0 GB, x 1.0 GB)."
+    )
+
+
+def test_what_the_notebook_holds_is_named_in_the_line_too() -> None:
+    held = [Holding("cuda:0", 3 * GB, 16 * GB), Holding("cuda:1", 0, 16 * GB)]
+    again = restarted(Restarting(lambda: held).after(attempt(failed(OOM), LOOP)))
+    assert again.line.endswith("; the notebook itself holds 3.0 of 16.0 GB on cuda:0")
+
+
+def test_a_device_that_the_notebook_fills_itself_is_no_reason_to_start_again() -> None:
+    held = [Holding("cuda:0", 12 * GB, 16 * GB, (("big", 12 * GB),))]
+    report = stopped(Restarting(lambda: held).after(attempt(failed(OOM), LOOP)))
+    assert "smaller batches do not help where the notebook itself holds 75% of the device" in report
+    assert "(big 12.0 GB)" in report
+
+
+def test_more_than_ten_minutes_are_not_thrown_away() -> None:
+    report = stopped(Restarting().after(attempt(failed(OOM), LOOP, seconds=1500.0)))
+    assert "25 minutes of work would be lost, and there is no checkpoint to go on from" in report
+    assert "by hand: a batch_size of 32 and twice the accumulation" in report
+
+
+def test_with_a_checkpoint_the_run_goes_on_from_there_however_long_it_was() -> None:
+    from_there = Restarting(newest_checkpoint=lambda: Resumption("runs/checkpoint_3", {"RESUME": "3"}))
+    again = restarted(from_there.after(attempt(failed(OOM), LOOP, seconds=1500.0)))
+    assert "started again from runs/checkpoint_3 with 2 x 32" in again.line
+    assert again.spec.environ["RESUME"] == "3"
+
+
+def test_a_time_limit_holds_for_all_attempts_together() -> None:
+    again = restarted(Restarting().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, timeout_s=60.0))))
+    assert again.spec.timeout_s == 48.0
+
+
+def test_a_rank_that_was_killed_starts_again_and_a_guess_is_called_one() -> None:
+    decision = Restarting().after(attempt(None, LOOP, exit_code=-signal.SIGKILL))
+    assert restarted(decision).line.startswith("rank 1 was killed by SIGKILL at 64 per rank (")
+    assert "guess" in restarted(decision).line
+
+
+@pytest.mark.parametrize("exit_code", [-signal.SIGSEGV, -signal.SIGABRT, 3])
+def test_other_deaths_are_not_of_memory(exit_code: int) -> None:
+    assert stopped(Restarting().after(attempt(None, LOOP, exit_code=exit_code))) == ""
+
+
+def test_a_memory_error_that_was_raised_from_counts_and_one_that_was_merely_handled_does_not() -> None:
+    mine = Link("TrainingFailed", ["TrainingFailed: epoch 3"], [])
+    directly = attempt(failed(replace(OOM, relation="which directly caused:"), mine), LOOP)
+    assert isinstance(Restarting().after(directly), Again)
+    handled = attempt(failed(replace(OOM, relation="and while this was handled:"), mine), LOOP)
+    assert stopped(Restarting().after(handled)) == ""
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link("RuntimeError", ["RuntimeError: CUDA error: an illegal memory access was encountered"], []),
+        replace(OOM, places=[("/site-packages/torch/optim/adam.py", 380, "_multi_tensor_adam", "")]),
+    ],
+    ids=["sticky", "optimizer"],
+)
+def test_what_smaller_batches_did_not_change_is_not_tried_again(link: Link) -> None:
+    restarting = Restarting()
+    assert isinstance(restarting.after(attempt(failed(link), LOOP)), Again)
+    report = stopped(restarting.after(attempt(failed(link), replace(LOOP, parts=2))))
+    assert "it was the same with larger batches, so smaller ones will not help" in report
+
+
+@pytest.mark.parametrize("how", [{"is_interrupted": True}, {"is_timed_out": True}, {"first_failed": None}])
+def test_a_run_that_was_stopped_is_over(how: dict[str, Any]) -> None:
+    assert stopped(Restarting().after(attempt(failed(OOM), LOOP, **how))) == ""
+
+
+def test_a_rank_that_died_says_why_it_was_not_started_again() -> None:
+    dead = attempt(None, exit_code=-signal.SIGKILL)
+    report = stopped(Restarting().after(dead))
+    error = verdict(dead.ended, SPEC.task, False, dead.host, lambda name: None, report)
+    assert isinstance(error, RankDied)
+    assert "not started again: nothing of ours can be cut" in str(error)
