@@ -31,6 +31,7 @@ from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
 from nbaccel.train.faces.checkpointing import ON_SAVE_ERROR, Checkpointing, Registered
 from nbaccel.train.faces.exchange import Exchange
 from nbaccel.train.faces.loading import Loading
+from nbaccel.train.faces.planning import Planning
 from nbaccel.train.faces.profiling import Profiling
 from nbaccel.train.faces.recovering import Recovering
 from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
@@ -42,6 +43,7 @@ from nbaccel.train.memory import Freed, free
 from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.models import admit, backend_name, compiled, keep_compiled, may_move
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
+from nbaccel.train.planning.found import Found
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared, remembered
 from nbaccel.train.project import ProjectConfiguration
@@ -60,7 +62,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profiling):
+class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profiling, Planning):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -139,6 +141,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
         self._writer = Writer()
         self._staging = Staging()
         self._prepared = Prepared()
+        self._found = Found()
         self._epochs = Epochs()
         self._remembered = Remembered()
         self._trackers = Trackers(log_with)

@@ -47,6 +47,10 @@ class Strategy:
         """While entered, backward leaves gradients of `model` unsynchronised."""
         return nullcontext()
 
+    def alone(self, model: Module) -> AbstractContextManager[Any]:
+        """While entered, neither a forward nor a backward of `model` waits for another rank."""
+        return nullcontext()
+
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
         """While entered, backward synchronises gradients of `model`, also those of a forward under `no_sync`."""
         return nullcontext()

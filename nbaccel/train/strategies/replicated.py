@@ -110,6 +110,12 @@ class Replicated(Strategy):
         no_sync = getattr(module, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 
+    def alone(self, model: Module) -> AbstractContextManager[Any]:
+        module = without_compile(model)
+        if isinstance(module, Replica) and module.lent_to is not None:
+            return _AloneWithBuckets(module.lent_to)
+        return _Alone(module) if isinstance(module, DistributedDataParallel) else self.no_sync(model)
+
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
         return _Reduce(module) if isinstance(module, DistributedDataParallel) else nullcontext()
@@ -178,6 +184,43 @@ class _NoReduce:
 
     def __exit__(self, *exception: object) -> None:
         self._module.require_backward_grad_sync = self._before
+
+
+class _Alone:
+    """`_NoReduce`, and no buffers from rank 0 either: DDP sends them in the first forward after a synchronised one."""
+
+    __slots__ = ("_before", "_module")
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        module = self._module
+        self._before = (module.require_backward_grad_sync, module.require_forward_param_sync)
+        module.require_backward_grad_sync = module.require_forward_param_sync = False
+
+    def __exit__(self, *exception: object) -> None:
+        self._module.require_backward_grad_sync, self._module.require_forward_param_sync = self._before
+
+
+class _AloneWithBuckets:
+    """Gradients go into the buckets of `forward_backward`, as they do in training, and are not exchanged."""
+
+    __slots__ = ("_gradients", "_opened")
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def __enter__(self) -> None:
+        self._opened = not self._gradients.is_open
+        if self._opened:
+            self._gradients.open()
+        self._gradients.is_busy = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._gradients.is_busy = False
+        if self._opened:
+            self._gradients.discard()
 
 
 class _Reduce:

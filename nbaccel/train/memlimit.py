@@ -1,4 +1,4 @@
-"""MemLimit: a device of a few megabytes, on the CPU. Runs in a test, or in each rank of one; changes nothing outside.
+"""MemLimit: a device of a few megabytes, on the CPU. Runs in tests and, around trial steps on a CPU, in ranks.
 
 It counts the bytes of the tensors that are alive and refuses the one that would not fit, at the very operation that
 asks for it: in forward, in backward, in the optimizer, in a collective. Not seen: what a kernel allocates and returns

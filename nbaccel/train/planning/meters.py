@@ -1,0 +1,165 @@
+"""Meters: how much memory a step takes at its peak, and how much it may take. Run in ranks, around trial steps.
+
+Each device type is measured by what knows it best; where nobody does, `Meter` itself says so (None) and the plan goes
+by trial and error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from nbaccel.hardware import usable_memory
+from nbaccel.train.memlimit import MemLimit
+from nbaccel.world import World
+
+__all__ = ["CudaMeter", "Gauge", "GivenMeter", "HostMeter", "Meter", "make_meter"]
+
+_WHERE_RESERVED_COUNTS = 0.75
+"""Share of the limit from which on the bytes that CUDA's allocator has reserved are what counts."""
+
+_SHARE_OF_HOST = 0.8
+"""Of the host's available memory, all ranks of the machine together: the rest is for the loaders, the kernel, files."""
+
+
+class Gauge(Protocol):
+    """What a program may give to be measured by instead; `nbaccel.testing.MemLimit` is one.
+
+    limit_bytes: what the training may hold at a time; None for no limit.
+    peak_bytes: the most that it held since `reset_peak`.
+    """
+
+    limit_bytes: int | None
+    peak_bytes: int
+
+    def reset_peak(self) -> None: ...
+
+
+class Meter:
+    """A device whose memory nobody reports (mps, xla).
+
+    limit_bytes, peak_bytes: as in `Gauge`; None where that is unknown.
+    source: what the limit is, in words.
+    """
+
+    limit_bytes: int | None = None
+    source = "not known on this device"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def reset_peak(self) -> None:
+        """Nothing to reset."""
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Entered around each trial."""
+        return nullcontext()
+
+
+class GivenMeter(Meter):
+    """A gauge of the program's own, which it has entered itself if that is needed."""
+
+    source = "of the meter that was given"
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self.limit_bytes = gauge.limit_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self._gauge.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._gauge.reset_peak()
+
+
+class CudaMeter(Meter):
+    """A CUDA device, by torch's caching allocator.
+
+    The limit is what is free plus what the allocator has reserved already, and at most the share of the device that
+    `torch.cuda.set_per_process_memory_fraction` leaves to this process. What other processes and the CUDA context
+    hold is not free, so it is taken into account.
+
+    Small steps are measured by the bytes of living tensors, which are exact. Near the limit the bytes that the
+    allocator has reserved count: it never fills its blocks completely.
+    """
+
+    source = "what this process can get on its GPU"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        free, total = torch.cuda.mem_get_info(device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch >= 2.8
+        allowed = total if fraction is None else int(fraction(device) * total)
+        self.limit_bytes: int = min(allowed, free + torch.cuda.memory_reserved(device))
+
+    @property
+    def peak_bytes(self) -> int:
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        if reserved > _WHERE_RESERVED_COUNTS * self.limit_bytes:
+            return reserved
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class HostMeter(Meter):
+    """The CPU, by the bytes of the tensors that trials make; what a kernel uses within one operation is not seen.
+
+    The operating system does not refuse memory before it is too late and kills a process instead, so the limit is
+    kept by the meter itself: what the process may have by its own limits (``ulimit -d``, ``ulimit -v``), and a
+    share of what the machine or its container has available, divided among the ranks.
+
+    things: the models and optimizers that exist already and count as well.
+    """
+
+    def __init__(self, things: Sequence[Any], world: World) -> None:
+        room_bytes, self.source = min(_rooms(world))
+        self._limit = MemLimit(None)
+        self._limit.count(*things)
+        self._limit.limit_bytes = self._limit.live_bytes + max(0, room_bytes)
+
+    @property
+    def limit_bytes(self) -> int | None:  # type: ignore[override]
+        return self._limit.limit_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._limit.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._limit.reset_peak()
+
+    def watch(self) -> AbstractContextManager[Any]:
+        return self._limit
+
+
+def make_meter(device: torch.device, things: Sequence[Any], world: World) -> Meter:
+    """The meter for `device`, where `things` (models, optimizers) lie."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type == "cpu":
+        return HostMeter(things, world)
+    return Meter()
+
+
+def _rooms(world: World) -> list[tuple[int, str]]:
+    """How many more bytes this process may have, by each thing that limits it."""
+    import psutil  # 10 ms that only planning has to pay
+
+    ranks = world.local_world_size
+    shared = f"{_SHARE_OF_HOST:.0%} of the available memory" + (f", divided among {ranks} ranks" if ranks > 1 else "")
+    rooms = [(int(_SHARE_OF_HOST * usable_memory().available_bytes) // ranks, shared)]
+    process = psutil.Process()
+    used = process.memory_info()
+    for name, used_bytes in (("RLIMIT_DATA", getattr(used, "data", 0)), ("RLIMIT_AS", used.vms)):
+        if hasattr(psutil, name):  # not on macOS
+            soft, _ = process.rlimit(getattr(psutil, name))
+            if soft != psutil.RLIM_INFINITY:
+                rooms.append((soft - used_bytes, f"by {name}"))
+    return rooms

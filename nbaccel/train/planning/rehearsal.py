@@ -1,0 +1,201 @@
+"""Rehearsal: two whole training steps with a batch of a given size, and no trace of them. Runs in ranks.
+
+The second step is there because optimizers make their state in the first. No collective is called: a rank that runs
+out of memory here leaves nobody waiting. What came of it is the `Outcome`; whether to try another size is the plan's
+business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from nbaccel.failures import can_retry
+from nbaccel.train.data.placement import to_device
+from nbaccel.train.memory import release_unused
+from nbaccel.train.planning.examples import Examples
+from nbaccel.train.planning.found import signature
+from nbaccel.train.planning.meters import Gauge, GivenMeter, Meter, make_meter
+from nbaccel.train.planning.snapshot import Snapshot
+from nbaccel.train.strategies import Strategy
+
+__all__ = ["Outcome", "Rehearsal", "Scene"]
+
+_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)\b", re.IGNORECASE)
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What two steps came to, on one rank.
+
+    fits: they ran, within the limit.
+    used: the peak of forward and backward, the part that grows with the batch, as a share of the limit; None where
+        nobody could measure it.
+    needed_bytes: the peak of the whole steps, and what was asked for when that failed. limit_bytes: what was allowed,
+        source: by what. None as above.
+    complaint: what the device said when they did not fit.
+    """
+
+    fits: bool
+    used: float | None = None
+    needed_bytes: int | None = None
+    limit_bytes: int | None = None
+    source: str = ""
+    complaint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The training that is rehearsed, as it is.
+
+    loss_fn: from a batch on the device to a loss. source: a loader or a batch.
+    keeps_gradients: they stay allocated from one batch to the next (accumulation, `forward_backward`).
+    """
+
+    loss_fn: Callable[[Any], Tensor]
+    source: Any
+    models: Sequence[Module]
+    optimizers: Sequence[Optimizer]
+    strategy: Strategy
+    keeps_gradients: bool = False
+
+
+class Rehearsal:
+    """Trial steps of one training, between ``with`` and its end.
+
+    gauge: what measures memory; by default what knows the device.
+    """
+
+    def __init__(self, scene: Scene, gauge: Gauge | None = None) -> None:
+        self._scene = scene
+        self._gauge = gauge
+
+    def __enter__(self) -> Rehearsal:
+        scene = self._scene
+        with ExitStack() as stack:
+            device = scene.strategy.device
+            # First of all: reading samples may draw random numbers.
+            self._snapshot = stack.enter_context(Snapshot(scene.models, scene.optimizers, device))
+            self._examples = Examples.of(scene.source)
+            release_unused()
+            things = [*scene.models, *scene.optimizers]
+            self._meter = (
+                make_meter(device, things, scene.strategy.world) if self._gauge is None else GivenMeter(self._gauge)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def signature(self) -> str:
+        """Names this rehearsal among others, see `found`."""
+        scene = self._scene
+        device, shapes = scene.strategy.device, self._examples.shapes()
+        return signature(scene.models, scene.optimizers, shapes, device, [scene.keeps_gradients])
+
+    def run(self, size: int) -> Outcome:
+        """Steps with `size` samples; afterwards the training is as it was, and unused memory is released.
+
+        Raises:
+            Exception: what the program itself raises, unless it is memory that ran out.
+        """
+        try:
+            outcome = self._outcome(size)
+            if not outcome.fits:  # and we are out of `except`, where the error's frames held what the steps had made
+                release_unused()
+        finally:
+            self._snapshot.restore()
+        return outcome
+
+    def _outcome(self, size: int) -> Outcome:
+        scene, meter = self._scene, self._meter
+        peaks = _Peaks(meter)
+        try:
+            with ExitStack() as stack:
+                for model in scene.models:
+                    stack.enter_context(scene.strategy.alone(model))
+                stack.enter_context(meter.watch())
+                self._steps(size, peaks)
+        except Exception as error:
+            peaks.note()
+            if not can_retry(error, peaks.share):
+                raise
+            complaint = str(error)
+        else:
+            fits = peaks.share is None or peaks.share <= 1
+            return Outcome(fits, peaks.growing_share, peaks.highest, meter.limit_bytes, meter.source)
+        needed_bytes = None if peaks.highest is None else peaks.highest + _asked_bytes(complaint)
+        return Outcome(False, None, needed_bytes, meter.limit_bytes, meter.source, complaint)
+
+    def _steps(self, size: int, peaks: _Peaks) -> None:
+        scene, meter = self._scene, self._meter
+        device = scene.strategy.device
+        ahead = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what earlier trials have left reserved would count as this one's
+            ahead = self._batch(size)  # a prepared loader copies one batch ahead; it lies there during the step
+        for _ in range(2):
+            meter.reset_peak()
+            batch = self._batch(size)
+            loss = scene.loss_fn(batch)
+            loss.backward()
+            peaks.note(grows=True)
+            meter.reset_peak()
+            for optimizer in scene.optimizers:
+                optimizer.step()
+            peaks.note()
+            if not scene.keeps_gradients:
+                for optimizer in scene.optimizers:
+                    optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # errors of the steps come before anybody says that they fit
+        del ahead
+
+    def _batch(self, size: int) -> Any:
+        return to_device(self._examples.take(size), self._scene.strategy.device)
+
+
+class _Peaks:
+    """The highest readings of a meter: of the whole steps, and of the part that grows with the batch."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.highest: int | None = None
+        self._growing: int | None = None
+
+    def note(self, grows: bool = False) -> None:
+        peak = self._meter.peak_bytes
+        if peak is None:
+            return
+        self.highest = max(self.highest or 0, peak)
+        if grows:
+            self._growing = max(self._growing or 0, peak)
+
+    @property
+    def share(self) -> float | None:
+        return self._of_limit(self.highest)
+
+    @property
+    def growing_share(self) -> float | None:
+        return self._of_limit(self._growing)
+
+    def _of_limit(self, peak: int | None) -> float | None:
+        limit = self._meter.limit_bytes
+        return None if peak is None or not limit else peak / limit
+
+
+def _asked_bytes(complaint: str) -> int:
+    """What the allocation that failed had asked for; 0 where the text does not say."""
+    asked = _ASKED.search(complaint)
+    return 0 if asked is None else int(float(asked[1]) * _UNITS.get(asked[2], 1))

@@ -1,0 +1,154 @@
+"""Snapshot: the state of a training, kept aside while trials disturb it, and put back bit by bit. Runs in ranks.
+
+It keeps parameters, buffers, gradients, optimizer state (also that there was none) and the random generators of
+python, NumPy and torch. It does not know what else a program remembers: lists it appends to, generators of its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from nbaccel.train.checkpoint import generators
+from nbaccel.train.talk.nested import children, is_container, map_children
+
+__all__ = ["Snapshot"]
+
+_Restore = Callable[[], Any]
+"""Brings the value back, and returns it."""
+
+
+class Snapshot:
+    """What `models` and `optimizers` are when it is made; `restore` as often as needed, once more at the block's end.
+
+    The values lie where trials do not need the memory: those of a device in host memory, those of the CPU in a
+    temporary file. Tensors keep their identity, so views into them (flat gradient buckets) stay what they are.
+
+    >>> model = torch.nn.Linear(1, 1)
+    >>> weight = model.weight.item()
+    >>> with Snapshot([model], [], torch.device("cpu")):
+    ...     torch.nn.init.zeros_(model.weight).item()
+    0.0
+    >>> model.weight.item() == weight
+    True
+    """
+
+    def __init__(self, models: Sequence[Module], optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        self._device = device
+        self._generators = generators.read(device)
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
+        self._kept: dict[int, _Restore] = {}  # by tensor: shared parameters are kept once
+        self._restores: list[_Restore] = []
+        try:
+            for model in models:
+                self._restores += [self._module(module) for module in model.modules()]
+            self._restores += [self._optimizer(optimizer) for optimizer in optimizers]
+        except BaseException:
+            self.close()
+            raise
+
+    def restore(self) -> None:
+        """Everything as it was, in place."""
+        with torch.no_grad():
+            for restore in self._restores:
+                restore()
+        generators.restore(self._generators, self._device)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Everything as it was."""
+        try:
+            self.restore()
+        finally:
+            self.close()
+
+    def _module(self, module: Module) -> _Restore:
+        tables = [(table, {name: self._value(value) for name, value in table.items()}) for table in _tables(module)]
+        gradients = [(parameter, self._value(parameter.grad)) for parameter in module.parameters(recurse=False)]
+
+        def restore() -> None:
+            for table, values in tables:
+                table.clear()
+                table.update({name: value() for name, value in values.items()})
+            for parameter, gradient in gradients:
+                parameter.grad = gradient()
+
+        return restore
+
+    def _optimizer(self, optimizer: Optimizer) -> _Restore:
+        attributes = dict(vars(optimizer))  # what it counts beside its state
+        state = optimizer.state
+        entries = [(parameter, entry, self._value(dict(entry))) for parameter, entry in state.items()]
+        groups = [
+            (group, self._value({name: value for name, value in group.items() if name != "params"}))
+            for group in optimizer.param_groups
+        ]
+
+        def restore() -> None:
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+            state.clear()
+            for parameter, entry, values in entries:
+                entry.clear()
+                entry.update(values())
+                state[parameter] = entry
+            for group, options in groups:
+                parameters = group["params"]
+                group.clear()
+                group.update({"params": parameters, **options()})
+
+        return restore
+
+    def _value(self, value: Any) -> _Restore:
+        if isinstance(value, Tensor):
+            if id(value) not in self._kept:
+                self._kept[id(value)] = self._tensor(value)
+            return self._kept[id(value)]
+        if not is_container(value):
+            return lambda: value
+        parts = [self._value(child) for _, child in children(value)]
+
+        def rebuilt() -> Any:
+            remaining = iter(parts)
+            return map_children(lambda _: next(remaining)(), value)
+
+        return rebuilt
+
+    def _tensor(self, tensor: Tensor) -> _Restore:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            copy = tensor.detach().to("cpu", copy=True)
+
+            def from_host() -> Tensor:
+                tensor.detach().copy_(copy)
+                return tensor
+
+            return from_host
+        start = self._file.seek(0, 2)
+        self._file.write(_memory(tensor))
+
+        def from_file() -> Tensor:
+            self._file.seek(start)
+            self._file.readinto(_memory(tensor))  # type: ignore[attr-defined]
+            return tensor
+
+        return from_file
+
+
+def _tables(module: Module) -> list[dict[str, Any]]:
+    return [module._parameters, module._buffers]
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the CPU, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

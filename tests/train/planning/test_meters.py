@@ -1,0 +1,70 @@
+"""Meters of the host: what they count, and what they allow. Those of a GPU are tested in tests/gpu."""
+
+from __future__ import annotations
+
+import resource
+
+import psutil
+import pytest
+import torch
+
+from nbaccel.testing import MemLimit, run_ranks
+from nbaccel.train.planning.meters import GivenMeter, HostMeter, Meter, make_meter
+from nbaccel.world import World
+
+
+def test_the_host_meter_counts_what_exists_and_what_is_made() -> None:
+    model = torch.nn.Linear(100, 10, bias=False)
+    meter = HostMeter([model], World())
+    meter.reset_peak()
+    with meter.watch():
+        held = torch.ones(1000)
+        del held
+    assert meter.peak_bytes == 4 * (1000 + 1000)
+
+
+def test_the_host_meter_refuses_what_the_machine_does_not_have() -> None:
+    meter = HostMeter([], World())
+    assert meter.limit_bytes is not None
+    assert meter.limit_bytes < psutil.virtual_memory().total
+    with pytest.raises(torch.OutOfMemoryError), meter.watch():
+        torch.empty(meter.limit_bytes + 1, dtype=torch.uint8)  # never touched, so nothing is really taken
+    assert meter.source == "80% of the available memory"
+
+
+def test_ranks_of_one_machine_share_its_memory() -> None:
+    alone, two = HostMeter([], World()), HostMeter([], World(0, 2, 0, 2))
+    assert alone.limit_bytes is not None
+    assert two.limit_bytes == pytest.approx(alone.limit_bytes / 2, rel=0.2)
+    assert two.source == "80% of the available memory, divided among 2 ranks"
+
+
+def test_a_limit_of_the_process_is_known() -> None:
+    def limited() -> tuple[int | None, str]:
+        used = psutil.Process().memory_info().data
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 50_000_000, resource.RLIM_INFINITY))
+        meter = HostMeter([], World())
+        return meter.limit_bytes, meter.source
+
+    ((limit_bytes, source),) = run_ranks(1, limited)
+    assert limit_bytes == pytest.approx(50_000_000, rel=0.2)
+    assert source == "by RLIMIT_DATA"
+
+
+def test_a_gauge_of_the_program_is_believed() -> None:
+    with MemLimit(5000) as memory:
+        meter = GivenMeter(memory)
+        meter.reset_peak()
+        held = torch.ones(100)
+        del held
+        assert (meter.limit_bytes, meter.peak_bytes) == (5000, 400)
+
+
+def test_a_device_that_nobody_measures_says_so() -> None:
+    meter = make_meter(torch.device("mps"), [], World())
+    assert type(meter) is Meter
+    assert (meter.limit_bytes, meter.peak_bytes) == (None, None)
+
+
+def test_the_host_is_measured_on_the_cpu() -> None:
+    assert isinstance(make_meter(torch.device("cpu"), [], World()), HostMeter)
