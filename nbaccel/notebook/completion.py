@@ -13,7 +13,7 @@ from nbaccel.notebook.options import keys
 
 __all__ = ["COMMANDS", "Completer", "candidates"]
 
-COMMANDS = ("config", "doctor")
+COMMANDS = ("config", "doctor", "memory")
 """What follows `%accelerate`."""
 
 _MAGICS = ("%accelerate", "%%accelerate")

@@ -8,6 +8,7 @@ they hold the session.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
 from nbaccel.notebook.completion import COMMANDS, Completer
+from nbaccel.notebook.memory import Processes, held_by_names, memory_report
 from nbaccel.notebook.options import configured, described, flags, keys, parse
 from nbaccel.notebook.session import Session, briefly
 from nbaccel.notebook.source import comments_below_magic
@@ -48,7 +50,8 @@ class AccelerateMagics(Magics):
         """Run the cell in ranks, on every device of the machine.
 
         %accelerate alone is a status line, %accelerate config KEY=VALUE … sets flags for the notebook (the keys are
-        the long flags without dashes), %accelerate doctor says what this machine offers.
+        the long flags without dashes), %accelerate doctor says what this machine offers, %accelerate memory who holds
+        what.
         """
         try:
             return self._command(line.split()) if cell is None else self.session.run(parse(self._parser, line), cell)
@@ -68,9 +71,11 @@ class AccelerateMagics(Magics):
                 session.say(described(self._parser, session.config) or f"nothing is set; keys: {_listed(self._parser)}")
             case ["doctor"]:
                 session.say(doctor_report(session.survey(), session.cuda.first_cell))
+            case ["memory"]:
+                session.say(memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names()))
             case [word, *_]:
                 raise UsageError(
-                    f"%accelerate {word} is no command: there is %accelerate alone, or with {' or '.join(COMMANDS)}. "
+                    f"%accelerate {word} is no command: there is %accelerate alone, or with {_either(COMMANDS)}. "
                     "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks."
                 )
 
@@ -125,6 +130,14 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("nbaccel."):
         trace = trace.tb_next
     return trace
+
+
+def _either(words: Sequence[str]) -> str:
+    """
+    >>> _either(["config", "doctor", "memory"])
+    'config, doctor or memory'
+    """
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _listed(parser: Any) -> str:

@@ -23,6 +23,7 @@ from nbaccel.launch.screen.console import JupyterScreen
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import LaunchSpec, Results
 from nbaccel.notebook.cuda_watch import CudaWatch
+from nbaccel.notebook.memory import RankMemory
 from nbaccel.notebook.options import Options
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.results import install
@@ -79,6 +80,7 @@ class Session:
         self.config = Options()
         self.cuda = CudaWatch()
         self.last_run: LastRun | None = None
+        self.rank_memory = RankMemory()
         self._launcher = launcher
         self._setup = setup
 
@@ -106,7 +108,8 @@ class Session:
         if plan.start.method == "inline":
             return self._run_inline(spec, task)
         screen = ConsoleScreen() if options.plain else JupyterScreen(self.shell)
-        outcome = self.launcher.run(spec, screen, shown_ranks=shown_ranks)
+        self.rank_memory.begin(source.name)
+        outcome = self.launcher.run(spec, screen, shown_ranks=shown_ranks, listeners=[self.rank_memory])
         try:
             return self._conclude(outcome, plan, source, task)
         finally:

@@ -120,7 +120,7 @@ def test_another_command_is_one_sentence(planned: Any) -> None:
     ran = planned.run("%accelerate -n 2")
     assert isinstance(ran.error, UsageError)
     assert ran.stderr == (
-        "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config or doctor. "
+        "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config, doctor or memory. "
         "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks.\n"
     )
 
@@ -144,7 +144,7 @@ def test_help_shows_the_flags(planned: Any) -> None:
         ("%%accelerate --out model --d", "--d", ["--debug", "--devices"]),
         ("%%accelerate --cpu --pl", "--pl", ["--plain"]),
         ("%%accelerate", "%%accelerate", []),
-        ("%accelerate ", "", ["config", "doctor"]),
+        ("%accelerate ", "", ["config", "doctor", "memory"]),
         ("%accelerate d", "d", ["doctor"]),
         ("%accelerate config acc", "acc", ["accumulate="]),
         ("%accelerate doctor ", "", []),

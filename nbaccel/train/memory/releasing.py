@@ -14,7 +14,7 @@ from nbaccel.train.checkpoint.folder import in_units
 from nbaccel.train.memory.devices import HOST, bytes_in_use, empty_caches
 from nbaccel.train.memory.frames import forget_all_frames
 from nbaccel.train.memory.holdings import Holding, holdings
-from nbaccel.train.memory.shell import Names
+from nbaccel.train.memory.shell import Names, named_holdings
 
 __all__ = ["Freed", "free", "free_memory", "release_memory", "release_unused"]
 
@@ -79,15 +79,11 @@ def free(handed_in: tuple[Any, ...] = (), history: bool = False) -> Freed:
     history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
     """
     before = bytes_in_use()
-    names = Names.of_this_process()
     forget_all_frames()
     if history:
-        names.forget_history(_holds_tensors)
+        Names.of_this_process().forget_history(_holds_tensors)
     release_unused()
-    leaving = {id(thing) for thing in handed_in}
-    staying = {name: value for name, value in names.variables().items() if id(value) not in leaving}
-    held = holdings(staying, names.outputs(), beside=names.not_followed())
-    return Freed(before, bytes_in_use(), tuple(held))
+    return Freed(before, bytes_in_use(), tuple(named_holdings(handed_in)))
 
 
 def free_memory(*objects: Any, history: bool = False) -> list[None]:

@@ -6,12 +6,25 @@ IPython is looked for, never imported: in a script the names are those of `__mai
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-__all__ = ["Names"]
+from nbaccel.train.memory.holdings import Holding, holdings
+
+__all__ = ["Names", "named_holdings"]
 
 _LAST = ("_", "__", "___")
+
+
+def named_holdings(leaving: Collection[Any] = ()) -> list[Holding]:
+    """What the program's names and a notebook's outputs keep alive, the largest first.
+
+    leaving: objects whose names do not count.
+    """
+    names = Names.of_this_process()
+    gone = {id(thing) for thing in leaving}
+    staying = {name: value for name, value in names.variables().items() if id(value) not in gone}
+    return holdings(staying, names.outputs(), beside=names.not_followed())
 
 
 class Names:

@@ -1,0 +1,105 @@
+"""`%accelerate memory`: who holds what."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel.events import Memory, Metric
+from nbaccel.hardware import Gpu, Memory as HostMemory, Survey
+from nbaccel.notebook.memory import Processes, RankMemory, held_by_names, memory_report
+from nbaccel.train.memory import Holding
+
+SURVEY = Survey(
+    gpus=(Gpu(0, "GPU-a", "Tesla T4", 15_800_000_000, 2_100_000_000, processes=((7, 1_200_000_000), (8, None))),),
+    ram=HostMemory(16_000_000_000, 12_300_000_000),
+)
+
+
+def report(*events: tuple[int, Memory], held: tuple[Holding, ...] = (), survey: Survey = SURVEY) -> list[str]:
+    ranks = RankMemory()
+    ranks.begin("Cell In[5]")
+    for rank, event in events:
+        ranks.feed(rank, 0.0, event)
+    processes = Processes(7, 1_240_000_000, 310_000_000, 2, {"cuda:0": 412_000_000})
+    return memory_report(survey, processes, ranks, held).splitlines()
+
+
+def test_kernel_and_ranks_stand_in_one_table_by_host_and_device() -> None:
+    first = Memory(980_000_000, 1_200_000_000, None, 8_100_000_000, 8_500_000_000, 9_000_000_000, 15_800_000_000)
+    assert report((0, first), (1, Memory(500_000_000, 600_000_000))) == [
+        "                        host                        device",
+        "kernel                  1.2 GB                      cuda:0 412.0 MB",
+        "2 processes it started  310.0 MB",
+        "rank 0 of Cell In[5]    980.0 MB, at most 1.2 GB    8.1 GB in tensors, at most 9.0 GB of 15.8 GB reserved",
+        "rank 1 of Cell In[5]    500.0 MB, at most 600.0 MB  none used",
+        "machine: 12.3 GB of 16.0 GB host memory available",
+        "cuda:0 Tesla T4: 2.1 GB of 15.8 GB in use, 1.2 GB of it by this kernel",
+        "no name of the notebook holds a tensor",
+    ]
+
+
+def test_the_last_word_of_a_rank_counts_and_a_new_run_begins_anew() -> None:
+    ranks = RankMemory()
+    ranks.begin("Cell In[1]")
+    ranks.feed(0, 0.0, Memory(1))
+    ranks.feed(0, 1.0, Metric(0, {"loss": 1.0}))
+    ranks.feed(0, 2.0, Memory(3))
+    ranks.tick(3.0)
+    assert ranks.latest == {0: Memory(3)}
+    ranks.begin("Cell In[2]")
+    assert (ranks.latest, ranks.cell) == ({}, "Cell In[2]")
+
+
+def test_names_are_listed_with_size_and_device_and_how_to_let_them_go() -> None:
+    held = [Holding("opt.state", 824_000_000, "cuda:0"), Holding("model", 412_000_000, "cuda:0")]
+    assert report(held=tuple(held))[-3:] == [
+        "held by names of the notebook:",
+        "  opt.state   824.0 MB  cuda:0",
+        "  model       412.0 MB  cuda:0",
+    ]
+    held.append(Holding("Out[7]", 96_000_000))
+    assert report(held=tuple(held))[-2:] == [
+        "  Out[7]       96.0 MB  cpu",
+        "outputs go with nbaccel.free_memory(history=True), names with del",
+    ]
+
+
+def test_very_many_names_are_summed_up() -> None:
+    lines = report(held=tuple(Holding(f"x{number:02}", 1_000_000) for number in range(20)))
+    assert lines[-2:] == ["  x11     1.0 MB  cpu", "  and 8 more, 8.0 MB"]
+
+
+def test_without_torch_nothing_is_imported_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "torch")
+    assert held_by_names() == []
+    assert Processes.now().devices == {}
+
+
+def test_this_process_is_the_kernel_of_the_report() -> None:
+    now = Processes.now()
+    assert now.pid == os.getpid()
+    assert now.kernel_bytes > 10_000_000
+
+
+def test_the_command_answers_in_a_notebook(planned: Any) -> None:
+    planned.names["weights"] = torch.zeros(250_000)
+    answer = planned.run("%accelerate memory").stdout
+    assert answer.startswith(" ")
+    assert "\nkernel" in answer
+    assert "  weights     1.0 MB  cpu\n" in answer
+
+
+@pytest.mark.slow
+def test_after_a_run_its_ranks_are_in_the_table(notebook: Any) -> None:
+    cell = notebook.run("%%accelerate -n 2\nimport torch\nx = torch.ones(1000)")
+    assert cell.error is None
+    lines = notebook.run("%accelerate memory").stdout.splitlines()
+    ranks = [line for line in lines if line.startswith("rank ")]
+    assert [line.split(" of ")[0] for line in ranks] == ["rank 0", "rank 1"]
+    assert all(" MB, at most " in line and line.endswith("none used") for line in ranks)
