@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["MemLimit"]
@@ -55,6 +55,12 @@ class MemLimit(TorchDispatchMode):
         self.peak_bytes = 0
         self.refusals = 0
         self._storages: dict[int, _Counted] = {}
+
+    @classmethod
+    def innermost(cls) -> MemLimit | None:
+        """The one that this thread has entered last and that limits; None outside of any."""
+        entered = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, cls)]
+        return next((mode for mode in reversed(entered) if mode.limit_bytes is not None), None)
 
     def reset_peak(self) -> None:
         """`peak_bytes` counts from what is held now."""

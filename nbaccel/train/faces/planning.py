@@ -13,6 +13,7 @@ from torch.nn import Module
 from nbaccel.errors import NotPrepared
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.faces.control import ProcessControl
+from nbaccel.train.planning.examples import Examples
 from nbaccel.train.planning.found import Found, FoundInFolder
 from nbaccel.train.planning.meters import Gauge
 from nbaccel.train.planning.planner import find_batch_size
@@ -59,9 +60,10 @@ class Planning(ProcessControl):
         max_batch_size: the largest size worth having.
         cache: a folder where sizes are kept from run to run. Without it they are kept as long as this Accelerator.
             A size found before is tried once more instead of searched for.
-        meter: what measures memory, such as `nbaccel.testing.MemLimit`, instead of what knows the device: torch's
-            allocator on CUDA; on the CPU the bytes of tensors, against ``ulimit`` and 80 % of the free memory. Where
-            nothing can be measured (mps), sizes are tried until one does not fit, which takes more trials.
+        meter: what measures memory, instead of what knows the device: torch's allocator on CUDA; on the CPU the
+            `nbaccel.testing.MemLimit` that is entered, else the bytes of tensors, against ``ulimit`` and 80 % of the
+            free memory. Where nothing can be measured (mps), sizes are tried until one does not fit, which takes
+            more trials.
 
         Raises:
             torch.OutOfMemoryError: not even one sample fits; it says what one needs, and the limit. On every rank.
@@ -76,7 +78,7 @@ class Planning(ProcessControl):
         >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         >>> with MemLimit(2_000_000) as memory:  # a small device
         ...     memory.count(model)
-        ...     accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(8, 4), meter=memory)
+        ...     accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(8, 4))
         157
         """
         if max_batch_size < 1:
@@ -94,7 +96,7 @@ class Planning(ProcessControl):
             found = FoundInFolder(cache, is_writer=self.is_main_process)
         scene = Scene(
             loss_fn,
-            example,
+            lambda: Examples.of(example),
             self._prepared.models,
             [prepared.optimizer for prepared in self._prepared.optimizers],
             self._strategy,

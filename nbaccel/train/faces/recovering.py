@@ -6,7 +6,7 @@ A few lines over the parts: accumulation says where the step ends, the `StepEngi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -14,8 +14,9 @@ from nbaccel.events import Loss, emit
 from nbaccel.train.faces.stepping import Stepping
 from nbaccel.train.microbatch.engine import StepEngine
 from nbaccel.train.microbatch.sizes import MicroBatches
-from nbaccel.train.microbatch.slicing import SplitFunction
+from nbaccel.train.microbatch.slicing import Samples, SplitFunction
 from nbaccel.train.microbatch.task import LossFunction, Task
+from nbaccel.train.planning.parts import find_micro_batch_size
 
 __all__ = ["Recovering"]
 
@@ -32,7 +33,7 @@ class Recovering(Stepping):
         batch: Any,
         weight: str | Callable[[Any], float] = "samples",
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         split_fn: SplitFunction | None = None,
         samples: int | None = None,
     ) -> Tensor:
@@ -50,7 +51,8 @@ class Recovering(Stepping):
         (without the first of each sequence, where the model is a causal language model of transformers); or a function
         of a batch that counts its units. With it gradients are exact for any sizes: those of one step on all samples
         of all ranks at once, sum(w * grad) / sum(w).
-        micro_batch_size: no micro-batch is larger.
+        micro_batch_size: no micro-batch is larger. "auto": the first batch is used for a few trial steps, each rank
+            for itself, which find the largest micro-batch that fits and leave no trace, as `find_batch_size` does.
         split_fn, samples: ``split_fn(batch, start, stop)`` and the number of samples, for batches other than tensors
         and arrays, all with the samples in the first dimension, in any nesting of tuples, lists, dicts, mappings and
         dataclasses. Numbers, strings and 0-d tensors go into every micro-batch.
@@ -88,7 +90,10 @@ class Recovering(Stepping):
         divided_by = accumulation.enter_backward()
         divisor = window.divisor if accumulation.depth else accumulation.steps
         ends_step = window.sync and not accumulation.is_held
-        if micro_batch_size is not None:
+        if micro_batch_size == "auto":
+            if self._micro_batches.ceiling is None:
+                self._plan_micro_batches(loss_fn, batch, split_fn, samples)
+        elif micro_batch_size is not None:
             self._micro_batches.start_at(micro_batch_size)
         task = Task(
             loss_fn,
@@ -106,6 +111,21 @@ class Recovering(Stepping):
         if ends_step:
             accumulation.clock.train()
         return loss
+
+    def _plan_micro_batches(
+        self, loss_fn: LossFunction, batch: Any, split_fn: SplitFunction | None, samples: int | None
+    ) -> None:
+        """Find where the sizes of this rank's micro-batches start. Collective at the engine's first step only."""
+        self._step_engine().prepare()
+        size = find_micro_batch_size(
+            loss_fn,
+            lambda: Samples.of(batch, split_fn, samples),
+            self._prepared.models,
+            [prepared.optimizer for prepared in self._prepared.optimizers],
+            self._strategy,
+        )
+        if size is not None:
+            self._micro_batches.start_at(size)
 
     def _step_engine(self) -> StepEngine:
         """The engine of the models that are prepared now."""

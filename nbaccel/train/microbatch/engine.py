@@ -111,6 +111,10 @@ class StepEngine:
             gradients.discard()
             raise
 
+    def prepare(self) -> None:
+        """Take the gradients over, as the first `run` would. Collective then."""
+        self._take_gradients()
+
     def release(self) -> None:
         """Give the gradients back; the next `run` takes them again. What fits is remembered."""
         gradients, self._gradients = self._gradients, None

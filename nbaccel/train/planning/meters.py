@@ -140,11 +140,12 @@ class HostMeter(Meter):
 
 
 def make_meter(device: torch.device, things: Sequence[Any], world: World) -> Meter:
-    """The meter for `device`, where `things` (models, optimizers) lie."""
+    """The meter for `device`, where `things` (models, optimizers) lie. Inside a `MemLimit` that is the CPU."""
     if device.type == "cuda":
         return CudaMeter(device)
     if device.type == "cpu":
-        return HostMeter(things, world)
+        entered = MemLimit.innermost()
+        return HostMeter(things, world) if entered is None else GivenMeter(entered)
     return Meter()
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 from nbaccel.failures import can_retry
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.memory import release_unused
-from nbaccel.train.planning.examples import Examples
 from nbaccel.train.planning.found import signature
 from nbaccel.train.planning.meters import Gauge, GivenMeter, Meter, make_meter
 from nbaccel.train.planning.snapshot import Snapshot
 from nbaccel.train.strategies import Strategy
 
-__all__ = ["Outcome", "Rehearsal", "Scene"]
+__all__ = ["Outcome", "Rehearsal", "Samples", "Scene"]
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)\b", re.IGNORECASE)
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -53,16 +52,26 @@ class Outcome:
     complaint: str = ""
 
 
+class Samples(Protocol):
+    """What batches are made of; see `Examples`."""
+
+    def take(self, size: int) -> Any:
+        """A batch of `size` samples."""
+
+    def shapes(self) -> list[str]:
+        """What one sample looks like."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
     """The training that is rehearsed, as it is.
 
-    loss_fn: from a batch on the device to a loss. source: a loader or a batch.
+    loss_fn: from a batch on the device to a loss.  read: makes the examples; called when the rehearsal begins.
     keeps_gradients: they stay allocated from one batch to the next (accumulation, `forward_backward`).
     """
 
     loss_fn: Callable[[Any], Tensor]
-    source: Any
+    read: Callable[[], Samples]
     models: Sequence[Module]
     optimizers: Sequence[Optimizer]
     strategy: Strategy
@@ -85,7 +94,7 @@ class Rehearsal:
             device = scene.strategy.device
             # First of all: reading samples may draw random numbers.
             self._snapshot = stack.enter_context(Snapshot(scene.models, scene.optimizers, device))
-            self._examples = Examples.of(scene.source)
+            self._examples = scene.read()
             release_unused()
             things = [*scene.models, *scene.optimizers]
             self._meter = (

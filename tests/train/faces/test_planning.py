@@ -233,7 +233,7 @@ def test_accumulated_gradients_take_their_place() -> None:
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with MemLimit(1_000_000) as memory:
             memory.count(model)
-            return accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(1, 100), meter=memory)
+            return accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(1, 100))
 
     assert find(steps=2) < find(steps=1)
 
