@@ -152,6 +152,8 @@ class Restarting:
             return "nothing of ours can be cut, since no batch of a loader from accelerator.prepare had been handed out"
         if loop.obstacle:
             return f"nothing of ours can be cut, since {loop.obstacle}"
+        if attempt.witness.smallest == 1:
+            return "forward_backward has cut the batches down to single samples already"
         large = [holding for holding in held if holding.share > _KERNEL_IS_TO_BLAME]
         if large:
             return f"smaller batches do not help where the notebook itself holds {large[0].share:.0%} of the device"

@@ -5,7 +5,7 @@ It hears the ranks' events, which outlive the ranks. What follows from them is `
 
 from __future__ import annotations
 
-from nbaccel.events import Checkpoint, Event, LoopEntered, Memory, Opened
+from nbaccel.events import Checkpoint, Event, LoopEntered, Memory, Opened, OutOfMemory
 
 __all__ = ["Witness"]
 
@@ -14,12 +14,14 @@ class Witness:
     """Keeps the loop each rank is in, what it held at last, and what the run has written.
 
     opened: trackers and checkpoints, as a person would look for them.
+    smallest: samples of a micro-batch that `forward_backward` had no smaller one for; 0 where it never came to that.
     """
 
     def __init__(self) -> None:
         self._loops: dict[int, LoopEntered] = {}
         self._memory: dict[int, Memory] = {}
         self.opened: list[str] = []
+        self.smallest = 0
 
     def feed(self, rank: int, at: float, event: Event) -> None:
         if isinstance(event, LoopEntered):
@@ -30,6 +32,8 @@ class Witness:
             self._note(event.what)
         elif isinstance(event, Checkpoint):
             self._note(f"checkpoint {event.path}")
+        elif isinstance(event, OutOfMemory) and not event.next_size:
+            self.smallest = event.micro_batch_size
 
     def tick(self, now: float) -> None:
         """Nothing to do in between."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import RankDied
-from nbaccel.events import Checkpoint, Event, LoopEntered, Opened
+from nbaccel.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory
 from nbaccel.launch.group import Ended
 from nbaccel.launch.holdings import Holding
 from nbaccel.launch.hostmemory import HostMemory
@@ -104,6 +104,7 @@ def test_batch_norm_layers_are_named() -> None:
     [
         ([], "no batch of a loader from accelerator.prepare had been handed out"),
         ([replace(LOOP, obstacle="the loop does not train")], "nothing of ours can be cut, since the loop does not"),
+        ([LOOP, OutOfMemory(0, "forward", 1, 0, 64)], "forward_backward has cut the batches down to single samples"),
     ],
 )
 def test_where_nothing_of_ours_can_be_cut_the_reason_is_said(events: list[Event], reason: str) -> None:

@@ -36,6 +36,7 @@ def options(line: str) -> Options:
         ("-d 2,3 -t 1.5", Options(devices="2,3", timeout=1.5)),
         ("--cpu --plain --debug", Options(cpu=True, plain=True, debug=True)),
         ("--start zygote --seed 0", Options(start="zygote", seed=0)),
+        ("--oom stop", Options(oom="stop")),
         ("-n 2  # two of them", Options(num_processes=2)),
     ],
 )
@@ -53,6 +54,7 @@ def test_flags_are_read(line: str, expected: Options) -> None:
         ("-n two", "a number of ranks is 1 or more, or auto; got 'two'"),
         ("-p fp8", "-p/--mixed-precision: invalid choice: 'fp8' (choose from"),
         ("-a 0", "batches per optimizer step are 1 or more; got '0'"),
+        ("--oom grow", "--oom: invalid choice: 'grow' (choose from"),
         ("-o model.weight", "'model.weight' is not the name of a variable; write names with commas"),
         ("-o for", "'for' is not the name of a variable"),
         ("-o ''", "no name was given; write names with commas between them, such as model,history"),

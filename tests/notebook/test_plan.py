@@ -33,6 +33,7 @@ def test_a_cell_without_flags_is_one_rank_on_the_cpu(planned: Any) -> None:
     assert spec.start.method == "fork"
     assert spec.timeout_s is None
     assert not spec.wants_results
+    assert spec.oom == "shrink"
     assert {name: value for name, value in spec.environ.items() if name != "NBACCEL_SEED"} == {
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
@@ -63,6 +64,7 @@ def test_a_flag_beats_the_configuration_which_beats_automatic(planned: Any) -> N
     assert spec.world_size == 2
     assert spec.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"
     assert planned.plan("%%accelerate -n auto\nx = 1").world_size == 1
+    assert planned.plan("%%accelerate --oom stop\nx = 1").oom == "stop"
     assert planned.plan("%%accelerate\nx = 1").environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "8"
 
 

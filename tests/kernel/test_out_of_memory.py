@@ -1,0 +1,85 @@
+"""Cells that run out of memory in a real notebook: started again by themselves, or stopped with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernel.harness import RealKernel, accelerate
+
+MAKES = """
+import os, torch
+from torch.utils.data import DataLoader, TensorDataset
+from nbaccel.testing import MemLimit
+torch.manual_seed(0)
+x, y = torch.randn(150, 8), torch.randn(150)
+net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+adam = torch.optim.AdamW(net.parameters(), lr=0.01)
+state = {name: value.clone() for name, value in net.state_dict().items()}
+limit_bytes = None
+attempts = "attempts.txt"
+"""
+
+TRAINS = """
+open(attempts, "a").write(f"{accelerator.process_index}")
+model, optimizer, loader = accelerator.prepare(net, adam, DataLoader(TensorDataset(x, y), 64, shuffle=True))
+scheduler = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.1, total_iters=2 * len(loader))
+seen, rates = [], []
+with MemLimit(limit_bytes if accelerator.is_last_process else None):
+    for epoch in range(2):
+        for features, target in loader:
+            with accelerator.accumulate(model):
+                loss = (model(features)[:, 0] - target).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                rates.append(scheduler.get_last_lr()[0])
+            if epoch == 0:
+                seen += accelerator.gather_for_metrics(target).tolist()
+weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+"""
+
+OUT = "--out weights,seen,rates --seed 3"
+
+
+@pytest.fixture
+def notebook(kernel: RealKernel) -> RealKernel:
+    """A notebook with a model and data; the file that counts attempts is empty."""
+    kernel.do(f"{MAKES}\nopen(attempts, 'w').close()")
+    return kernel
+
+
+@pytest.mark.parametrize(("ranks", "start"), [(1, "fork"), (2, "zygote")])
+def test_a_cell_that_does_not_fit_ends_with_what_a_fitting_one_trains(
+    notebook: RealKernel, ranks: int, start: str
+) -> None:
+    notebook.do(accelerate(TRAINS, start, ranks, OUT))
+    notebook.do("expected = weights, sorted(seen), rates; limit_bytes = 40_000")
+    cell = notebook.do(accelerate(TRAINS, start, ranks, OUT))
+    line = f"rank {ranks - 1} ran out of memory at 64 per rank; started again with 2 x 32, effective batch {64 * ranks}"
+    assert line in cell.text
+    assert cell.text.count("started again with") == 2
+    assert cell.text.count("brought back: weights") == 1  # of the last attempt
+    assert notebook.value("float((weights - expected[0]).abs().max())") <= 1e-6
+    assert notebook.value("sorted(seen) == expected[1] == sorted(y.tolist())")
+    assert notebook.value("rates == expected[2]")
+    assert notebook.value("all(value.equal(state[name]) for name, value in net.state_dict().items())")
+    assert notebook.value("sorted(open(attempts).read())") == sorted(
+        "01"[:ranks] * 4
+    )  # one that fits, three that do not
+
+
+def test_a_cell_may_ask_not_to_be_started_again(notebook: RealKernel) -> None:
+    notebook.do("limit_bytes = 40_000; seen = None")
+    error = notebook.run(accelerate(TRAINS, "fork", 2, f"{OUT} --oom stop")).failed("OutOfMemoryError")
+    assert "not started again: --oom shrink, or oom='shrink' in a launch, would go on with 2 x 32" in error.text
+    assert notebook.value("open(attempts).read()") in ("01", "10")
+    assert notebook.value("seen == []")  # --out comes back all the same
+
+
+def test_a_cell_without_a_loop_of_ours_says_why_it_was_not_started_again(notebook: RealKernel) -> None:
+    error = notebook.run(accelerate("raise MemoryError", n=1)).failed("MemoryError")
+    assert "not started again: nothing of ours can be cut" in error.text
+    error = notebook.run(accelerate("os.kill(os.getpid(), 9)", n=1)).failed("RankDied")
+    assert "not started again: nothing of ours can be cut" in error.text
