@@ -73,9 +73,8 @@ def main(megabytes: int = 600, turns: int = 8) -> None:
                     rows[way].append(took)
                 resident.append(psutil.Process().memory_info().rss)
         size = sum(path.stat().st_size for path in (folder / "durable").iterdir())
-    print(
-        f"state {size / 1e6:.0f} MB, {turns} turns; resident memory grew by {(max(resident) - resident[0]) / size:.2f} x"
-    )
+    growth = (max(resident) - resident[0]) / size
+    print(f"state {size / 1e6:.0f} MB, {turns} turns; resident memory grew by {growth:.2f} x that")
     for way, took in rows.items():
         ratios = [mine / theirs for mine, theirs in zip(took, rows["torch.save + fsync"], strict=True)]
         print(f"{way:26} median {statistics.median(took):6.3f} s   ratio {statistics.median(ratios):5.2f}")
