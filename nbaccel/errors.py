@@ -14,6 +14,7 @@
     ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
     ├── PeerFailed               another rank failed in a block that this one was waiting for
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
+    ├── CannotResume             the program as it is cannot go on from the checkpoint
     ├── CannotSave               a checkpoint could not be written; the older one is as it was
     ├── CheckpointCorrupt        a checkpoint is damaged or unfinished; knows the file
     ├── NoBatchSizeFits          find_executable_batch_size tried every size down to 1; knows which
@@ -29,6 +30,7 @@ from __future__ import annotations
 __all__ = [
     "CannotCut",
     "CannotFork",
+    "CannotResume",
     "CannotSave",
     "CannotSend",
     "CannotSplit",
@@ -135,6 +137,10 @@ class PeerFailed(NbaccelError):
 
 class CollectiveMismatch(NbaccelError):
     """Ranks met in one collective with different operations, dtypes or shapes, or one of them will never come."""
+
+
+class CannotResume(NbaccelError):
+    """The program prepares other things than the checkpoint holds, or begins its epochs anew."""
 
 
 class CannotSave(NbaccelError):

@@ -3,10 +3,10 @@
 `train` emits, `launch` and `trackers` listen; neither knows the other. The current outlet is the one piece of
 module-level state in nbaccel: a plain variable, because threads do not inherit context variables.
 
-Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `CollectiveEntered`,
-`GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher carries them to the kernel, whose `Listener`s are fed
-with them. What travels holds numbers, strings and None, in mappings and lists where need be; a tensor in `Loss` or
-`Metric` is a number on arrival.
+Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `SaveDue`, `SaveAsked`,
+`CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher carries them to the kernel,
+whose `Listener`s are fed with them. What travels holds numbers, strings and None, in mappings and lists where need
+be; a tensor in `Loss` or `Metric` is a number on arrival.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ __all__ = [
     "Phase",
     "Progress",
     "RecordsLost",
+    "SaveAsked",
+    "SaveDue",
     "Sink",
     "StepEntered",
     "StepsEnded",
@@ -217,6 +219,24 @@ class StepEntered(Event):
 @dataclass(frozen=True, slots=True)
 class StepsEnded(Event):
     """The rank left its loop: no step is in flight until the next `StepEntered`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDue(Event):
+    """Rank 0 announces that all ranks save before optimizer step `step`, which none of them has reached yet."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAsked(Event):
+    """Another rank asks whether rank 0 has announced a save before optimizer step `step`.
+
+    answer: an outlet that knows so calls it.
+    """
+
+    step: int
+    answer: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,13 @@ class RunSettings:
     cpu: stay on the CPU although the machine has devices.
     debug: check every collective, not only the first ones.
     split: parts that each batch of a training loop is cut into, after a run that ran out of memory.
+    checkpoint_every: when the training saves itself, "10min" or "500steps".  checkpoint_dir: where to.
+    keep: how many of those checkpoints stay.
+    resume: what to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
 
-    >>> RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
-    RunSettings(mixed_precision='fp16', gradient_accumulation_steps=None, seed=7, cpu=None, debug=None, split=None)
+    >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
+    >>> both.mixed_precision, both.seed
+    ('fp16', 7)
     """
 
     mixed_precision: str | None = None
@@ -39,6 +43,10 @@ class RunSettings:
     cpu: bool | None = None
     debug: bool | None = None
     split: int | None = None
+    checkpoint_every: str | None = None
+    checkpoint_dir: str | None = None
+    keep: int | None = None
+    resume: str | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
@@ -67,6 +75,10 @@ class RunSettings:
             "ACCELERATE_DEBUG_MODE": None if self.debug is None else str(int(self.debug)),
             "NBACCEL_SEED": self.seed,
             "NBACCEL_SPLIT": self.split,
+            "NBACCEL_CHECKPOINT_EVERY": self.checkpoint_every,
+            "NBACCEL_CHECKPOINT_DIR": self.checkpoint_dir,
+            "NBACCEL_KEEP": self.keep,
+            "NBACCEL_RESUME": self.resume,
         }
         return {name: str(value) for name, value in variables.items() if value is not None}
 
@@ -88,4 +100,8 @@ class RunSettings:
             cpu=flag("ACCELERATE_USE_CPU"),
             debug=flag("ACCELERATE_DEBUG_MODE"),
             split=number("NBACCEL_SPLIT"),
+            checkpoint_every=env.get("NBACCEL_CHECKPOINT_EVERY"),
+            checkpoint_dir=env.get("NBACCEL_CHECKPOINT_DIR"),
+            keep=number("NBACCEL_KEEP"),
+            resume=env.get("NBACCEL_RESUME"),
         )

@@ -28,12 +28,13 @@ from nbaccel.train.checkpoint.shelf import Shelf
 from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
-from nbaccel.train.faces.checkpointing import ON_SAVE_ERROR, Checkpointing, Registered
+from nbaccel.train.faces.checkpointing import ON_SAVE_ERROR, Registered
 from nbaccel.train.faces.exchange import Exchange
 from nbaccel.train.faces.loading import Loading
 from nbaccel.train.faces.planning import Planning
 from nbaccel.train.faces.profiling import Profiling
 from nbaccel.train.faces.recovering import Recovering
+from nbaccel.train.faces.resuming import Resuming
 from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
 from nbaccel.train.gate import make_gate
@@ -62,7 +63,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profiling, Planning):
+class Accelerator(Exchange, Resuming, Tracking, Recovering, Loading, Profiling, Planning):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -81,6 +82,10 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
     The latter two wait for the device in every step.
     on_save_error: what a checkpoint that cannot be written is: "raise" raises `CannotSave`, "warn" lets the training
     go on with a warning.
+    checkpoint_every: save in the background now and then, after so many steps (500, "500steps") or so much time
+    ("10min"), into ``<checkpoint_dir>/checkpoint_<step>``; the newest `keep` stay (3). Without `checkpoint_dir` that is
+    ``nbaccel_checkpoints`` in the working directory.
+    resume: continue from the newest checkpoint in `checkpoint_dir` (True), or from that of a path, which is only read.
     log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
     own, or several of those.
     project_dir: where checkpoints that are named automatically go, and the files of trackers. project_config: that
@@ -113,6 +118,10 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
         dataloader_config: DataLoaderConfiguration | None = None,
         on_nan: str = "warn",
         on_save_error: str = "raise",
+        checkpoint_every: str | int | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        keep: int | None = None,
+        resume: bool | str | os.PathLike[str] | None = None,
     ) -> None:
         self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
         if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
@@ -128,7 +137,15 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
         self._on_nan = on_nan
         self._dynamo_backend = backend_name(dynamo_backend)
         steps = gradient_accumulation_steps if self._rules.num_steps is None else self._rules.num_steps
-        self._asked = RunSettings(mixed_precision, steps, cpu=cpu)
+        self._asked = RunSettings(
+            mixed_precision,
+            steps,
+            cpu=cpu,
+            checkpoint_every=None if checkpoint_every is None else str(checkpoint_every),
+            checkpoint_dir=None if checkpoint_dir is None else os.fspath(checkpoint_dir),
+            keep=keep,
+            resume=None if resume is None or resume is False else "" if resume is True else os.fspath(resume),
+        )
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.device_placement = device_placement
@@ -192,6 +209,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
         prepared = [self._prepare_one(thing, move) for thing, move in zip(objects, moves, strict=True)]
         # Schedulers come last: they follow prepared optimizers, which may stand behind them in the call.
         prepared = [self._prepare_scheduler(thing) for thing in prepared]
+        self._resume_if_complete()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def _prepare_one(self, thing: Any, move: bool) -> Any:
@@ -408,6 +426,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
         self._prepared.forget()
         self._settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
         self._accumulation = Accumulation(self._settings.gradient_accumulation_steps or 1, self._rules)
+        self._plan_saves()
         self._is_equipped = False
 
     def _equip(self) -> None:
@@ -448,6 +467,7 @@ class Accelerator(Exchange, Checkpointing, Tracking, Recovering, Loading, Profil
                 f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
                 f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
             )
+        self._refuse_half_a_resume()
         self._is_ready = True
 
     def __getstate__(self) -> dict[str, Any]:

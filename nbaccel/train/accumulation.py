@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from nbaccel.errors import RunStopped
 from nbaccel.events import LoopEntered, StepEntered, StepsEnded, emit
 
-__all__ = ["Accumulation", "Gate", "GradientAccumulationPlugin", "StepClock", "Window"]
+__all__ = ["Accumulation", "Gate", "GradientAccumulationPlugin", "Saver", "StepClock", "Window"]
 
 
 _NO_LOOP = LoopEntered(obstacle="no loop over a prepared loader was under way")
@@ -47,6 +48,19 @@ class GradientAccumulationPlugin:
             raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
 
 
+class Saver(Protocol):
+    """Saves the training by itself, now and then."""
+
+    def save_if_due(self, step: int) -> None:
+        """`step` training steps are complete, and the next one of the same loop begins."""
+
+    def end_pass(self) -> Any:
+        """A loader went through and has trained; what is to be kept of this moment, such as the random states."""
+
+    def stop(self, step: int) -> None:
+        """The run ends here, on all ranks, with `step` training steps complete."""
+
+
 class StepClock:
     """The step boundaries of one rank: where a run can be stopped at the same step on all ranks.
 
@@ -61,16 +75,28 @@ class StepClock:
     an evaluation; a loop that only one rank runs moves nothing but its substep, and the next training step
     puts the ranks level again. When the outermost prepared loader is exhausted or closed, ``StepsEnded`` is
     emitted. The outlet may raise `RunStopped` from a boundary; the clock is consistent by then.
+
+    saver: is asked to save at boundaries between two training steps of one loop. At the first boundary of a loop it is
+    not: that may be an evaluation, and whoever resumed from there would find the epoch's training done, and would
+    leave the evaluation out.
     """
 
-    __slots__ = ("is_inside", "passes", "step", "substep", "trained")
+    __slots__ = ("after_pass", "began", "is_inside", "passes", "saver", "step", "substep", "trained")
 
     def __init__(self) -> None:
+        self.saver: Saver | None = None
         self.step = 0
+        self.began = 0  # `step` when the innermost loop began
         self.passes = 0  # iterations of prepared loaders that trained and are over
+        self.after_pass: Any = None  # what the saver kept of the end of the last one
         self.substep = -1
         self.trained = False  # a synchronised backward has run since the last boundary
         self.is_inside = False  # a step was entered and has not been trained yet
+
+    @property
+    def done(self) -> int:
+        """Training steps that are complete."""
+        return self.step + self.trained
 
     @property
     def place(self) -> tuple[int, int]:
@@ -86,7 +112,14 @@ class StepClock:
         else:
             self.substep += 1
         self.is_inside = True
-        emit(StepEntered(self.step, self.substep))
+        try:
+            emit(StepEntered(self.step, self.substep))
+        except RunStopped:
+            if self.saver is not None:
+                self.saver.stop(self.step)
+            raise
+        if self.saver is not None and self.substep == 0 and self.step > self.began:
+            self.saver.save_if_due(self.step)
 
     def train(self) -> None:
         """A synchronised backward is complete."""
@@ -97,6 +130,12 @@ class StepClock:
         """The program begins anew, with that many training steps behind it."""
         self.step, self.substep = step, -1
         self.trained = self.is_inside = False
+
+    def end_pass(self) -> None:
+        """An iteration of a prepared loader is over that has trained."""
+        self.passes += 1
+        if self.saver is not None:
+            self.after_pass = self.saver.end_pass()
 
     def leave(self) -> None:
         """The loop is over."""
@@ -256,11 +295,17 @@ class Accumulation:
         """
         for window in [window for window in self._open if window.source is source]:
             self._give_up(window)
+        self.clock.began = self.clock.done
         self.window = self.gate.window(source, batches_left, self.rules, self.steps)
         self.window.position = self._carried.pop(source, 0)
         self._open.append(self.window)
         emit(self.window.loop)
         return self.window
+
+    @property
+    def is_iterating(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self._open)
 
     def close(self, window: Window, is_whole: bool = True) -> None:
         """The iteration ended, or (not `is_whole`) was left by ``break`` or by an exception: its window is gone."""

@@ -73,13 +73,17 @@ class Prepared:
     def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
         return [strategy.state_dict(model) for model in self.models]
 
-    def loader_states(self, window: Window) -> list[dict[str, Any]]:
+    def loader_states(self, window: Window, since: int | None = None) -> list[dict[str, Any]]:
         """Where each loader stands; the batches of an open accumulation `window` count as not yet handed out.
 
         Their gradients are in no checkpoint, so they are read again.
+        since: the program is inside an epoch that began after so many passes; see `PreparedLoader.state_in_epoch`.
         """
         source = getattr(window.source, "loader", None)  # of this loader, or of what skip_first_batches made of it
-        return [loader.state_dict(window.unfinished if source is loader.loader else 0) for loader in self.loaders]
+        unseen = [window.unfinished if source is loader.loader else 0 for loader in self.loaders]
+        if since is None:
+            return [loader.state_dict(count) for loader, count in zip(self.loaders, unseen, strict=True)]
+        return [loader.state_in_epoch(since, count) for loader, count in zip(self.loaders, unseen, strict=True)]
 
     def reorders(self, content: Content) -> bool:
         """Whether a loader that stood in the middle of an epoch has its order from elsewhere now.

@@ -42,29 +42,31 @@ class Epochs:
     """The epochs of a program that can be resumed: the loop's number, and whether its training is done.
 
     under_way: the epoch that the loop is in, or will begin with.
+    is_used: the program has such a loop.
+    passes_before: iterations that had trained when the epoch began, by the clock's count.
     """
 
     def __init__(self) -> None:
         self.under_way = 0
         self.is_used = False
         self._is_resumed = False
-        self._passes_before = 0  # that the clock had counted when the epoch began
+        self.passes_before = 0
 
     def run(self, count: int, clock: StepClock) -> Iterator[int]:
         """0, 1, ... `count` - 1; after `load` from the epoch that was under way when the checkpoint was written."""
         self.is_used = True
         first, self._is_resumed = self.under_way if self._is_resumed else 0, False
         for self.under_way in range(first, count):
-            self._passes_before = clock.passes
+            self.passes_before = clock.passes
             yield self.under_way
         self.under_way = max(first, count)
-        self._passes_before = clock.passes
+        self.passes_before = clock.passes
 
     def next(self, clock: StepClock) -> int:
-        """Where a resumed program begins: an epoch whose training loader went through is done."""
-        return self.under_way + int(clock.passes > self._passes_before)
+        """Where a resumed program begins: an epoch whose training is over is done."""
+        return self.under_way + int(clock.passes > self.passes_before)
 
     def load(self, epoch: int, clock: StepClock) -> None:
         self.under_way = epoch
         self._is_resumed = True
-        self._passes_before = clock.passes
+        self.passes_before = clock.passes

@@ -24,6 +24,8 @@ from nbaccel.events import (
     GroupRenewed,
     Loss,
     Metric,
+    SaveAsked,
+    SaveDue,
     Sink,
     StepEntered,
     StepsEnded,
@@ -61,6 +63,8 @@ class Reporter:
         self._routes: dict[type[Event], Sink] = {
             StepEntered: gate,
             StepsEnded: gate,
+            SaveDue: gate,
+            SaveAsked: gate,
             CollectiveEntered: watch,
             GroupRenewed: watch,
             Waiting: watch,

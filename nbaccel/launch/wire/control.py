@@ -13,7 +13,8 @@ step. So the ranks and the kernel shake hands, without a collective:
 Steps are positions (training step, batches since) packed into one number, so that they compare in order.
 
 The page also counts the collectives that each rank has entered, and says who has finished. A rank that waits in a
-collective which a finished rank has not entered waits in vain.
+collective which a finished rank has not entered waits in vain. And it carries rank 0's word before which step all ranks
+save.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import time
 from dataclasses import dataclass
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
-from nbaccel.events import CollectiveEntered, Event, GroupRenewed, StepEntered, StepsEnded, Waiting
+from nbaccel.events import (
+    CollectiveEntered,
+    Event,
+    GroupRenewed,
+    SaveAsked,
+    SaveDue,
+    StepEntered,
+    StepsEnded,
+    Waiting,
+)
 
 __all__ = ["ControlPage", "PeerWatch", "Position", "StepGate", "position_number"]
 
@@ -35,6 +45,8 @@ _STOP = 0  # u8: the kernel asks every rank to stop
 _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
+_SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
+_SAVE_BEFORE_AT = 16
 _RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
 _COLLECTIVES = struct.Struct("@q")  # how many the rank has entered
 _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
@@ -135,6 +147,15 @@ class ControlPage:
         ]
 
     @property
+    def save_before(self) -> int:
+        """The optimizer step before which all ranks save, as rank 0 has announced last; 0 if it has not."""
+        return int(_SAVE_BEFORE.unpack_from(self._map, _SAVE_BEFORE_AT)[0])
+
+    @save_before.setter
+    def save_before(self, step: int) -> None:
+        _SAVE_BEFORE.pack_into(self._map, _SAVE_BEFORE_AT, step)
+
+    @property
     def stop_requested(self) -> bool:
         return bool(self._map[_STOP])
 
@@ -167,7 +188,7 @@ class ControlPage:
 
 
 class StepGate:
-    """Rank side of the handshake: hears step events, and raises `RunStopped` where the run ends."""
+    """Rank side of the page: hears step events, and raises `RunStopped` where the run ends; passes on when to save."""
 
     def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page
@@ -180,6 +201,10 @@ class StepGate:
             self._enter(position_number(event.step, event.substep))
         elif isinstance(event, StepsEnded):
             self._leave()
+        elif isinstance(event, SaveDue):
+            self._page.save_before = event.step
+        elif isinstance(event, SaveAsked) and self._page.save_before == event.step:
+            event.answer()
 
     def _enter(self, number: int) -> None:
         page, now = self._page, time.monotonic()

@@ -6,6 +6,7 @@ and whether their numbers fit, is `Prepared`'s and `Checkpointing`'s business.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from nbaccel.train.checkpoint.parts import Part, numbered, read_part
 from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.talk.nested import children
 
-__all__ = ["Content"]
+__all__ = ["Content", "Holdings"]
 
 _KINDS = ("model", "optimizer", "scheduler", "custom")
 _PROGRESS = "training"
@@ -87,3 +88,28 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         yield state
     for _, child in children(state):
         yield from _tensors(child)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """How many objects of each kind a checkpoint holds, or a program has prepared and registered."""
+
+    models: int
+    optimizers: int
+    schedulers: int
+    objects: int
+    loaders: int
+
+    @classmethod
+    def in_checkpoint(cls, folder: Path, manifest: Manifest | None) -> Holdings | None:
+        """Those of the checkpoint in `folder`, whose weights are not read; None for a folder of Accelerate's."""
+        if manifest is None:
+            return None
+        progress = read_part(folder, _PROGRESS, manifest, trust=False)
+        count = Counter(part.partition("_")[0] for part in manifest.parts)
+        loaders = len(progress.get("loaders", ()))
+        return cls(count["model"], count["optimizer"], count["scheduler"], count["custom"], loaders)
+
+    def __str__(self) -> str:
+        counts = {kind: getattr(self, kind) for kind in self.__slots__}
+        return ", ".join(f"{count} {kind.removesuffix('s') if count == 1 else kind}" for kind, count in counts.items())

@@ -27,7 +27,7 @@ from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.files import aside, read_sealed, sync, write_sealed
 from nbaccel.train.checkpoint.manifest import Manifest
 
-__all__ = ["Stamp", "add", "adopt", "carry", "derive", "find", "read", "restore", "write"]
+__all__ = ["Stamp", "State", "add", "adopt", "carry", "derive", "find", "read", "restore", "write"]
 
 State = dict[str, Any]
 """The generators of one process, in JSON."""

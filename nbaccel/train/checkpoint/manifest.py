@@ -8,6 +8,7 @@ there, and they are sealed themselves.
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -80,6 +81,7 @@ class Manifest:
     batch: batches of the epoch under way that are done, of all ranks together.
     parts: names of the states that are in the files: "model", "optimizer", "custom_1".
     files: by path inside the folder; those of hooks are among them.
+    saved_at: seconds since 1970, by the clock of the machine that wrote it.
     """
 
     stamp: str
@@ -91,6 +93,7 @@ class Manifest:
     parts: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=_versions)
     files: dict[str, FileRecord] = field(default_factory=dict)
+    saved_at: float = field(default_factory=time.time)
 
     def seal(self, folder: Path, records: Mapping[str, FileRecord] = MappingProxyType({})) -> None:
         """Bring every file in `folder` to the disk, list those that are not sealed, and write the manifest.

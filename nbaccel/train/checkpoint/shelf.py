@@ -18,7 +18,7 @@ from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest
 from nbaccel.train.checkpoint.place import place_for, place_of
 from nbaccel.train.project import ProjectConfiguration
 
-__all__ = ["Choice", "Shelf"]
+__all__ = ["Choice", "Shelf", "Timeline"]
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 
@@ -125,6 +125,46 @@ class Shelf:
         place = self._numbered("load_state", "input_dir")
         found = [(_NAME.fullmatch(path.name), path) for path in place.glob("checkpoint_*")]
         return sorted((int(said[1]), path) for said, path in found if said)
+
+
+class Timeline(Shelf):
+    """The checkpoints that a training makes by itself: named by their step, in the order in which they were written.
+
+    A run that begins anew in the folder of another has smaller steps than that one, and the newer checkpoints.
+    """
+
+    def __init__(self, folder: Path, keep: int | None = None) -> None:
+        super().__init__(ProjectConfiguration(total_limit=keep))
+        self.folder = folder
+
+    def folder_for(self, step: int) -> Path:
+        return self.folder / f"checkpoint_{step}"
+
+    def is_empty(self) -> bool:
+        return not self._all()
+
+    def choose_from(self, place: Path) -> Choice:
+        """The checkpoint `place`, or the newest whole one in the folder `place`.
+
+        Raises:
+            FileNotFoundError, CheckpointCorrupt: see `choose`.
+        """
+        if (place / MANIFEST).exists() or (place.is_dir() and is_foreign(place)):
+            return self.choose(place)
+        return Timeline(place).choose(None)
+
+    def _numbered(self, call: str, argument: str) -> Path:
+        return self.folder
+
+    def _all(self) -> list[tuple[int, Path]]:
+        return sorted(super()._all(), key=lambda item: (_saved_at(item[1]), item[0]))
+
+
+def _saved_at(folder: Path) -> float:
+    try:
+        return Manifest.read(folder).saved_at
+    except (CheckpointCorrupt, TypeError):
+        return 0.0
 
 
 def _is_of(folder: Path, stamp: str) -> bool:

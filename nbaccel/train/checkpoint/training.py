@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint.content import Content
-from nbaccel.train.checkpoint.generators import Stamp
+from nbaccel.train.checkpoint.generators import Stamp, State, read
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.precision import Precision
 from nbaccel.train.prepared import Prepared
@@ -41,8 +41,7 @@ class Training:
     @property
     def step(self) -> int:
         """Optimizer steps that are done."""
-        clock = self.accumulation.clock
-        return clock.step + clock.trained
+        return self.accumulation.clock.done
 
     @property
     def stamp(self) -> Stamp:
@@ -52,9 +51,25 @@ class Training:
         """Each model's state dict, as a single process would save it. Collective with sharded strategies."""
         return self.prepared.model_states(self.strategy)
 
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether a resumed program goes on in the epoch under way, although a training loader of it may be through.
+
+        So it is while a loader is iterated; what follows the training, such as an evaluation, comes again then.
+        """
+        return self.epochs.is_used and self.accumulation.is_iterating
+
+    def generators(self) -> State:
+        """This process's random states, as they were where a resumed program goes on."""
+        clock = self.accumulation.clock
+        is_after_training = clock.passes > self.epochs.passes_before and clock.done == clock.began
+        kept = clock.after_pass if self.is_inside_epoch and is_after_training else None
+        return read(self.device) if kept is None else kept
+
     def content(self, weights: list[dict[str, Any]], customs: Sequence[Any]) -> Content:
         """Everything but the random states; batches of an open accumulation window count as not yet seen."""
-        prepared = self.prepared
+        prepared, epochs, accumulation = self.prepared, self.epochs, self.accumulation
+        is_inside = self.is_inside_epoch
         return Content(
             weights,
             [optimizer.state_dict() for optimizer in prepared.optimizers],
@@ -62,10 +77,10 @@ class Training:
             [custom.state_dict() for custom in customs],
             {
                 "step": self.step,
-                "epoch": self.epochs.next(self.accumulation.clock),
+                "epoch": epochs.under_way if is_inside else epochs.next(accumulation.clock),
                 "seed": torch.initial_seed(),
                 "precision": self.precision.state_dict(),
-                "loaders": prepared.loader_states(self.accumulation.window),
+                "loaders": prepared.loader_states(accumulation.window, epochs.passes_before if is_inside else None),
             },
             self.remembered.state_dict(),
         )

@@ -90,8 +90,7 @@ class PreparedLoader(DataLoader[Any]):
         length = None if lengths is None else self._own(lengths)
         joint_ends = frozenset(lengths or ()) if self.is_joined else frozenset()
         meetings = _Meetings(self.world, counts_anyway=length == 0)
-        steps = clock.step + clock.trained
-        progress.begin(position)
+        progress.begin(position, clock.done)
         window = accumulation.open(self if self._origin is None else self._origin, length)
         before = position.batches // stride
         gauge = LoopGauge(
@@ -124,8 +123,10 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             if progress.begun is position:
                 meetings.look()
-                has_trained = clock.step + clock.trained > steps
-                clock.passes += has_trained or position.goes_on  # resumed at its end it has nothing left to train
+                has_trained = clock.done > progress.steps
+                if has_trained or position.goes_on:  # resumed at its end it has nothing left to train
+                    clock.end_pass()
+                    progress.ended = (self.state_dict(), clock.passes)
                 progress.end(counts=has_trained or (meetings.were_held if meetings.are_counted else is_whole))
             emit(gauge.close())
             accumulation.close(window, is_whole)
@@ -190,6 +191,18 @@ class PreparedLoader(DataLoader[Any]):
         batches = begun.batches + max(0, progress.taken - unseen * self._source.stride)
         dataset = progress.dataset_before(unseen)
         return Position(begun.epoch, batches, self._source.seed, begun.order, dataset, self._batch_size).state_dict()
+
+    def state_in_epoch(self, since: int, unseen: int) -> dict[str, Any]:
+        """`state_dict` for an epoch of the program that goes on, and began `since` passes after the first.
+
+        A loader that has trained in it and is through stands at its end, not before the next epoch. One that is being
+        iterated and has not trained stands at its beginning: an evaluation comes again as a whole.
+        """
+        progress = self._progress
+        if progress.begun is not None:
+            has_trained = self.accumulation.clock.done > progress.steps
+            return self.state_dict(unseen) if has_trained else progress.begun.state_dict()
+        return progress.ended[0] if progress.ended is not None and progress.ended[1] > since else self.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration go on where the loop was that `state_dict` describes. On every rank.

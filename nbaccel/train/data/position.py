@@ -66,24 +66,28 @@ class Progress:
     """The position of one prepared loader; shared with loaders that `skip_first_batches` made of it.
 
     epoch: of the iteration under way, or of the next one.
-    begun: where the iteration under way began; None outside of one.
+    begun: where the iteration under way began; None outside of one.  steps: training steps done by then.
     taken: batches of the user's loader since then, for all ranks together.
     resume: where the next iteration is to begin; None for the epoch's first batch.
     is_joined: ranks may run out of batches one after the other.
     datasets: the dataset's state before the open accumulation window, and after each of its batches.
+    ended: where the last iteration ended, if it trained, and how many such passes the program had made by then.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.begun: Position | None = None
+        self.steps = 0
         self.taken = 0
         self.resume: Position | None = None
         self.is_joined = False
         self.datasets: list[Any] = []
+        self.ended: tuple[dict[str, Any], int] | None = None
 
-    def begin(self, position: Position) -> None:
+    def begin(self, position: Position, steps: int) -> None:
         self.epoch = position.epoch
         self.begun = position
+        self.steps = steps
         self.taken = 0
         self.resume = None
         self.datasets = [position.dataset]

@@ -23,7 +23,6 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from nbaccel.errors import CannotSave
-from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.folder import may_write_below, sayable
@@ -36,7 +35,6 @@ from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.faces.exporting import Exporting
 from nbaccel.train.project import ProjectConfiguration
-from nbaccel.train.resuming import Epochs, Remembered
 
 __all__ = ["ON_SAVE_ERROR", "Checkpointing", "Registered"]
 
@@ -62,16 +60,9 @@ class Checkpointing(Exporting):
 
     _shelf: Shelf
     _registered: Registered
-    _accumulation: Accumulation
-    _epochs: Epochs
-    _remembered: Remembered
     _staging: Staging
     _writer: Writer
     _on_save_error: str
-
-    @abstractmethod
-    def _bind(self) -> None:
-        """Belong to the world of this process, if not yet."""
 
     @abstractmethod
     def _join_world(self) -> None:
@@ -140,21 +131,13 @@ class Checkpointing(Exporting):
                 "save_state(blocking=False) writes while the training goes on, when a hook of "
                 "register_save_state_pre_hook could see other weights than those that are saved: leave blocking=True"
             )
-        training = self._training()
-        stamp = training.stamp
-        target = self._shelf.next_folder(output_dir, str(stamp))
-        if self._writes:
-            if target.name == SUBFOLDER:
-                warnings.warn(
-                    f"{target.parent} holds other things too, so the checkpoint is {target}; load_state finds it there",
-                    stacklevel=2,
-                )
-            self._write(target, training, blocking, self._shelf.tidy if output_dir is None else None)
-        else:
-            if self._registered.save_hooks:
-                self._run_save_hooks(training, training.weights(), target)
-            with sayable(target):
-                generators.add(target, self.process_index, stamp, generators.read(training.device))
+        target = self._shelf.next_folder(output_dir, str(self._training().stamp))
+        if target.name == SUBFOLDER and self._writes:
+            warnings.warn(
+                f"{target.parent} holds other things too, so the checkpoint is {target}; load_state finds it there",
+                stacklevel=2,
+            )
+        self._save(target, blocking, self._shelf.tidy if output_dir is None else None)
         if output_dir is None:
             self._shelf.project.iteration += 1
         return os.fspath(target)
@@ -178,56 +161,9 @@ class Checkpointing(Exporting):
         """
         self._join_world()
         self._writer.join()
-        training = self._training()
         choice = self._from_main(lambda: self._shelf.choose(input_dir))
-        for reason in choice.passed_over if self.is_main_process else ():
-            warnings.warn(f"{reason}. Loading {choice.folder} instead.", stacklevel=2)
-        models = list(training.prepared.models)
-        for hook in self._registered.load_hooks.values():
-            hook(models, os.fspath(choice.folder))
-        content = _read(choice, trust)
-        self._refuse_other_objects(choice, content)
-        reorders = training.prepared.reorders(content)
-        training.take(content, models)
-        for thing, state in zip(self._registered.objects, content.customs, strict=True):
-            thing.load_state_dict(state)
-        seed = content.progress.get("seed", torch.initial_seed())
-        missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after it
-        self._say_who_draws_anew(missing)
-        if self.is_main_process and choice.manifest is not None:
-            for line in _news(choice.folder, choice.manifest, self.num_processes, input_dir is None, reorders):
-                self.print(line)
+        self._load(choice, trust, was_chosen=input_dir is None)
         self._shelf.count_on(choice.folder)
-
-    # -- a program that can be resumed
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """``range(count)`` for epochs, which after a resume begins at the epoch that was under way. On every rank.
-
-        Its training loader goes on where it was, so the loop is written as if nothing had happened. An epoch is done
-        once its training loader went through: a checkpoint that is written after that resumes at the next one.
-
-        >>> from nbaccel import Accelerator
-        >>> list(Accelerator().epochs(3))
-        [0, 1, 2]
-        """
-        self._bind()
-        self._accumulation.epochs = count
-        return self._epochs.run(count, self._accumulation.clock)
-
-    def remember(self, **defaults: Any) -> Remembered:
-        """Values of the program's own that checkpoints hold too; returns them as attributes. On every rank.
-
-        A value that a loaded checkpoint has, or an earlier call gave, stays; the checkpoint is that of rank 0. Plain
-        data and tensors: anything else becomes a pickle, as with `register_for_checkpointing`.
-
-        >>> from nbaccel import Accelerator
-        >>> memory = Accelerator().remember(best=0.0, history=[])
-        >>> memory.best = max(memory.best, 0.9)
-        >>> memory.history.append(0.9)
-        """
-        self._remembered.keep(**defaults)
-        return self._remembered
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Let `save_state` and `load_state` take `objects` along, in this order. On every rank.
@@ -297,6 +233,17 @@ class Checkpointing(Exporting):
     def _writes(self) -> bool:
         return self.is_main_process or (self.project_configuration.save_on_each_node and self.is_local_main_process)
 
+    def _save(self, target: Path, blocking: bool, then: Callable[[], None] | None) -> None:
+        """This rank's share of a checkpoint; `then` in rank 0 once it is complete."""
+        training = self._training()
+        if self._writes:
+            self._write(target, training, blocking, then)
+            return
+        if self._registered.save_hooks:
+            self._run_save_hooks(training, training.weights(), target)
+        with sayable(target):
+            generators.add(target, self.process_index, training.stamp, training.generators())
+
     def _write(self, target: Path, training: Training, blocking: bool, then: Callable[[], None] | None) -> None:
         """In rank 0: the whole folder, now or in the background; `then` once it is complete."""
         if unseen := training.accumulation.window.unfinished:
@@ -307,7 +254,7 @@ class Checkpointing(Exporting):
             )
         self._writer.join()  # the one before, whose buffers are used again
         staging = None if blocking else self._staging
-        state = generators.read(training.device)
+        state = training.generators()
         weights = training.weights()
         content = training.content(weights, self._registered.objects)
         parts = content.ready(staging)
@@ -351,6 +298,30 @@ class Checkpointing(Exporting):
     def _run_save_hooks(self, training: Training, weights: list[dict[str, Any]], folder: Path) -> None:
         for hook in self._registered.save_hooks.values():
             hook(training.prepared.models, weights, os.fspath(folder))
+
+    def _load(self, choice: Choice, trust: bool, was_chosen: bool) -> None:
+        """Continue from `choice`, in which every rank agrees. Collective.
+
+        was_chosen: by us, among several.
+        """
+        training = self._training()
+        for reason in choice.passed_over if self.is_main_process else ():
+            warnings.warn(f"{reason}. Loading {choice.folder} instead.", stacklevel=3)
+        models = list(training.prepared.models)
+        for hook in self._registered.load_hooks.values():
+            hook(models, os.fspath(choice.folder))
+        content = _read(choice, trust)
+        self._refuse_other_objects(choice, content)
+        reorders = training.prepared.reorders(content)
+        training.take(content, models)
+        for thing, state in zip(self._registered.objects, content.customs, strict=True):
+            thing.load_state_dict(state)
+        seed = content.progress.get("seed", torch.initial_seed())
+        missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after it
+        self._say_who_draws_anew(missing)
+        if self.is_main_process and choice.manifest is not None:
+            for line in _news(choice.folder, choice.manifest, self.num_processes, was_chosen, reorders):
+                self.print(line)
 
     def _refuse_other_objects(self, choice: Choice, content: Content) -> None:
         held, registered = len(content.customs), len(self._registered.objects)

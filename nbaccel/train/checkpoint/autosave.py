@@ -1,0 +1,52 @@
+"""Autosave: a training that saves itself, and continues from what it saved. Runs in ranks; no collective.
+
+It decides when and under which name; how a checkpoint is written and read is the Accelerator's business, which hands
+in the two functions for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nbaccel.train.checkpoint.generators import State
+from nbaccel.train.checkpoint.policy import CheckpointPolicy
+from nbaccel.train.checkpoint.schedule import Schedule
+from nbaccel.train.checkpoint.shelf import Timeline
+from nbaccel.world import World
+
+__all__ = ["Autosave"]
+
+Save = Callable[[Path, bool], None]
+
+
+class Autosave:
+    """A `Saver` for the step clock.
+
+    save: writes the training to a folder, waiting for the disk or not.  keep: takes this process's random states.
+    """
+
+    def __init__(self, policy: CheckpointPolicy, world: World, save: Save, keep: Callable[[], State]) -> None:
+        self.timeline = Timeline(policy.folder, policy.keep)
+        self._schedule: Schedule | None = None if policy.every is None else policy.every.on(world)
+        self._save = save
+        self._keep = keep
+        self._saved_step = 0
+
+    def save_if_due(self, step: int) -> None:
+        if self._schedule is not None and self._schedule.is_due(step):
+            self._saved_step = step
+            self._save(self.timeline.folder_for(step), False)
+
+    def end_pass(self) -> State:
+        return self._keep()
+
+    def stop(self, step: int) -> None:
+        """The session ends, or the user ends the run: what was trained since the last checkpoint is kept."""
+        if self._schedule is not None and step > self._saved_step:
+            self._saved_step = step
+            self._save(self.timeline.folder_for(step), True)
+
+    def resumed(self, step: int) -> None:
+        """The training continues from a checkpoint of `step`."""
+        self._saved_step = step

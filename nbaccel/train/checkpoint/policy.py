@@ -1,0 +1,47 @@
+"""CheckpointPolicy: when a training saves itself, where to, and what it continues from. Pure; opens no file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbaccel.settings import RunSettings
+from nbaccel.train.checkpoint.schedule import EveryPeriod, EverySteps, parse_interval
+
+__all__ = ["CheckpointPolicy"]
+
+_FOLDER = "nbaccel_checkpoints"
+"""In the working directory, where Colab and Kaggle keep what shall outlive a cell; only made when one asks to save."""
+
+_KEPT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """What was asked for; by default nothing happens by itself.
+
+    every: when to save.  folder: where checkpoints go.  keep: how many of them.
+    resume: the checkpoint, or the folder of checkpoints, to continue from; None to start anew.
+
+    >>> CheckpointPolicy.of(RunSettings(checkpoint_every="10min")).keep
+    3
+    """
+
+    every: EverySteps | EveryPeriod | None
+    folder: Path
+    keep: int
+    resume: Path | None
+
+    @classmethod
+    def of(cls, settings: RunSettings) -> CheckpointPolicy:
+        """
+        Raises:
+            ValueError: a choice means nothing.
+        """
+        folder = Path(settings.checkpoint_dir or _FOLDER).expanduser()
+        keep = _KEPT if settings.keep is None else settings.keep
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1 (checkpoints to keep), got {keep}")
+        every = None if settings.checkpoint_every is None else parse_interval(settings.checkpoint_every)
+        resume = None if settings.resume is None else Path(settings.resume or folder).expanduser()
+        return cls(every, folder, keep, resume)

@@ -1,0 +1,255 @@
+"""A training that saves itself goes on after its session ended, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel import Accelerator
+from nbaccel.errors import CannotResume, RunStopped
+from nbaccel.events import Event, SaveAsked, SaveDue, StepEntered, outlet
+from nbaccel.testing import run_ranks
+from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.schedule import EveryPeriod, EverySteps, parse_interval
+from nbaccel.utils import DataLoaderConfiguration
+from nbaccel.world import World
+from trainings import Trained
+
+EPOCHS = 3
+
+
+def _session(folder: str, stop_at: tuple[int, int] | None, **options: Any) -> tuple[Any, ...]:
+    """A program as users write it, whose session ends before the step `stop_at` (step, substep)."""
+
+    def stop(event: Event) -> None:
+        if isinstance(event, StepEntered) and (event.step, event.substep) == stop_at:
+            raise RunStopped
+
+    with outlet(stop), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of random numbers that are derived in another number of ranks
+        training = Trained.start(
+            samples=24, batch_size=2, checkpoint_every="4steps", checkpoint_dir=folder, resume=True, **options
+        )
+        accelerator = training.accelerator
+        memory = accelerator.remember(best=float("inf"), history=[], losses=[])
+        held_out = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(8, 3), 2))
+        try:
+            for epoch in accelerator.epochs(EPOCHS):
+                for (x,) in training.loader:
+                    memory.losses.append(training.batch(x))
+                training.model.eval()
+                with torch.no_grad():
+                    error = sum(float(training.model(x).square().mean()) for x in held_out)
+                training.model.train()
+                memory.history.append([epoch, error])
+                memory.best = min(memory.best, error)
+        except RunStopped:
+            pass
+        accelerator.end_training()
+    return memory.best, memory.history, memory.losses, training.weights()
+
+
+# Steps 0-11 are the first epoch's of one rank, 0-5 of two; evaluations are substeps of the step after them.
+@pytest.mark.parametrize(
+    ("ranks", "stop_at"),
+    [(1, (3, 0)), (1, (12, 0)), (1, (12, 2)), (1, (13, 0)), (1, (24, 1)), (2, (3, 0)), (2, (6, 1)), (2, (7, 0))],
+)
+def test_a_session_that_is_stopped_goes_on_where_it_was(
+    tmp_path: Path, ranks: int, stop_at: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = run_ranks(ranks, _session, str(tmp_path / "whole"), None)
+    run_ranks(ranks, _session, str(tmp_path / "parts"), stop_at)
+    resumed = run_ranks(ranks, _session, str(tmp_path / "parts"), None)
+    # What rank 0 remembered is what all ranks remember.
+    assert [rank[:2] for rank in resumed] == [whole[0][:2]] * ranks
+    assert resumed[0] == whole[0]
+    assert [rank[3] for rank in resumed] == [rank[3] for rank in whole]
+
+
+@pytest.mark.parametrize("stop_at", [(3, 0), (6, 1), (7, 0)])
+def test_every_stop_is_a_checkpoint_of_its_step_and_the_newest_three_stay(
+    tmp_path: Path, stop_at: tuple[int, int]
+) -> None:
+    run_ranks(2, _session, str(tmp_path), stop_at)
+    steps = sorted(Manifest.read(folder).step for folder in tmp_path.iterdir())
+    assert steps[-1] == stop_at[0]
+    run_ranks(2, _session, str(tmp_path), None)
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_a_run_that_begins_anew_in_the_same_folder_keeps_its_own_checkpoints(tmp_path: Path) -> None:
+    def run(steps: int, **options: Any) -> None:
+        training = Trained.start(samples=4 * steps, checkpoint_every=2, checkpoint_dir=tmp_path, keep=2, **options)
+        training.epoch()
+        training.accelerator.end_training()
+
+    run(9)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_6", "checkpoint_8"]
+    run(5)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_2", "checkpoint_4"]
+
+
+def test_nothing_is_saved_by_itself_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Trained.start().epoch()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_path_to_resume_from_is_only_read(tmp_path: Path) -> None:
+    first = Trained.start(checkpoint_every=2, checkpoint_dir=tmp_path / "input")
+    first.epoch()
+    first.accelerator.end_training()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "input").rglob("*")}
+    for place in (tmp_path / "input", tmp_path / "input" / "checkpoint_2"):
+        second = Trained.start(checkpoint_every=1, checkpoint_dir=tmp_path / "output", resume=place)
+        second.epoch()
+        second.accelerator.end_training()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "input").rglob("*")} == before
+    assert (tmp_path / "output").is_dir()
+
+
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
+        Trained.start(resume=tmp_path)
+
+
+def test_the_first_session_of_a_program_that_always_resumes_says_that_there_is_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trained.start(checkpoint_dir=tmp_path, resume=True)
+    assert f"nothing to resume in {tmp_path} yet" in capsys.readouterr().out
+
+
+def _saved(folder: Path, epochs: int) -> None:
+    first = Trained.start()
+    for _ in first.accelerator.epochs(epochs):
+        first.epoch()
+    first.accelerator.save_state(folder / "checkpoint_1")
+
+
+def test_a_plain_range_is_refused_with_the_two_lines_that_change(tmp_path: Path) -> None:
+    _saved(tmp_path, epochs=1)
+    training = Trained.start(resume=tmp_path)
+    with pytest.raises(CannotResume, match=r"continues in epoch 1.*\n.*accelerator\.epochs\(n\).*\n.*remember"):
+        training.epoch()
+
+
+def test_a_plain_range_in_its_first_epoch_needs_no_change(tmp_path: Path) -> None:
+    first = Trained.start(checkpoint_every=2, checkpoint_dir=tmp_path)
+    first.epoch()
+    first.accelerator.end_training()
+    second = Trained.start(checkpoint_dir=tmp_path, resume=True)
+    assert len(second.epoch()) == 2
+
+
+def test_a_program_that_prepares_other_things_is_told_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    _saved(tmp_path, epochs=1)
+    accelerator = Accelerator(resume=tmp_path)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    held = "1 model, 1 optimizer, 1 scheduler, 0 objects, 1 loader"
+    with pytest.raises(CannotResume, match=rf"checkpoint_1 holds {held}; .* 1 model, 0 optimizers"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+
+
+def test_the_state_is_restored_with_the_last_thing_that_is_prepared(tmp_path: Path) -> None:
+    _saved(tmp_path, epochs=1)
+    torch.manual_seed(1)
+    accelerator = Accelerator(resume=tmp_path)
+    fresh = Trained.start()
+    model, optimizer = fresh.model, fresh.optimizer.optimizer
+    before = [parameter.clone() for parameter in model.parameters()]
+    accelerator.prepare(model)
+    accelerator.prepare(optimizer, fresh.loader.loader)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    accelerator.prepare(torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6]))
+    assert not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "later"), [(1, 2), (2, 1), (2, 3)])
+def test_another_number_of_ranks_goes_on_at_the_same_step_and_sees_the_rest_of_the_epoch(
+    tmp_path: Path, ranks: int, later: int
+) -> None:
+    first = run_ranks(ranks, _seen, str(tmp_path), 6 // ranks, False)
+    second = run_ranks(later, _seen, str(tmp_path), None, True)
+    assert sorted(sample for samples, _ in first + second for sample in samples) == list(range(36))
+    assert {began for _, began in second} == {6 // ranks}
+
+
+def _seen(folder: str, stop_at: int | None, resumes: bool) -> tuple[list[int], int]:
+    """Samples that this rank trained on in one epoch until step `stop_at`, and the step it began with."""
+
+    def stop(event: Event) -> None:
+        if isinstance(event, StepEntered) and event.step == stop_at:
+            raise RunStopped
+
+    seen: list[int] = []
+    with outlet(stop), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        accelerator = Accelerator(
+            checkpoint_every=100,
+            checkpoint_dir=folder,
+            resume=resumes,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        )
+        model = torch.nn.Linear(1, 1)
+        loader = torch.utils.data.DataLoader(torch.arange(36.0).reshape(-1, 1), 2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
+        began = accelerator._accumulation.clock.step
+        try:
+            for x in loader:
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                seen += [int(sample) for sample in x.flatten()]
+        except RunStopped:
+            pass
+        accelerator.end_training()
+    return seen, began
+
+
+# -- schedules
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("500", EverySteps(500)),
+        ("500steps", EverySteps(500)),
+        ("1 step", EverySteps(1)),
+        (20, EverySteps(20)),
+        ("10min", EveryPeriod(600)),
+        ("1h30min", EveryPeriod(5400)),
+        ("90 s", EveryPeriod(90)),
+        ("0.5h", EveryPeriod(1800)),
+    ],
+)
+def test_intervals_are_steps_or_times(text: str | int, meaning: object) -> None:
+    assert parse_interval(text) == meaning
+
+
+@pytest.mark.parametrize("text", ["", "0", "0min", "often", "10 minutes or so", "-5"])
+def test_other_intervals_are_refused_with_examples(text: str) -> None:
+    with pytest.raises(ValueError, match="as in 500, '500steps', '10min'"):
+        parse_interval(text)
+
+
+def test_the_time_is_kept_by_rank_0_and_told_one_step_ahead() -> None:
+    announced: list[int] = []
+
+    def carry(event: Event) -> None:
+        if isinstance(event, SaveDue):
+            announced.append(event.step)
+        elif isinstance(event, SaveAsked) and event.step in announced:
+            event.answer()
+
+    with outlet(carry):
+        leading = EveryPeriod(1e-9).on(World(0, 2, 0, 2))
+        following = EveryPeriod(1e-9).on(World(1, 2, 1, 2))
+        asked = [(leading.is_due(step), following.is_due(step)) for step in range(1, 6)]
+    assert asked == [(False, False), (True, True), (False, False), (True, True), (False, False)]
+    assert announced == [2, 4, 6][: len(announced)]
