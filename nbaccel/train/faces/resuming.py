@@ -16,7 +16,7 @@ from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint.autosave import Autosave
 from nbaccel.train.checkpoint.content import Holdings
-from nbaccel.train.checkpoint.generators import read
+from nbaccel.train.checkpoint.generators import State, read
 from nbaccel.train.checkpoint.policy import CheckpointPolicy
 from nbaccel.train.checkpoint.shelf import Choice
 from nbaccel.train.faces.checkpointing import Checkpointing
@@ -80,12 +80,15 @@ class Resuming(Checkpointing):
     def _plan_saves(self) -> None:
         """Save and resume as was chosen for this process's world."""
         policy = CheckpointPolicy.of(self._settings)
-        self._autosave = Autosave(policy, self.world, self._save_by_itself, lambda: read(self.device))
+        self._autosave = Autosave(policy, self.world, self._save_by_itself, self._random_states)
         self._accumulation.clock.saver = self._autosave if policy.every is not None else None
         self._pending, self._resumed = policy.resume, None
 
     def _save_by_itself(self, target: Path, blocking: bool) -> None:
         self._save(target, blocking, self._autosave.timeline.tidy)
+
+    def _random_states(self) -> State:
+        return read(self.device)
 
     def _resume_if_complete(self) -> None:
         """After each `prepare`: continue, once everything that the checkpoint holds is there. Collective."""
