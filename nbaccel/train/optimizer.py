@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.finite import LossWatch
+from nbaccel.train.microbatch.guard import guarded_step
 from nbaccel.train.precision import Precision
 from nbaccel.train.strategies.base import Strategy
 
@@ -52,13 +54,21 @@ class PreparedOptimizer(Optimizer):
             return None
         value, taken = None, False
         if self._watch.lets_step(self.optimizer):
-            value, taken = self._strategy.step(self.optimizer, self._precision, closure)
+            value, taken = self._take(closure)
         if taken:
             self.step_was_skipped = False
             self._skips_in_a_row = 0
         else:
             self._skip()
         return value
+
+    def _take(self, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+        take = partial(self._strategy.step, self.optimizer, self._precision, closure)
+        if closure is not None or not self._strategy.recovers:
+            return take()
+        world = self._strategy.world
+        place = f"rank {world.rank} of {world.world_size}"
+        return guarded_step(self.optimizer, take, place, self.accumulation.clock.step)
 
     def _skip(self) -> None:
         self.step_was_skipped = True

@@ -185,6 +185,7 @@ class StepEngine:
         shapes = _shapes(samples)
         losses: list[tuple[Tensor, float]] = []
         done = 0
+        is_last_try = False
         while done < samples.count and task.share:
             size = self.sizes.next_part(samples.count - done, shapes, self._least)
             if done:
@@ -200,12 +201,13 @@ class StepEngine:
                     self._overlaps = False  # for good: this model completes gradients twice
                     return _Attempt(outcome, weight, needs_repeat=True)
                 continue
-            release_unused()
             next_size = self.sizes.failed(size, shapes, self._least)
             emit(OutOfMemory(self._clock.step, outcome.phase, size, next_size, samples.count, outcome.message))
-            if not next_size or gradients.has_launched:
-                too_large = "" if next_size else f"{_samples(size)} of {samples.count}: {outcome.message}"
-                return _Attempt(torch.zeros(()), 0.0, bool(next_size), too_large)
+            is_last_try, gives_up = not next_size, is_last_try and not next_size
+            release_unused(only_young=not is_last_try)
+            if gives_up or gradients.has_launched:
+                too_large = f"{_samples(size)} of {samples.count}: {outcome.message}" if gives_up else ""
+                return _Attempt(torch.zeros(()), 0.0, needs_repeat=not gives_up, too_large=too_large)
             if outcome.phase == "forward":  # gradients of the parts before are complete
                 (self._at_part if done else self._at_start).restore()
                 continue
@@ -304,6 +306,7 @@ class StepEngine:
         buffers = [buffer for model in models for buffer in model.buffers()]
         self._at_start = Snapshot(buffers, self._strategy.device)
         self._at_part = Snapshot(buffers, self._strategy.device)
+        self._strategy.recovers = True
         self._norms = [
             module for model in gradients.models for module in model.modules() if isinstance(module, _BatchNorm)
         ]

@@ -81,7 +81,7 @@ class MicroBatches:
         self._proven[kind] = [proven for proven in self._proven.get(kind, ()) if not _covers(proven, flat)]
         if size <= least:
             return 0
-        fit.size = max(least, size // 2)
+        fit.size = max(least, -(-size // 2))
         return fit.size
 
     def fitted(self, count: int, shapes: Shapes) -> None:

@@ -26,6 +26,9 @@ class Strategy:
     has_peers = False
     """Whether gradients are exchanged with other ranks at all."""
 
+    recovers = False
+    """Whether this training goes on after running out of memory: an optimizer's step is guarded then."""
+
     def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None) -> None:
         self.world = world
         self.device = device
