@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         launch as launch,
         notebook_launcher as notebook_launcher,
     )
+    from nbaccel.notebook.magics import panel as panel
     from nbaccel.settings import RunSettings as RunSettings
     from nbaccel.tracking import GeneralTracker as GeneralTracker
     from nbaccel.train.accelerator import Accelerator as Accelerator
@@ -117,6 +118,7 @@ _HOME = {
     "free_memory": "nbaccel.train.memory",
     "launch": "nbaccel.launch",
     "notebook_launcher": "nbaccel.launch.launcher",
+    "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.seeding",
     "skip_first_batches": "nbaccel.train.data",
     "synchronize_rng_states": "nbaccel.train.seeding",

@@ -1,4 +1,5 @@
-"""The command `nbaccel`: `nbaccel doctor` says what this machine offers, `nbaccel demo` watches a notebook train.
+"""The command `nbaccel`: `doctor` says what this machine offers, `config` what a folder's notebooks choose, and `demo`
+watches a notebook train.
 
 Runs in a terminal. Each command calls what the notebook calls; the notebook of the demo runs in a kernel of its
 own, as a person would run it.
@@ -37,6 +38,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine offers, as plain text; touches no device")
     doctor.set_defaults(command=_doctor)
 
+    config = commands.add_parser("config", help="what nbaccel.toml chooses for the notebooks of this folder")
+    config.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="choose this too, and write the file")
+    config.set_defaults(command=_config)
+
     demo = commands.add_parser("demo", help="run the quickstart notebook without a browser and say how it went")
     demo.add_argument("--notebook", type=Path, default=QUICKSTART, metavar="PATH", help="default: %(default)s")
     demo.add_argument("--output", type=Path, metavar="PATH", help="default: build/NAME.executed.ipynb")
@@ -51,6 +56,22 @@ def _doctor(_: argparse.Namespace) -> int:
 
     survey = Survey.take()
     print(report(survey, Facts.of_this_process(survey)))
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    """Say what the file chooses, after writing into it what was given."""
+    from IPython.core.error import UsageError
+
+    from nbaccel.configfile import FILE_NAME
+    from nbaccel.notebook.configuration import Configuration
+
+    configuration = Configuration()
+    try:
+        configuration.change(arguments.settings)
+        print(configuration.save() if arguments.settings else f"{FILE_NAME}: {configuration}")
+    except UsageError as error:
+        return _fail(str(error))
     return 0
 
 

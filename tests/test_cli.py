@@ -75,3 +75,26 @@ def test_demo_needs_a_cell_where_it_can_set_the_number(tmp_path: Path, capsys: p
     path = notebook(tmp_path / "a.ipynb", "pass", tag="other")
     assert main(["demo", "--notebook", str(path)]) == 1
     assert 'has no cell tagged "parameters"' in capsys.readouterr().err
+
+
+def test_config_says_what_the_folder_chooses_and_writes_what_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config"]) == 0
+    assert main(["config", "num-processes=2", "mixed-precision=fp16"]) == 0
+    assert main(["config"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "nbaccel.toml: nothing is set",
+        f"saved to {tmp_path / 'nbaccel.toml'}: num-processes=2 mixed-precision=fp16",
+        "nbaccel.toml: num-processes=2 mixed-precision=fp16",
+    ]
+
+
+def test_config_refuses_a_wrong_setting_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "accumulate=0"]) == 1
+    assert capsys.readouterr().err == ("nbaccel: -a/--accumulate: batches per optimizer step are 1 or more; got '0'.\n")
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import doctest
 from importlib import import_module
 
@@ -19,4 +20,5 @@ MODULES = [
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name: str) -> None:
     result = doctest.testmod(import_module(name))
+    vars(builtins).pop("_", None)  # the last value of an example; IPython sets no `_` where the program has one
     assert not result.failed, f"{result.failed} of {result.attempted} lines differ; see the output"

@@ -19,7 +19,8 @@ from environments import REPOSITORY
 PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
-    **dict.fromkeys(["errors", "world", "settings", "events", "failures", "hardware", "tracking", "view"], 0),
+    **dict.fromkeys(["configfile", "errors", "events", "failures", "hardware", "settings"], 0),
+    **dict.fromkeys(["tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py
@@ -44,7 +45,7 @@ PRINTS = {
     "train/faces/control.py": "`accelerator.print` is print",
 }
 
-A_MODULE = re.compile(r"nbaccel(\.[A-Za-z_]\w*)+(:\w+)?")
+A_MODULE = re.compile(r"nbaccel(?!\.toml$)(\.[A-Za-z_]\w*)+(:\w+)?")
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nbaccel.notebook.options import keys
+from nbaccel.notebook.config_command import SAVE
+from nbaccel.notebook.options import COMMANDS, keys
 
-__all__ = ["COMMANDS", "Completer", "candidates"]
-
-COMMANDS = ("config", "doctor", "memory")
-"""What follows `%accelerate`."""
+__all__ = ["Completer", "candidates"]
 
 _MAGICS = ("%accelerate", "%%accelerate")
 _HOOK = "complete_command"
@@ -29,14 +27,27 @@ def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: I
     if not words:  # the magic itself is still being written
         return []
     if words[0] == "%accelerate":
-        offered = keys(parser) if words[1:2] == ["config"] and len(words) == 2 else COMMANDS if len(words) == 1 else ()
-        return sorted(f"{word}=" if words[1:] else word for word in offered if word.startswith(symbol))
+        if words[1:2] == ["config"]:
+            return _settings(parser, line.removesuffix(symbol), symbol)
+        return [word for word in COMMANDS if word.startswith(symbol) and len(words) == 1]
     action = _open_flag(parser, words)
     if action is not None and action.metavar == "NAMES":
         return sorted(name for name in names if name.startswith(symbol) and not name.startswith("_"))
     if action is not None and action.choices is not None and words[-1] in action.option_strings:
         return [str(choice) for choice in action.choices if str(choice).startswith(symbol)]
     return sorted(flag for other in parser._actions for flag in other.option_strings if flag.startswith(symbol or "--"))
+
+
+def _settings(parser: argparse.ArgumentParser, before: str, symbol: str) -> list[str]:
+    """What may follow in a `%accelerate config`: a key, or behind `=` one of its values."""
+    if not before.endswith("="):
+        return sorted(word for word in (*(f"{key}=" for key in keys(parser)), SAVE) if word.startswith(symbol))
+    key = before.split()[-1].removesuffix("=")
+    action = next((action for action in parser._actions if f"--{key}" in action.option_strings), None)
+    if action is None:
+        return []
+    values = ("true", "false") if action.nargs == 0 else action.choices or ()
+    return [str(value) for value in values if str(value).startswith(symbol)]
 
 
 def _open_flag(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Action | None:

@@ -13,18 +13,20 @@ from types import TracebackType
 from typing import Any
 
 from IPython.core.error import UsageError
+from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
-from nbaccel.notebook.completion import COMMANDS, Completer
+from nbaccel.notebook.completion import Completer
+from nbaccel.notebook.config_command import ConfigCommand
 from nbaccel.notebook.memory import Processes, held_by_names, memory_report
-from nbaccel.notebook.options import configured, described, flags, keys, parse
+from nbaccel.notebook.options import COMMANDS, flags, parse
 from nbaccel.notebook.session import Session, briefly
 from nbaccel.notebook.source import comments_below_magic
 from nbaccel.notebook.status import doctor_report, status_line
 
-__all__ = ["AccelerateMagics", "register", "unregister"]
+__all__ = ["AccelerateMagics", "panel", "register", "unregister"]
 
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it `torch.cuda.is_available()` asks NVML, and the notebook can still be forked afterwards."""
@@ -38,6 +40,7 @@ class AccelerateMagics(Magics):
         super().__init__(shell=shell)
         self._shell = shell
         self.session = session
+        self._configure = ConfigCommand(session)
         self._parser = type(self).accelerate.parser
         self._completer = Completer(shell, self._parser)
         self._after_cell = session.cuda.after_cell  # one object, so that it can be taken back
@@ -49,9 +52,9 @@ class AccelerateMagics(Magics):
     def accelerate(self, line: str, cell: str | None = None) -> Any:
         """Run the cell in ranks, on every device of the machine.
 
-        %accelerate alone is a status line, %accelerate config KEY=VALUE … sets flags for the notebook (the keys are
-        the long flags without dashes), %accelerate doctor says what this machine offers, %accelerate memory who holds
-        what.
+        %accelerate alone is a status line, %accelerate config shows what is set for the notebook, as a form where there
+        can be one, %accelerate config KEY=VALUE … sets flags (the keys are the long ones without dashes), with --save
+        for later notebooks too, %accelerate doctor says what this machine offers, %accelerate memory who holds what.
         """
         try:
             return self._command(line.split()) if cell is None else self.session.run(parse(self._parser, line), cell)
@@ -65,10 +68,9 @@ class AccelerateMagics(Magics):
         session = self.session
         match words:
             case []:
-                session.say(status_line(session.survey(), session.config, session.last_run))
+                session.say(status_line(session.survey(), session.configured(), session.last_run))
             case ["config", *settings]:
-                session.config = configured(self._parser, settings, session.config)
-                session.say(described(self._parser, session.config) or f"nothing is set; keys: {_listed(self._parser)}")
+                self._configure.run(settings)
             case ["doctor"]:
                 session.say(doctor_report(session.survey(), session.cuda.first_cell))
             case ["memory"]:
@@ -113,6 +115,22 @@ def register(shell: Any) -> None:
         AccelerateMagics(shell, Session(shell)).install()
 
 
+def panel() -> None:
+    """Show the form of `%accelerate config` in this notebook; loads the extension if that was not done yet.
+
+    Raises:
+        RuntimeError: there is no notebook.
+    """
+    shell = get_ipython()
+    if shell is None:
+        raise RuntimeError(
+            "nbaccel.panel() shows a form in a notebook, and this program runs outside IPython; "
+            "`nbaccel config KEY=VALUE` sets the same for a folder."
+        )
+    register(shell)
+    shell.run_line_magic("accelerate", "config")
+
+
 def unregister(shell: Any) -> None:
     """Leave `shell` as it was before `register`."""
     magics = _registered(shell)
@@ -138,7 +156,3 @@ def _either(words: Sequence[str]) -> str:
     'config, doctor or memory'
     """
     return f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _listed(parser: Any) -> str:
-    return ", ".join(keys(parser))

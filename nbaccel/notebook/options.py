@@ -16,14 +16,27 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import MagicHelpFormatter, argument, kwds
+from IPython.core.magic_arguments import MagicHelpFormatter, argument, construct_parser, kwds
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.preflight import START_METHODS
 from nbaccel.launch.spec import OOM_CHOICES
 from nbaccel.settings import PRECISIONS
 
-__all__ = ["AUTO", "Options", "configured", "flags", "parse"]
+__all__ = [
+    "AUTO",
+    "COMMANDS",
+    "Options",
+    "chosen",
+    "command_line",
+    "configured",
+    "described",
+    "flags",
+    "flags_parser",
+    "keys",
+    "parse",
+    "text_of",
+]
 
 AUTO = "auto"
 
@@ -96,6 +109,16 @@ def _processes(text: str) -> int | str:
     return int(text)
 
 
+def _one_of(what: str, *names: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text.lower() not in names:
+            *others, last = names
+            raise argparse.ArgumentTypeError(f"{what} is {', '.join(others)} or {last}; got {text!r}")
+        return text.lower()
+
+    return read
+
+
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"batches per optimizer step are 1 or more; got {text!r}")
@@ -154,6 +177,7 @@ _FLAGS = (
     _flag("-n", "--num-processes", metavar="N", type=_processes,
           help="ranks to start; default auto: one per GPU, or one on the CPU"),
     _flag("-p", "--mixed-precision", metavar="P", choices=(AUTO, *PRECISIONS),
+          type=_one_of("a precision", AUTO, *PRECISIONS),
           help="auto, no, fp16 or bf16; default auto: what suits the device"),
     _flag("-a", "--accumulate", metavar="K", type=_at_least_one,
           help="batches per optimizer step; default 1"),
@@ -169,7 +193,7 @@ _FLAGS = (
           help="use no GPU; default off"),
     _flag("-t", "--timeout", metavar="S", type=_seconds,
           help="stop after S seconds, as one interrupt would, with TimeoutError; default never"),
-    _flag("--start", metavar="HOW", choices=START_METHODS,
+    _flag("--start", metavar="HOW", choices=START_METHODS, type=_one_of("a start", *START_METHODS),
           help="auto, fork, zygote or inline; default auto: fork unless the notebook has used CUDA"),
     _flag("--plain", action="store_true", default=None,
           help="show text only, no rich output; default off"),
@@ -177,10 +201,14 @@ _FLAGS = (
           help="shared seed, rank r computes with N + r; default drawn for each run, and printed"),
     _flag("--debug", action="store_true", default=None,
           help="check every collective, not only the first ones; default off"),
-    _flag("--oom", metavar="HOW", choices=OOM_CHOICES,
+    _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=_one_of("what follows", *OOM_CHOICES),
           help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
 )  # fmt: skip
 
+COMMANDS = ("config", "doctor", "memory")
+"""What follows `%accelerate`."""
+
+_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 _HELP_WIDTH, _HELP_COLUMN = 120, 32
 
 
@@ -191,6 +219,16 @@ def flags(function: Function) -> Function:
     wide: Callable[..., Any] = kwds  # one line per flag, whatever the width of the terminal
     decorated: Function = wide(formatter_class=_help_formatter)(function)
     return decorated
+
+
+def flags_parser() -> argparse.ArgumentParser:
+    """The magic's parser, for those who have no magic."""
+
+    @flags
+    def accelerate() -> None: ...
+
+    make: Callable[..., argparse.ArgumentParser] = construct_parser
+    return make(accelerate)
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
@@ -208,7 +246,10 @@ def parse(parser: argparse.ArgumentParser, line: str) -> Options:
         arguments = shlex.split(spaced, comments=True)
     except ValueError as error:
         raise UsageError(f"a quote in this line is not closed ({error}): %%accelerate {line}") from None
-    known, unknown = parser.parse_known_args(arguments)
+    try:
+        known, unknown = parser.parse_known_args(arguments)
+    except UsageError as error:
+        raise UsageError(_in_our_words(str(error))) from None
     if unknown:
         raise UsageError(f"{_what_is_unknown(parser, unknown[0])} %accelerate? lists every flag.")
     return Options(**vars(known))
@@ -225,7 +266,7 @@ def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before:
         key = key.replace("_", "-")  # as it is spelled in Python
         action = _action(parser, key)
         if action is None or not is_given:
-            what = f"{key!r} needs a value: {key}=…" if action else f"there is no setting {key!r}"
+            what = f"{key!r} needs a value: {key}=…" if action else f"there is no setting {key!r}{_near(key, parser)}"
             raise UsageError(f"{what}; settings are KEY=VALUE with one of {', '.join(keys(parser))}.")
         before = replace(before, **{action.dest: _value(parser, action, key, text) if text else None})
     return before
@@ -236,14 +277,37 @@ def keys(parser: argparse.ArgumentParser) -> list[str]:
     return [action.option_strings[-1].removeprefix("--") for action in parser._actions]
 
 
+def chosen(parser: argparse.ArgumentParser, options: Options) -> dict[str, Any]:
+    """Setting to value, for everything that `options` choose."""
+    values = ((key, getattr(options, action.dest)) for key, action in zip(keys(parser), parser._actions, strict=True))
+    return {key: value for key, value in values if value is not None}
+
+
 def described(parser: argparse.ArgumentParser, options: Options) -> str:
     """`options` as `%accelerate config` would take them; empty when nothing is chosen."""
-    chosen = [(key, getattr(options, action.dest)) for key, action in zip(keys(parser), parser._actions, strict=True)]
-    return " ".join(f"{key}={_text(value)}" for key, value in chosen if value is not None)
+    return " ".join(f"{key}={text_of(value)}" for key, value in chosen(parser, options).items())
 
 
-def _text(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value).lower()
+def command_line(parser: argparse.ArgumentParser, options: Options) -> str:
+    """The first line of a cell that chooses `options` by itself."""
+    words = ["%%accelerate"]
+    for action in parser._actions:
+        value = getattr(options, action.dest)
+        if value is None or value is False:  # no flag turns another off
+            continue
+        words += [action.option_strings[0]] + ([] if action.nargs == 0 else [shlex.quote(text_of(value))])
+    return " ".join(words)
+
+
+def text_of(value: Any) -> str:
+    """A value as it is written behind KEY=.
+
+    >>> text_of(True), text_of(("model", "history")), text_of("GPU-5eA"), text_of(1.5)
+    ('true', 'model,history', 'GPU-5eA', '1.5')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple | list) else str(value)
 
 
 def _action(parser: argparse.ArgumentParser, key: str) -> argparse.Action | None:
@@ -255,13 +319,46 @@ def _value(parser: argparse.ArgumentParser, action: argparse.Action, key: str, t
         if text.lower() not in _TRUTH:
             raise UsageError(f"{key} is true or false; got {text!r}.")
         return _TRUTH[text.lower()]
-    return getattr(parser.parse_args([f"--{key}={text}"]), action.dest)
+    try:
+        return getattr(parser.parse_args([f"--{key}={text}"]), action.dest)
+    except UsageError as error:
+        raise UsageError(_in_our_words(str(error))) from None
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------
+
+_ARGPARSE = {
+    r"^argument (\S+): expected one argument$": r"\1 needs a value. %accelerate? lists every flag.",
+    r"^argument (\S+): ignored explicit argument (.*)$": r"\1 takes no value; got \2.",
+    r"^argument (\S+): (.*)$": r"\1: \2.",
+    r"^ambiguous option: (.*)$": r"\1; write it out.",
+}
+"""What argparse says, and how we do."""
+
+
+def _in_our_words(message: str) -> str:
+    for theirs, ours in _ARGPARSE.items():
+        if re.search(theirs, message):
+            return re.sub(theirs, ours, message)
+    return message
+
+
+def _near(key: str, parser: argparse.ArgumentParser) -> str:
+    near = difflib.get_close_matches(key.lstrip("-"), keys(parser), n=1)
+    return f" (did you mean {near[0]}=…?)" if near else ""
 
 
 def _what_is_unknown(parser: argparse.ArgumentParser, word: str) -> str:
+    """About the first word that argparse could not place."""
     flag = word.partition("=")[0]
-    if not flag.startswith("-"):
-        return f"{word!r} belongs to no flag; lists are written with commas, such as --out model,history."
-    every = [name for action in parser._actions for name in action.option_strings]
-    near = difflib.get_close_matches(flag, every, n=1)
-    return f"there is no flag {flag}{f'; did you mean {near[0]}?' if near else '.'}"
+    if flag.startswith("-"):
+        every = [name for action in parser._actions for name in action.option_strings]
+        near = difflib.get_close_matches(flag.replace("_", "-"), every, n=1)
+        return f"there is no flag {flag}{f'; did you mean {near[0]}?' if near else '.'}"
+    if flag.startswith(_DASHES):
+        return f"{word!r} begins with a dash that is no hyphen, as texts on the web do; write - or --."
+    if word in COMMANDS:
+        return f"{word!r} is a command: %accelerate {word}, with one percent sign."
+    if word.isdecimal():
+        return f"{word!r} belongs to no flag; for {word} ranks it is -n {word}."
+    return f"{word!r} belongs to no flag; lists are written with commas, such as --out model,history."

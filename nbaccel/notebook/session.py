@@ -22,6 +22,7 @@ from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
 from nbaccel.launch.screen.console import JupyterScreen
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import LaunchSpec, Results
+from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.memory import RankMemory
 from nbaccel.notebook.options import Options
@@ -77,7 +78,7 @@ class Session:
     ) -> None:
         self.shell = shell
         self.survey = survey
-        self.config = Options()
+        self.configuration = Configuration()
         self.cuda = CudaWatch()
         self.last_run: LastRun | None = None
         self.rank_memory = RankMemory()
@@ -88,6 +89,17 @@ class Session:
     def launcher(self) -> Launcher:
         return self._launcher or default_launcher()
 
+    def configured(self) -> Options:
+        """What the notebook has chosen; says what nbaccel.toml brought, the first time.
+
+        Raises:
+            UsageError: nbaccel.toml cannot be followed.
+        """
+        options = self.configuration.options
+        if news := self.configuration.news():
+            self.say(news)
+        return options
+
     def run(self, asked: Options, body: str) -> Any:
         """Run a cell's body in ranks and bring back what was asked for; the value of its last expression.
 
@@ -97,7 +109,7 @@ class Session:
             ResultsMissing: it ended well, but a name of `--out` did not come. Whatever came is in the notebook.
         """
         refuse_nested_launch()
-        options = asked.over(self.config)
+        options = asked.over(self.configured())
         source = read_cell(self.shell, body)
         task = CellTask(source, self.shell.user_ns, options.out or (), options.inputs or ())
         self._check_names(options, body)

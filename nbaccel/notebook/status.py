@@ -10,7 +10,7 @@ from nbaccel.notebook.options import Options
 from nbaccel.notebook.plan import choose_precision
 from nbaccel.notebook.session import LastRun
 
-__all__ = ["doctor_report", "status_line"]
+__all__ = ["doctor_report", "next_cell", "status_line"]
 
 
 def status_line(survey: Survey, config: Options, last_run: LastRun | None) -> str:
@@ -19,10 +19,11 @@ def status_line(survey: Survey, config: Options, last_run: LastRun | None) -> st
     >>> status_line(Survey(), Options(mixed_precision="bf16", accumulate=4), None)
     'next cell: 1 rank on the CPU, default precision bf16, accumulate 4; no run yet'
     """
-    return f"next cell: {_next(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
+    return f"next cell: {next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
 
 
-def _next(survey: Survey, config: Options) -> str:
+def next_cell(survey: Survey, config: Options) -> str:
+    """What a cell without flags would run on, or why it would not."""
     try:
         devices = choose_devices(config.world_size, config.devices, bool(config.cpu), survey)
         precision, reason = choose_precision(config, devices)

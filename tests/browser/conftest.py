@@ -84,7 +84,7 @@ def open_notebook(server: JupyterServer, browser: Browser, tmp_path: Path) -> It
         context = browser.new_context(viewport=_WINDOW, color_scheme="dark" if is_dark else "light")
         notebook = NotebookPage(context.new_page())
         pages.append(notebook)
-        notebook.page.goto(f"{server.url(f'{front_end.path}/{written.name}')}?token={server.token}&reset")
+        notebook.page.goto(f"{server.url(f'{front_end.path}/{written.as_posix()}')}?token={server.token}&reset")
         server.wait_for_kernel(written, _READY_TIMEOUT_S)
         notebook.wait_until_ready(_READY_TIMEOUT_S)
         return notebook

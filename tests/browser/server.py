@@ -110,14 +110,15 @@ class JupyterServer:
             path.write_text(json.dumps(values))
 
     def write(self, name: str, cells: list[str], environment: Environment) -> Path:
-        """A notebook of code cells whose kernel runs in `environment`."""
+        """A notebook of code cells, in a folder of that name, whose kernel runs in `environment`."""
         notebook = nbformat.v4.new_notebook(
             cells=[nbformat.v4.new_code_cell(code) for code in cells],
             metadata={"kernelspec": {"name": environment.name, "display_name": environment.name, "language": "python"}},
         )
-        path = self.notebooks / f"{name}.ipynb"
+        path = self.notebooks / name / "notebook.ipynb"
+        path.parent.mkdir()
         nbformat.write(notebook, path)
-        return path
+        return path.relative_to(self.notebooks)
 
     def wait_for_kernel(self, notebook: Path, timeout_s: float) -> None:
         """Return when a page that shows `notebook` is connected to its kernel, and the kernel has answered."""
@@ -126,10 +127,10 @@ class JupyterServer:
             for session in self._ask("GET", "sessions"):
                 kernel = session["kernel"]
                 is_ready = kernel["connections"] and kernel["execution_state"] == "idle"
-                if session["path"] == notebook.name and is_ready:
+                if session["path"] == notebook.as_posix() and is_ready:
                     return
             time.sleep(0.05)  # the server tells nobody
-        raise TimeoutError(f"{notebook.name} had no idle kernel in {timeout_s:g} s:\n{self._log.read_text()[-2000:]}")
+        raise TimeoutError(f"{notebook} had no idle kernel in {timeout_s:g} s:\n{self._log.read_text()[-2000:]}")
 
     def end_kernels(self) -> None:
         """Shut down every kernel, as closing all notebooks with their kernels would."""

@@ -227,6 +227,10 @@ class RealKernel:
         """Run a cell that has to succeed."""
         return self.run(code, timeout_s).succeeded()
 
+    def send(self, kind: str, content: dict[str, Any]) -> None:
+        """Send what the kernel does not answer, such as a widget's message; it is handled before the next cell."""
+        self._client.shell_channel.send(self._client.session.msg(kind, content))
+
     def settle(self) -> None:
         """Stop the cell that a failed test left running, so that the next test finds an idle kernel."""
         if self._latest is not None and not self._latest.is_over:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
 
+import nbaccel
+from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.magics import AccelerateMagics, register, unregister
-from nbaccel.notebook.session import LastRun
+from nbaccel.notebook.options import Options
+from nbaccel.notebook.session import LastRun, Session
 
 CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -32,6 +36,11 @@ def traces(shell: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
 def no_cuda_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CUDA_CHECK, raising=False)
 
@@ -42,7 +51,7 @@ def test_loading_twice_doubles_nothing_and_keeps_the_configuration(shell: Any) -
     shell.run_cell("%accelerate config seed=3")
     register(shell)
     assert traces(shell) == once
-    assert shell.magics_manager.registry["AccelerateMagics"].session.config.seed == 3
+    assert shell.magics_manager.registry["AccelerateMagics"].session.configuration.options.seed == 3
     unregister(shell)
 
 
@@ -106,8 +115,50 @@ def test_status_says_what_the_next_cell_would_run_on_and_how_the_last_went(plann
 
 
 def test_configuration_is_shown(planned: Any) -> None:
-    assert planned.run("%accelerate config").stdout.startswith("nothing is set; keys: num-processes, mixed-precision")
     assert planned.run("%accelerate config seed=3").stdout == "seed=3\n"
+    shown = planned.run("%accelerate config").stdout
+    assert shown.startswith("what the next %%accelerate cells use; %accelerate config KEY=VALUE")
+    assert "  seed             3\n" in shown
+    assert planned.run("%accelerate config seed=").stdout == "nothing is set\n"
+
+
+def test_a_panel_is_the_same_outside_a_kernel_and_loads_the_extension(planned: Any) -> None:
+    assert planned.run("import nbaccel; nbaccel.panel()").stdout == planned.run("%accelerate config").stdout
+
+
+def test_a_panel_needs_a_notebook() -> None:
+    with pytest.raises(RuntimeError, match=r"nbaccel\.panel\(\) shows a form in a notebook, and this program runs out"):
+        nbaccel.panel()
+
+
+def test_what_is_saved_is_where_the_next_notebook_begins(planned: Any, recorder: Any) -> None:
+    saved = planned.run("%accelerate config accumulate=4 --save").stdout
+    assert saved == f"saved to {Path('nbaccel.toml').absolute()}: accumulate=4\n"
+    next_session = Session(planned.shell, recorder, survey=planned.session.survey)
+    with pytest.raises(LaunchRefused, match="recorded"):
+        next_session.run(Options(seed=1), "1")
+    said = planned.capsys.readouterr().out.splitlines()
+    assert said[0] == "nbaccel.toml: accumulate=4"
+    assert said[1].endswith("accumulate 4, seed 1")
+    with pytest.raises(LaunchRefused, match="recorded"):
+        next_session.run(Options(accumulate=2), "1")
+    (line,) = planned.capsys.readouterr().out.splitlines()
+    assert "accumulate 2" in line
+
+
+def test_a_file_that_cannot_be_followed_stops_the_cell_in_one_sentence(planned: Any, recorder: Any) -> None:
+    Path("nbaccel.toml").write_text("acumulate = 4")
+    ran = planned.run("%%accelerate\n1")
+    assert ran.stderr.startswith(
+        "UsageError: nbaccel.toml: there is no setting 'acumulate' (did you mean accumulate=…?)"
+    )
+    assert recorder.specs == []
+
+
+def test_saving_or_not_is_the_last_that_can_go_wrong(planned: Any) -> None:
+    ran = planned.run("%accelerate config accumulate=0 --save")
+    assert "batches per optimizer step are 1 or more; got '0'" in ran.stderr
+    assert not Path("nbaccel.toml").exists()
 
 
 def test_the_doctor_reports(planned: Any) -> None:
@@ -147,6 +198,11 @@ def test_help_shows_the_flags(planned: Any) -> None:
         ("%accelerate ", "", ["config", "doctor", "memory"]),
         ("%accelerate d", "d", ["doctor"]),
         ("%accelerate config acc", "acc", ["accumulate="]),
+        ("%accelerate config seed=3 acc", "acc", ["accumulate="]),
+        ("%accelerate config --s", "--s", ["--save"]),
+        ("%accelerate config mixed-precision=", "", ["auto", "no", "fp16", "bf16"]),
+        ("%accelerate config cpu=f", "f", ["false"]),
+        ("%accelerate config sed=", "", []),
         ("%accelerate doctor ", "", []),
     ],
 )

@@ -9,7 +9,7 @@ from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.notebook.magics import AccelerateMagics
-from nbaccel.notebook.options import Options, configured, described, keys, parse
+from nbaccel.notebook.options import Options, command_line, configured, described, flags_parser, keys, parse
 
 PARSER = AccelerateMagics.accelerate.parser
 
@@ -52,7 +52,8 @@ def test_flags_are_read(line: str, expected: Options) -> None:
         ("-o model history", "'history' belongs to no flag; lists are written with commas"),
         ("-n 0", "a number of ranks is 1 or more, or auto; got '0'"),
         ("-n two", "a number of ranks is 1 or more, or auto; got 'two'"),
-        ("-p fp8", "-p/--mixed-precision: invalid choice: 'fp8' (choose from"),
+        ("-n -1", "-n/--num-processes: a number of ranks is 1 or more, or auto; got '-1'."),
+        ("-p fp8", "-p/--mixed-precision: a precision is auto, no, fp16 or bf16; got 'fp8'."),
         ("-a 0", "batches per optimizer step are 1 or more; got '0'"),
         ("--oom grow", "--oom: invalid choice: 'grow' (choose from"),
         ("-o model.weight", "'model.weight' is not the name of a variable; write names with commas"),
@@ -63,9 +64,20 @@ def test_flags_are_read(line: str, expected: Options) -> None:
         ("-t 0", "a time limit is a number of seconds above 0; got '0'"),
         ("-t soon", "a time limit is a number of seconds above 0; got 'soon'"),
         ("--seed 4294967295", "a seed lies in 0..4294867295; got '4294967295'"),
-        ("--start spawn", "--start: invalid choice: 'spawn' (choose from"),
+        ("--seed -1", "--seed: a seed lies in 0..4294867295; got '-1'."),
+        ("--start spawn", "--start: a start is auto, fork, zygote or inline; got 'spawn'."),
         ("-o 'model", "a quote in this line is not closed"),
-        ("-n", "-n/--num-processes: expected one argument"),
+        ("-i a-b", "-i/--in: 'a-b' is not the name of a variable; write names with commas"),
+        ("--cpu=1", "--cpu takes no value; got '1'."),
+        ("--plain=no", "--plain takes no value; got 'no'."),
+        ("--debug=on", "--debug takes no value; got 'on'."),
+        ("--cpu yes", "'yes' belongs to no flag"),
+        ("--oom ignore", "--oom: what follows is shrink or stop; got 'ignore'."),
+        ("--s 3", "--s could match --start, --seed; write it out."),
+        ("--num_processes 2", "there is no flag --num_processes; did you mean --num-processes?"),
+        ("2", "'2' belongs to no flag; for 2 ranks it is -n 2."),
+        ("config", "'config' is a command: %accelerate config, with one percent sign."),
+        ("\N{EN DASH}n 2", "begins with a dash that is no hyphen, as texts on the web do; write - or --."),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(line: str, sentence: str) -> None:
@@ -73,6 +85,31 @@ def test_what_is_wrong_is_said_in_one_sentence(line: str, sentence: str) -> None
         options(line)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", [name for action in PARSER._actions for name in action.option_strings])
+def test_a_flag_without_its_value_is_said(flag: str) -> None:
+    action = PARSER._option_string_actions[flag]
+    if action.nargs == 0:
+        assert getattr(options(flag), action.dest) is True
+        return
+    for line in (flag, f"{flag} --cpu"):
+        with pytest.raises(UsageError, match=r"^(-\w/)?--[a-z-]+ needs a value\. %accelerate\? lists every flag\.$"):
+            options(line)
+
+
+def test_a_value_may_be_written_in_capitals() -> None:
+    assert options("-p BF16 --start Fork") == Options(mixed_precision="bf16", start="fork")
+
+
+def test_the_command_line_chooses_the_same() -> None:
+    line = "-n 2 -p fp16 -a 4 -o model,history -d GPU-5eA,1 --cpu -t 1.5 --seed 7"
+    assert command_line(PARSER, options(line)) == f"%%accelerate {line}"
+    assert command_line(PARSER, Options(cpu=False)) == "%%accelerate"
+
+
+def test_a_parser_without_a_magic_is_the_same() -> None:
+    assert keys(flags_parser()) == keys(PARSER)
 
 
 def test_a_stronger_choice_wins_and_silence_does_not() -> None:
@@ -93,7 +130,10 @@ def test_an_empty_value_goes_back_to_the_default() -> None:
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("precision=fp16", "there is no setting 'precision'; settings are KEY=VALUE with one of num-processes, "),
+        ("precision=fp16", "there is no setting 'precision' (did you mean mixed-precision=…?); settings are KEY=VALUE"),
+        ("frobnicate=1", "there is no setting 'frobnicate'; settings are KEY=VALUE with one of num-processes, "),
+        ("--seed", "there is no setting '--seed' (did you mean seed=…?); settings are KEY=VALUE"),
+        ("mixed-precision=fp8", "--mixed-precision: a precision is auto, no, fp16 or bf16; got 'fp8'."),
         ("seed", "'seed' needs a value: seed=…"),
         ("cpu=maybe", "cpu is true or false; got 'maybe'."),
         ("num-processes=0", "a number of ranks is 1 or more"),

@@ -1,0 +1,89 @@
+"""nbaccel.toml: choices that a folder keeps, for its notebooks and for the command line.
+
+Runs in the kernel and in `nbaccel`. It reads and writes a flat table, a line KEY = VALUE each, and knows no key: what
+one means, and whether its value is right, is checked by those who know the flags. Comments of a file that is written
+again are lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["FILE_NAME", "ConfigFile", "Value"]
+
+FILE_NAME = "nbaccel.toml"
+
+Value = bool | int | float | str | list[str]
+
+_HEADING = """\
+# Choices for the notebooks of this folder: the long flags of %%accelerate. A cell's own flags win over them, and so
+# does %accelerate config.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The file of one folder; by default of the folder that the program runs in, as a notebook does.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     file = ConfigFile(Path(folder, "nbaccel.toml"))
+    ...     file.write({"num-processes": 2, "out": ["model", "history"]})
+    ...     file.read()
+    {'num-processes': 2, 'out': ['model', 'history']}
+    """
+
+    path: Path = Path(FILE_NAME)
+
+    def read(self) -> dict[str, Value]:
+        """Key to value; nothing where there is no file.
+
+        Raises:
+            ValueError: one sentence on why the file cannot be understood.
+        """
+        try:
+            content = tomllib.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read: {error.strerror}.") from error
+        except ValueError as error:  # no TOML, or no text at all
+            raise ValueError(f"{self.path} is not TOML: {error}; correct it, or delete the file.") from error
+        for key, value in content.items():
+            if not _is_plain(value):
+                raise ValueError(
+                    f"{self.path}: {key} is {_named(value)}; every setting is one line, KEY = VALUE, with a number, "
+                    "true or false, a text in quotes, or a list of texts."
+                )
+        return content
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        """Put `values` in place of what the file says; whoever reads meanwhile sees the old file or the new one.
+
+        Raises:
+            ValueError: one sentence on why the file cannot be written.
+        """
+        lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()]
+        temporary = self.path.with_name(f".{FILE_NAME}.{os.getpid()}")
+        try:
+            temporary.write_text(_HEADING + "".join(lines), encoding="utf-8")
+            os.replace(temporary, self.path)
+        except OSError as error:
+            raise ValueError(f"{self.path.absolute()} cannot be written: {error.strerror}.") from error
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, str) for item in value)
+    return isinstance(value, bool | int | float | str)
+
+
+def _named(value: object) -> str:
+    if isinstance(value, dict):
+        return "a table"
+    return "a list of other things" if isinstance(value, list) else f"a {type(value).__name__}"

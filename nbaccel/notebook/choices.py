@@ -1,0 +1,156 @@
+"""Choices: what a person can choose for the next cells, what speaks against it here, and what it comes to.
+
+Pure functions of options and a survey, in the kernel; the form shows what they answer, and `%accelerate config` prints
+it where there is no form.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.hardware import Survey, best_precision
+from nbaccel.launch.preflight import Devices, choose_devices
+from nbaccel.launch.spec import SHRINK, STOP
+from nbaccel.notebook.configuration import Configuration
+from nbaccel.notebook.options import AUTO, Options, chosen, command_line, text_of
+from nbaccel.notebook.plan import choose_precision
+from nbaccel.settings import PRECISIONS
+
+__all__ = [
+    "Offer",
+    "batch_size_of",
+    "effective_batch_size",
+    "memory_policies",
+    "overview",
+    "precisions",
+    "process_counts",
+    "seeds",
+    "world_size",
+]
+
+_USUAL_BATCH_SIZE = 32
+_MOST_CPU_RANKS = 8
+"""The form offers no more ranks on a CPU; a flag takes any number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A value that a setting may take.
+
+    note: what it means here or speaks against it, half a sentence.  is_refused: the next cell would not start.
+
+    >>> str(Offer("bf16", "Tesla T4 has no bf16 units", is_refused=True))
+    'bf16 (not here: Tesla T4 has no bf16 units)'
+    """
+
+    value: str
+    note: str = ""
+    is_refused: bool = False
+
+    def __str__(self) -> str:
+        where = "not here: " if self.is_refused else ""
+        return f"{self.value} ({where}{self.note})" if self.note else self.value
+
+
+def precisions(options: Options, survey: Survey) -> list[Offer]:
+    """Every precision, and why those that do not suit the devices of `options` do not."""
+    devices = _devices(options, survey)
+    best, reason = best_precision(devices.weakest_gpu)
+    offers = [Offer(AUTO, f"{best}: {reason}")]
+    for precision in PRECISIONS:
+        exceeds = PRECISIONS.index(precision) > PRECISIONS.index(best)
+        offers.append(Offer(precision, reason if exceeds else "", _is_refused(precision, devices)))
+    return offers
+
+
+def process_counts(options: Options, survey: Survey) -> list[Offer]:
+    """As many ranks as there are devices, and every smaller number; on the CPU, as many as there are cores."""
+    automatic = _devices(Options(devices=options.devices, cpu=options.cpu), survey)
+    most = len(automatic.gpus) or min(survey.cpu_count, _MOST_CPU_RANKS)
+    counts = {*range(1, most + 1), *([options.world_size] if options.world_size else [])}
+    return [Offer(AUTO, str(automatic)), *(Offer(str(count)) for count in sorted(counts))]
+
+
+def memory_policies(options: Options, survey: Survey) -> list[Offer]:
+    """What may follow when a rank dies of memory; the default comes first."""
+    return [Offer(SHRINK, "start again with smaller batches"), Offer(STOP, "end with the error")]
+
+
+def seeds(options: Options, survey: Survey) -> list[Offer]:
+    """None is better than another; the default is drawn."""
+    return [Offer("drawn for each run")]
+
+
+def world_size(options: Options, survey: Survey) -> int:
+    """How many ranks the next cell would have."""
+    return _devices(options, survey).num_processes
+
+
+def effective_batch_size(batch_size: int, world_size: int, accumulate: int) -> str:
+    """How many samples one optimizer step learns from: per device x devices x batches per step.
+
+    >>> effective_batch_size(32, 2, 4)
+    '32 x 2 x 4 = 256'
+    """
+    return f"{batch_size} x {world_size} x {accumulate} = {batch_size * world_size * accumulate}"
+
+
+def batch_size_of(namespace: Mapping[str, Any]) -> int:
+    """The batch size of the notebook's data loaders, if they agree on one; else a usual one, 32."""
+    data = sys.modules.get("torch.utils.data")
+    if data is None:  # then the notebook has no loader either
+        return _USUAL_BATCH_SIZE
+    loaders = [value for value in list(namespace.values()) if isinstance(value, data.DataLoader)]
+    sizes = {loader.batch_size for loader in loaders}
+    return (sizes.pop() if len(sizes) == 1 else None) or _USUAL_BATCH_SIZE
+
+
+def overview(configuration: Configuration, survey: Survey, batch_size: int) -> str:
+    """The form as text: what is chosen, what else there is, what it comes to, and how flags would say it."""
+    options = configuration.options
+    accumulate = options.accumulate or 1
+    settings = {
+        "num-processes": _in_words(process_counts(options, survey), options.num_processes),
+        "mixed-precision": _in_words(precisions(options, survey), options.mixed_precision),
+        "accumulate": f"{accumulate} batch{'es' * (accumulate > 1)} per optimizer step",
+        "seed": str(seeds(options, survey)[0]),
+        "oom": _in_words(memory_policies(options, survey), options.oom),
+    }
+    rest = chosen(configuration.parser, options).items()
+    settings |= {key: text_of(value) for key, value in rest if key == "seed" or key not in settings}
+    width = max(map(len, settings))
+    formula = effective_batch_size(batch_size, world_size(options, survey), accumulate)
+    return "\n".join(
+        [
+            "what the next %%accelerate cells use; %accelerate config KEY=VALUE … changes it, --save keeps it",
+            *(f"  {key:<{width}}  {text}" for key, text in settings.items()),
+            f"effective batch size (your DataLoader's batch size x ranks x batches): {formula}",
+            f"the same by flags: {command_line(configuration.parser, options)}",
+        ]
+    )
+
+
+def _in_words(offers: list[Offer], value: int | str | None) -> str:
+    """The offer that holds, by default the first, and those that could not."""
+    holds = next(offer for offer in offers if offer.value == str(value or offers[0].value))
+    return "; ".join(map(str, [holds, *(offer for offer in offers if offer.is_refused and offer is not holds)]))
+
+
+def _devices(options: Options, survey: Survey) -> Devices:
+    """Where the next cell would compute; where it would be refused, what the machine has."""
+    try:
+        return choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
+    except LaunchRefused:
+        return Devices(options.world_size or max(1, len(survey.gpus)), survey.gpus)
+
+
+def _is_refused(precision: str, devices: Devices) -> bool:
+    try:
+        choose_precision(Options(mixed_precision=precision), devices)
+    except LaunchRefused:
+        return True
+    return False

@@ -1,0 +1,62 @@
+"""`%accelerate config`: shows the notebook's choices, changes them, keeps them. Runs in the kernel.
+
+Without arguments it shows a form where there is a front end and ipywidgets, and the same as text elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nbaccel.notebook.choices import batch_size_of, overview
+from nbaccel.notebook.session import Session
+from nbaccel.world import is_notebook_kernel
+
+if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missing
+    from nbaccel.notebook.form import Form
+
+__all__ = ["SAVE", "ConfigCommand"]
+
+SAVE = "--save"
+
+
+class ConfigCommand:
+    """The command of one notebook, and its form once that was shown."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._form: Form | None = None
+
+    def run(self, words: Sequence[str]) -> None:
+        """Follow KEY=VALUE …, `--save`, both or nothing, which shows what is chosen.
+
+        Raises:
+            UsageError: one of them is wrong, and nothing was changed; or the file cannot be read or written.
+        """
+        if not words:
+            return self.show()
+        configuration = self._session.configuration
+        configuration.change(word for word in words if word != SAVE)
+        self._session.say(configuration.save() if SAVE in words else str(configuration))
+        if self._form is not None:
+            self._form.follow()
+
+    def show(self) -> None:
+        """Display the form, or say the same."""
+        session = self._session
+        session.configured()  # says what the file brought, or why it cannot be followed
+        batch_size = batch_size_of(session.shell.user_ns)
+        missing = ""
+        if is_notebook_kernel():
+            try:
+                return self._formed(batch_size).show()
+            except ModuleNotFoundError as error:
+                missing = f"\n({error.name} is not installed: with it, this is a form)"
+        session.say(overview(session.configuration, session.survey(), batch_size) + missing)
+
+    def _formed(self, batch_size: int) -> Form:
+        from nbaccel.notebook.form import Form
+
+        if self._form is None:
+            self._form = Form(self._session.configuration, self._session.survey, batch_size)
+        return self._form

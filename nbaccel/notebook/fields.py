@@ -1,0 +1,137 @@
+"""The fields of the form: a widget for each setting that a person chooses often. Runs in the kernel.
+
+A field translates between its widget and the text behind KEY= in `%accelerate config`; whether that text is right is
+decided there. Core ipywidgets only, 7.7.1 or 8: native inputs with labels, which a keyboard and a screen reader know.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+
+from nbaccel.hardware import Survey
+from nbaccel.launch.spec import SHRINK
+from nbaccel.notebook.choices import Offer, memory_policies, precisions, process_counts, seeds
+from nbaccel.notebook.options import AUTO, Options
+
+__all__ = ["INDENT", "LABEL_WIDTH", "Field", "make_fields", "number"]
+
+LABEL_WIDTH = "15em"
+INDENT = f"calc({LABEL_WIDTH} + 8px)"
+"""Where what belongs to a field begins: below it, beside the labels."""
+
+_ENTRY_WIDTH = "36em"
+_NUMBER_WIDTH = "22em"
+_LARGEST_NUMBER = 1_000_000
+
+Offers = Callable[[Options, Survey], Sequence[Offer]]
+
+
+class Field:
+    """One setting: its key in `%accelerate config`, its widget, and what the widget shows when nothing is chosen."""
+
+    def __init__(self, key: str, widget: Any, default: str = "") -> None:
+        self.key = key
+        self.widget = widget
+        self._default = default
+
+    @property
+    def widgets(self) -> list[Any]:
+        """What belongs into the form, from above."""
+        return [self.widget]
+
+    @property
+    def text(self) -> str:
+        """What is chosen, as it is written behind KEY=; empty for the default."""
+        text = str(self.widget.value).strip()
+        return "" if text == self._default else text
+
+    def show(self, text: str | None, options: Options, machine: Survey) -> None:
+        """Follow a choice that was made elsewhere; None for the default."""
+        self.widget.value = self._default if text is None else text
+
+
+class Number(Field):
+    def show(self, text: str | None, options: Options, machine: Survey) -> None:
+        self.widget.value = int(self._default if text is None else text)
+
+
+class Entry(Field):
+    """A text that a person types; empty for the default, which the placeholder names.
+
+    offers: the first is the default, the others are proposed while one types.
+    """
+
+    def __init__(self, key: str, label: str, offers: Offers) -> None:
+        entry = widgets.Combobox(continuous_update=False, **_labelled(label, _ENTRY_WIDTH))  # half a word is no choice
+        super().__init__(key, entry)
+        self._offers = offers
+
+    def show(self, text: str | None, options: Options, machine: Survey) -> None:
+        default, *others = self._offers(options, machine)
+        self.widget.placeholder = str(default)
+        self.widget.options = tuple(offer.value for offer in others)
+        super().show(text, options, machine)
+
+
+class Choice(Field):
+    """One of some values, which depend on the machine and on what else is chosen.
+
+    Values that the next cell would refuse cannot be taken; they are listed below, greyed, with the reason.
+    Radio buttons, because JupyterLab takes the arrow keys and letters of a drop-down list for itself, and with them
+    moves to another cell; it leaves Tab and Space.
+    """
+
+    def __init__(self, key: str, label: str, offers: Offers, default: str) -> None:
+        super().__init__(key, widgets.RadioButtons(layout=_layout("auto")), default)
+        self._offers = offers
+        self._greyed = widgets.HTML()
+        name = widgets.HTML(f'<div style="text-align: right">{label}</div>', layout=_layout(LABEL_WIDTH))
+        self._row = widgets.HBox([name, widgets.VBox([self.widget, self._greyed])])
+
+    @property
+    def widgets(self) -> list[Any]:
+        return [self._row]
+
+    def show(self, text: str | None, options: Options, machine: Survey) -> None:
+        value = self._default if text is None else text
+        offers = self._offers(options, machine)
+        # One that was chosen all the same, by a flag or the file, stays to be seen: the form says what becomes of it.
+        greyed = [offer for offer in offers if offer.is_refused and offer.value != value]
+        labels = tuple((str(offer), offer.value) for offer in offers if offer not in greyed)
+        if self.widget.options != labels:
+            self.widget.options = labels
+        self.widget.value = value
+        self._greyed.value = "".join(map(_greyed, greyed))
+        self._greyed.layout.display = None if greyed else "none"
+
+
+def make_fields() -> list[Field]:
+    """A field for each setting that has one, in the order of the form and of the Tab key."""
+    return [
+        Entry("num-processes", "Ranks", process_counts),
+        Choice("mixed-precision", "Precision", precisions, AUTO),
+        Number("accumulate", number("Batches per optimizer step", 1), "1"),
+        Entry("seed", "Seed", seeds),
+        Choice("oom", "Out of memory", memory_policies, SHRINK),
+    ]
+
+
+def number(label: str, value: int) -> Any:
+    """An entry for a number from 1 on."""
+    return widgets.BoundedIntText(value, 1, _LARGEST_NUMBER, **_labelled(label, _NUMBER_WIDTH))
+
+
+def _labelled(label: str, width: str) -> dict[str, Any]:
+    return {"description": label, "style": {"description_width": LABEL_WIDTH}, "layout": _layout(width)}
+
+
+def _layout(width: str) -> Any:
+    return widgets.Layout(width=width, max_width="100%")
+
+
+def _greyed(offer: Offer) -> str:
+    return f'<div style="color: var(--jp-ui-font-color2, #616161)">{html.escape(str(offer))}</div>'

@@ -1,0 +1,124 @@
+"""The form of `%accelerate config`: the notebook's choices as widgets. Runs in the kernel, between cells.
+
+A change holds at once, for the next cell; the file is written by the button. What can be chosen is decided in
+`choices`, what is wrong in `configuration`; what the form states of the next cell is what the cell will print.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ipywidgets as widgets
+from IPython.core.error import UsageError
+from IPython.display import display
+
+from nbaccel.hardware import Survey
+from nbaccel.notebook.choices import effective_batch_size, overview, world_size
+from nbaccel.notebook.configuration import Configuration
+from nbaccel.notebook.fields import INDENT, LABEL_WIDTH, Field, make_fields, number
+from nbaccel.notebook.options import chosen, command_line, text_of
+from nbaccel.notebook.status import next_cell
+
+__all__ = ["Form"]
+
+CSS_CLASS = "nbaccel-form"
+"""By which a style sheet, or a test, finds it in the page."""
+
+_WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+
+
+class Form:
+    """One for a notebook, displayed as often as it likes; all its displays show the same.
+
+    widget: all of it.
+    survey: looks at the machine, each time the form is displayed.
+    batch_size: what the formula begins with, samples per device and batch.
+    """
+
+    def __init__(self, configuration: Configuration, survey: Callable[[], Survey], batch_size: int) -> None:
+        self._configuration = configuration
+        self._survey = survey
+        self._machine = survey()
+        self._is_following = False
+        self._fields = make_fields()
+        self._batch_size = number("Batch size per device", batch_size)
+        self._facts = widgets.HTML()
+        self._answer = widgets.HTML()
+        save = widgets.Button(description="Save to nbaccel.toml", layout=widgets.Layout(width="auto"))
+        reset = widgets.Button(description="Back to automatic", layout=widgets.Layout(width="auto"))
+        self.widget = widgets.VBox(
+            [
+                widgets.HTML("<strong>The next %%accelerate cells</strong>"),
+                *(widget for field in self._fields for widget in field.widgets),
+                self._batch_size,
+                self._facts,
+                widgets.HBox([save, reset], layout=widgets.Layout(margin=f"4px 0 0 {INDENT}")),
+                self._answer,
+            ]
+        )
+        self.widget.add_class(CSS_CLASS)
+        self.follow()
+        for field in self._fields:
+            field.widget.observe(self._on_choice(field), "value")
+        self._batch_size.observe(lambda change: self._state_facts(), "value")
+        save.on_click(lambda button: self._attempt(self._configuration.save))
+        reset.on_click(lambda button: self._attempt(self._configuration.reset))
+
+    def show(self) -> None:
+        """Display it; where no widgets are shown, as in a saved notebook, the same as text."""
+        self._machine = self._survey()
+        self.follow()
+        text = overview(self._configuration, self._machine, self._batch_size.value)
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
+        display({"text/plain": text, _WIDGET_MIME: view}, raw=True)  # type: ignore[no-untyped-call]
+
+    def follow(self) -> None:
+        """Show what is chosen now, whoever chose it."""
+        configuration = self._configuration
+        texts = {key: text_of(value) for key, value in chosen(configuration.parser, configuration.options).items()}
+        with self._following():
+            for field in self._fields:
+                field.show(texts.get(field.key), configuration.options, self._machine)
+        self._state_facts()
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """What the widgets report meanwhile is our own doing."""
+        self._is_following = True
+        try:
+            yield
+        finally:
+            self._is_following = False
+
+    def _on_choice(self, field: Field) -> Callable[[Any], None]:
+        def choose(change: Any) -> None:
+            if not self._is_following:
+                self._attempt(lambda: self._configuration.change([f"{field.key}={field.text}"]))
+
+        return choose
+
+    def _attempt(self, action: Callable[[], str | None]) -> None:
+        """Do what was asked; say what came of it, in particular why it could not be."""
+        try:
+            answer = action() or ""
+        except UsageError as error:
+            answer = f"Not taken: {error}"
+        else:
+            self.follow()
+        self._answer.value = f'<div role="status" style="margin-left: {INDENT}">{html.escape(answer)}</div>'
+
+    def _state_facts(self) -> None:
+        """What the choices come to."""
+        options, machine = self._configuration.options, self._machine
+        formula = effective_batch_size(self._batch_size.value, world_size(options, machine), options.accumulate or 1)
+        facts = {
+            "Effective batch size": f"<strong>{formula}</strong> (your DataLoader's batch size x ranks x batches)",
+            "Next cell": html.escape(next_cell(machine, options)),
+            "The same by flags": f"<code>{html.escape(command_line(self._configuration.parser, options))}</code>",
+        }
+        rows = "".join(f'<div style="text-align: right">{name}</div><div>{fact}</div>' for name, fact in facts.items())
+        grid = f"display: grid; grid-template-columns: {LABEL_WIDTH} 1fr; gap: 4px 8px; margin: 4px 0; line-height: 1.4"
+        self._facts.value = f'<div style="{grid}">{rows}</div>'

@@ -1,0 +1,61 @@
+"""The form in real kernels: what is displayed, what a choice in it changes, and the same without ipywidgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from environments import Environment
+from kernel.conftest import Kernels
+from kernel.harness import RealKernel
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+MODEL_IDS = """
+{widget.description: widget.model_id for widget in
+ get_ipython().magics_manager.registry["AccelerateMagics"]._configure._form.widget.children
+ if hasattr(widget, "description")}
+"""
+
+
+def choose(kernel: RealKernel, label: str, **state: Any) -> None:
+    """What a front end sends when a person uses the widget with this label; the kernel answers before the next cell."""
+    model_id = kernel.value(MODEL_IDS.strip().replace("\n", ""))[label]
+    kernel.send("comm_msg", {"comm_id": model_id, "data": {"method": "update", "state": state, "buffer_paths": []}})
+
+
+def test_a_choice_changes_the_line_that_the_next_run_prints(kernel: RealKernel, tmp_path: Path) -> None:
+    kernel.do(f"%cd -q {tmp_path}")
+    shown = kernel.do("%accelerate config")
+    (display,) = shown.displays
+    assert display[WIDGET]["model_id"]
+    assert (
+        "effective batch size (your DataLoader's batch size x ranks x batches): 32 x 1 x 1 = 32"
+        in (display["text/plain"])
+    )
+    choose(kernel, "Ranks", value="2")
+    choose(kernel, "Batches per optimizer step", value=4)
+    choose(kernel, "Seed", value="7")
+    ran = kernel.do("%%accelerate --cpu\naccelerator.num_processes")
+    assert ran.stdout.startswith("2 ranks on the CPU, fork ")
+    assert ", accumulate 4, seed 7\n" in ran.stdout
+    assert ran.result is not None
+    assert ran.result["text/plain"] == "2"
+    kernel.do("%accelerate config num-processes= accumulate= seed=")
+
+
+def test_a_cells_own_flag_wins(kernel: RealKernel, tmp_path: Path) -> None:
+    kernel.do(f"%cd -q {tmp_path}\n%accelerate config")
+    choose(kernel, "Batches per optimizer step", value=4)
+    assert ", accumulate 2, " in kernel.do("%%accelerate --cpu -a 2\n1").stdout
+    kernel.do("%accelerate config accumulate=")
+
+
+def test_without_ipywidgets_the_same_is_printed(new_kernel: Kernels, environment: Environment, tmp_path: Path) -> None:
+    (tmp_path / "nbaccel.toml").write_text("accumulate = 4\n")
+    kernel = new_kernel()
+    kernel.do(f"import sys; sys.modules['ipywidgets'] = None\n%cd -q {tmp_path}\n%load_ext nbaccel")
+    shown = kernel.do("import nbaccel; nbaccel.panel()")
+    assert shown.displays == []
+    assert shown.stdout.startswith("nbaccel.toml: accumulate=4\nwhat the next %%accelerate cells use; ")
+    assert shown.stdout.endswith("(ipywidgets is not installed: with it, this is a form)\n")
