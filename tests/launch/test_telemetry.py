@@ -274,3 +274,22 @@ def test_ranks_go_on_while_the_kernel_is_stopped() -> None:
         os.close(fd)
     assert (ready, done) == (b"rr", b"dd")
     assert rows > 1000  # the newest that the ring still held
+
+
+def test_eight_ranks_may_write_four_thousand_records_between_two_readings_and_lose_none() -> None:
+    """A thousand per second each, and a kernel that comes eight times too late."""
+    heard = _Heard()
+    telemetry = Telemetry([heard], print)
+    fds = [telemetry.add_ring() for _ in range(8)]
+    writers = [RingWriter(fd) for fd in fds]
+    for reading in range(3):
+        for writer in writers:
+            for step in range(4000):
+                write_loss(writer, 4000 * reading + step, 1.0)
+        telemetry.read(float(reading))
+    for rank, (writer, fd) in enumerate(zip(writers, fds, strict=True)):
+        assert [loss.step for loss in heard.of(Loss, rank)] == list(range(12_000))
+        writer.close()
+        os.close(fd)
+    assert heard.of(RecordsLost) == []
+    telemetry.close()

@@ -1,0 +1,141 @@
+"""What telemetry costs: ``python tests/benchmarks/telemetry.py``. CPU time throughout, for other programs run too.
+
+1. A record, in the rank: the median of many.
+2. Reading, in the kernel: eight ranks report 1000 losses per second each; every half second they are read, made
+   into events and given to a listener that counts them. Processor time of the kernel's side, and what was lost.
+3. A prepared step with nobody listening, and with the ring, its reporter and its thread. Turns come in random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from step import prepared_turn
+
+from nbaccel.events import Event, Listener, Loss, emit, outlet
+from nbaccel.launch.rank.reporter import Reporter
+from nbaccel.launch.telemetry import TICK_S, Telemetry
+from nbaccel.launch.wire.records import write_loss
+from nbaccel.launch.wire.ring import RingReader, RingWriter, make_ring
+
+_RANKS = 8
+_PER_SECOND = 1000
+
+
+class _Counting(Listener):
+    def __init__(self) -> None:
+        self.losses = 0
+
+    def feed(self, rank: int, at: float, event: Event) -> None:
+        self.losses += isinstance(event, Loss)
+
+    def tick(self, now: float) -> None:
+        pass
+
+
+def record(rounds: int) -> tuple[float, float]:
+    """Median microseconds of one record: into the ring alone, and as an event through the outlet."""
+    fd = make_ring()
+    writer, reporter = RingWriter(fd), Reporter(RingWriter(fd), lambda event: None, lambda event: None)
+
+    def median(call: Callable[[int], object]) -> float:
+        times = []
+        for step in range(rounds * 1000):
+            before = time.perf_counter_ns()
+            call(step)
+            times.append(time.perf_counter_ns() - before)
+        return statistics.median(times) / 1e3
+
+    nothing = median(lambda step: None)
+    with outlet(reporter):
+        whole = median(lambda step: emit(Loss(0.5, step)))
+    return median(lambda step: write_loss(writer, step, 0.5)) - nothing, whole - nothing
+
+
+def reading(seconds: float) -> tuple[float, int, int]:
+    """Share of a core that reading takes, records that were written, and records that were lost."""
+    counting = _Counting()
+    telemetry = Telemetry([counting], print)
+    fds = [telemetry.add_ring() for _ in range(_RANKS)]
+    count = int(seconds * _PER_SECOND)
+    children = [_writing_child(fd, count) for fd in fds]
+    began, cpu = time.monotonic(), 0.0
+    while children:
+        time.sleep(telemetry.due_in(time.monotonic()))
+        before = time.process_time()
+        telemetry.tick(time.monotonic())
+        cpu += time.process_time() - before
+        children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
+    share = cpu / (time.monotonic() - began)
+    telemetry.read(time.monotonic(), is_last=True)
+    telemetry.close()
+    for fd in fds:
+        os.close(fd)
+    return share, _RANKS * count, _RANKS * count - counting.losses
+
+
+def _writing_child(fd: int, count: int) -> int:
+    child = os.fork()
+    if child == 0:
+        writer, began = RingWriter(fd), time.monotonic()
+        for step in range(count):
+            write_loss(writer, step, 0.5)
+            if step % 10 == 9:
+                time.sleep(max(0.0, began + step / _PER_SECOND - time.monotonic()))
+        os._exit(0)
+    return child
+
+
+def steps(rounds: int) -> dict[str, float]:
+    """Median CPU microseconds per step: raw is in `step.py`; here the same prepared loop, unheard and heard."""
+    fd = make_ring()
+    reader = RingReader(fd)
+    reporter = Reporter(RingWriter(fd), lambda event: None, lambda event: None)
+
+    def heard() -> Callable[[], None]:
+        turn = prepared_turn()
+
+        def listened() -> None:
+            with outlet(reporter):
+                turn()
+
+        return listened
+
+    rows = {"unheard": prepared_turn, "heard": heard, "unheard again": prepared_turn}
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(rounds):
+        for name in random.sample(list(rows), len(rows)):
+            turn = rows[name]()
+            turn()
+            start = time.process_time()
+            turn()
+            turn()
+            seconds[name].append((time.process_time() - start) / 600)
+            for _record in reader.read():
+                pass
+    return {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    share, written, lost = reading(options.seconds)
+    print(f"reading {_RANKS} ranks x {_PER_SECOND}/s every {TICK_S} s: {share:.2%} of a core, {lost} of {written} lost")
+    ring, event = record(options.rounds)
+    print(f"a record: {ring:.2f} us in the ring, {event:.2f} us as an event")
+    rows = steps(options.rounds)
+    for name, microseconds in rows.items():
+        print(f"step {name:14} {microseconds:8.1f} us   {microseconds / rows['unheard']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
