@@ -6,6 +6,7 @@ than CUDA's (and what stands in for CUDA under ROCm), and what libraries take be
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import sys
@@ -29,7 +30,10 @@ class MemoryMeter:
 
     def __init__(self) -> None:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._limit_bytes = usable_memory().total_bytes or None
+
+    @functools.cached_property
+    def _limit_bytes(self) -> int | None:
+        return usable_memory().total_bytes or None
 
     def read(self) -> Memory:
         resident_pages = int(_STATM.read_text().split()[1])

@@ -88,8 +88,9 @@ class Reporter:
         self._is_written.wait(_PATIENCE_S)
 
     def _run(self) -> None:
-        is_wanted = False
         while True:
+            is_wanted = self._is_wanted.wait(_EVERY_S)
+            self._is_wanted.clear()
             self._write_losses()
             self._write_metrics()
             self._look_at_gauges()
@@ -97,8 +98,6 @@ class Reporter:
                 self._write(self._memory.read())
             if is_wanted:
                 self._is_written.set()
-            is_wanted = self._is_wanted.wait(_EVERY_S)
-            self._is_wanted.clear()
 
     def _fall_silent(self) -> None:
         """In a child that the user's code forked: the rank speaks for itself."""
