@@ -55,7 +55,6 @@ def test_flags_are_read(line: str, expected: Options) -> None:
         ("-n -1", "-n/--num-processes: a number of ranks is 1 or more, or auto; got '-1'."),
         ("-p fp8", "-p/--mixed-precision: a precision is auto, no, fp16 or bf16; got 'fp8'."),
         ("-a 0", "batches per optimizer step are 1 or more; got '0'"),
-        ("--oom grow", "--oom: invalid choice: 'grow' (choose from"),
         ("-o model.weight", "'model.weight' is not the name of a variable; write names with commas"),
         ("-o for", "'for' is not the name of a variable"),
         ("-o ''", "no name was given; write names with commas between them, such as model,history"),
