@@ -89,7 +89,8 @@ class Choice(Field):
         super().__init__(key, widgets.RadioButtons(layout=_layout("auto")), default)
         self._offers = offers
         self._greyed = widgets.HTML()
-        name = widgets.HTML(f'<div style="text-align: right">{label}</div>', layout=_layout(LABEL_WIDTH))
+        beside = "text-align: right; padding-right: 8px; line-height: 20px"  # on a line with the first button
+        name = widgets.HTML(f'<div style="{beside}">{label}</div>', layout=_layout(INDENT))
         self._row = widgets.HBox([name, widgets.VBox([self.widget, self._greyed])])
 
     @property
@@ -134,4 +135,5 @@ def _layout(width: str) -> Any:
 
 
 def _greyed(offer: Offer) -> str:
-    return f'<div style="color: var(--jp-ui-font-color2, #616161)">{html.escape(str(offer))}</div>'
+    style = "color: var(--jp-ui-font-color2, #616161); line-height: 20px"
+    return f'<div style="{style}">{html.escape(str(offer))}</div>'

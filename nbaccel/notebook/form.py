@@ -108,7 +108,8 @@ class Form:
             answer = f"Not taken: {error}"
         else:
             self.follow()
-        self._answer.value = f'<div role="status" style="margin-left: {INDENT}">{html.escape(answer)}</div>'
+        style = f"margin-left: {INDENT}; line-height: 1.4"
+        self._answer.value = f'<div role="status" style="{style}">{html.escape(answer)}</div>'
 
     def _state_facts(self) -> None:
         """What the choices come to."""

@@ -311,7 +311,9 @@ def text_of(value: Any) -> str:
 
 
 def _action(parser: argparse.ArgumentParser, key: str) -> argparse.Action | None:
-    return next((action for action in parser._actions if f"--{key}" in action.option_strings), None)
+    """The flag of this name, long or short, without its dashes."""
+    spelled = {f"--{key}", f"-{key}"}
+    return next((action for action in parser._actions if spelled & {*action.option_strings}), None)
 
 
 def _value(parser: argparse.ArgumentParser, action: argparse.Action, key: str, text: str) -> Any:
@@ -320,7 +322,7 @@ def _value(parser: argparse.ArgumentParser, action: argparse.Action, key: str, t
             raise UsageError(f"{key} is true or false; got {text!r}.")
         return _TRUTH[text.lower()]
     try:
-        return getattr(parser.parse_args([f"--{key}={text}"]), action.dest)
+        return getattr(parser.parse_args([f"{action.option_strings[-1]}={text}"]), action.dest)
     except UsageError as error:
         raise UsageError(_in_our_words(str(error))) from None
 

@@ -227,6 +227,11 @@ class RealKernel:
         """Run a cell that has to succeed."""
         return self.run(code, timeout_s).succeeded()
 
+    def completions(self, line: str, timeout_s: float = 10.0) -> list[str]:
+        """What Tab offers at the end of a cell's first line."""
+        reply = self._client.complete(f"{line}\nx = 1", len(line), reply=True, timeout=timeout_s)
+        return list(reply["content"]["matches"])
+
     def send(self, kind: str, content: dict[str, Any]) -> None:
         """Send what the kernel does not answer, such as a widget's message; it is handled before the next cell."""
         self._client.shell_channel.send(self._client.session.msg(kind, content))

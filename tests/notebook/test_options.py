@@ -122,6 +122,10 @@ def test_configuration_takes_the_long_flags_as_keys() -> None:
     assert described(PARSER, config) == "num-processes=2 mixed-precision=fp16 out=a,b cpu=false"
 
 
+def test_configuration_takes_the_short_flags_too() -> None:
+    assert configured(PARSER, ["n=2", "p=fp16", "a=4"], Options()) == Options(2, "fp16", 4)
+
+
 def test_an_empty_value_goes_back_to_the_default() -> None:
     assert configured(PARSER, ["seed=", "in="], Options(seed=7, inputs=("x",), accumulate=2)) == Options(accumulate=2)
 
