@@ -137,7 +137,9 @@ class Phase(Event):
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory(Event):
-    """This rank ran out of memory in a step that it goes on with, in smaller pieces; no work is lost.
+    """This rank ran out of memory and goes on: with the same step, in smaller pieces; no work is lost.
+
+    Or, in `find_executable_batch_size`, with a new attempt, whose batch is smaller: `next_size` for `batch_size`.
 
     step: optimizer steps that were complete.
     phase: "forward", "backward" or "optimizer".

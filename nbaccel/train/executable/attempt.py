@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import enum
 import re
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from nbaccel.failures import can_retry
+from nbaccel.train.executable.peak import Peak
+from nbaccel.train.memory import forget_frames
 
 __all__ = ["Attempt", "Place", "Shortage"]
 
 
 class Place(enum.Enum):
-    """Where in a training step the memory ran out, as far as the traceback tells."""
+    """Where in a training step the memory ran out, as far as the traceback tells; if it does not, in a forward."""
 
     BACKWARD = "backward"
-    OPTIMIZER = "optimizer step"
-    ELSEWHERE = "forward, or outside of a step"
+    OPTIMIZER = "optimizer"
+    ELSEWHERE = "forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +46,14 @@ class Shortage:
 class Attempt:
     """One run of a function: its value, or the error that left it; `forget` lets go of both.
 
+    used: the share of the memory that it took at its peak; None where nobody knows.
+
     The error is kept outside of any ``except`` block, whose frames would hold the failed attempt while it is
     cleaned up.
     """
 
     def __init__(self, function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: Any) -> None:
+        peak = Peak()
         self.value: Any = None
         self.error: BaseException | None = None
         try:
@@ -59,46 +61,19 @@ class Attempt:
         except BaseException as error:
             self.error = error
 
+        self.used = peak.share
+
     @property
     def shortage(self) -> Shortage | None:
         """What was missing, if memory was."""
         error = self.error
-        return Shortage.of(error) if isinstance(error, Exception) and can_retry(error) else None
+        return Shortage.of(error) if isinstance(error, Exception) and can_retry(error, self.used) else None
 
     def forget(self) -> None:
         """Let go of everything that the attempt made, also where the program has kept the error."""
         error, self.value, self.error = self.error, None, None
-        for link in _links(error):
-            trace, link.__traceback__ = link.__traceback__, None
-            _empty(trace)
-
-
-def _links(error: BaseException | None) -> Iterator[BaseException]:
-    """`error`, what caused it, what it was raised in the handling of, and the members of groups."""
-    waiting = [error]
-    seen: set[int] = set()
-    while waiting:
-        link = waiting.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        yield link
-        waiting += [
-            link.__cause__,
-            link.__context__,
-            *(link.exceptions if isinstance(link, BaseExceptionGroup) else ()),
-        ]
-
-
-def _empty(trace: TracebackType | None) -> None:
-    """Clear the variables of the frames in `trace`; frames that still run keep theirs."""
-    traceback.clear_frames(trace)
-    if sys.version_info < (3, 13):
-        # Whoever formatted the traceback (IPython does) has left a snapshot of the variables in each frame, which
-        # only looking again brings up to date.
-        while trace is not None:
-            _ = trace.tb_frame.f_locals
-            trace = trace.tb_next
+        if error is not None:
+            forget_frames(error)
 
 
 def _place(error: BaseException) -> Place:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbaccel.errors import NoBatchSizeFits
+from nbaccel.events import OutOfMemory, emit
 from nbaccel.train.executable.attempt import Attempt
 from nbaccel.train.executable.sizes import Sizes
 from nbaccel.train.executable.survivors import Survivors
@@ -98,9 +99,12 @@ class _Search:
             self._peers.watch(size)
             attempt = Attempt(self._function, size, self._args, self._kwargs)
             if self._peers.is_done(attempt):
-                self._sizes.fitted(size)
+                self._sizes.fitted(size, attempt.used)
                 return attempt.value
+            lack = attempt.shortage
             agreed = self._peers.regroup(functools.partial(self._clean_up, attempt, size))
+            if lack is not None:
+                emit(OutOfMemory(agreed.step, lack.place.value, size, agreed.size, size, lack.text))
             self._survivors.go_on(agreed.step)
             size, shortage = agreed.size, agreed.shortage
         self._sizes.nothing_fits()

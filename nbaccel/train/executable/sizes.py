@@ -102,10 +102,10 @@ class Sizes:
         """For one search."""
         return ByRule(self._known_to_fit) if self._reduce is None else ByUser(self._reduce)
 
-    def fitted(self, batch_size: int, used: float = 1.0) -> None:
-        """A call is done.  used: the largest share of the memory that it took, 1.0 where nobody knows."""
+    def fitted(self, batch_size: int, used: float | None = None) -> None:
+        """A call is done.  used: the largest share of the memory that it took; None where nobody knows."""
         self._known_to_fit = batch_size
-        self._next = batch_size if self._reduce is not None else grown(batch_size, used)
+        self._next = batch_size if self._reduce is not None or not used else grown(batch_size, used)
 
     def nothing_fits(self) -> None:
         """A call has tried everything. The next one begins anew: memory may be free by then."""

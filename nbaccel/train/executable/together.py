@@ -131,11 +131,13 @@ class Together(Alone):
         self._board.post("report", asdict(mine))
         call = f"memory that ran out in {self._call}: waiting for the other ranks to be ready for the next attempt"
         patience_s = _DEVICE_PATIENCE_S if "nccl" in backends() else _PATIENCE_S
-        if not self._board.wait("report", call, lambda waited_s: self._is_failed or waited_s > patience_s):
-            self._heed_errors(None)
+        is_complete = self._board.wait("report", call, lambda waited_s: self._is_failed or waited_s > patience_s)
+        self._heed_errors(None)
+        if not is_complete:
             late = sorted({*range(self._world_size)} - {*self._board.posted("report")})
-            if late:
-                raise self._cannot_go_on(mine, f"rank {_listed(late)} did not come back within {patience_s:g} s")
+            error = self._cannot_go_on(mine, f"rank {_listed(late)} did not come back within {patience_s:g} s")
+            self._board.fail(_text(error))  # for when it does
+            raise error
         reports = [Report(**self._board.read("report", rank)) for rank in range(self._world_size)]
         for rank, each in enumerate(reports):
             if each.obstacle:

@@ -91,6 +91,7 @@ class ProcessGroup:
         self._meetings = 0
         self._lost: _Lost | None = None
         self._base: Any = None
+        self._renewed_group: Any = None
         self._retired: Any = None
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         """The Accelerators of this process: what they hold of a group that is over, they are asked to let go."""
@@ -137,8 +138,9 @@ class ProcessGroup:
         backend = dist.get_backend()
         timeout = self._options.timeout if self._world is not None else _timeout()
         self._lost = _Lost(None if backend == "undefined" else backend, timeout, dist.get_rank(), dist.get_world_size())
-        if self._store is None:
-            self._base = c10d._get_default_store()  # dropped with the program's group, its file would be removed
+        if self._store is None and dist.group.WORLD is not self._renewed_group:
+            # The program's own. Dropped with its group, the store's file would be removed, or its server would end.
+            self._base = c10d._get_default_store()
         self._retired = dist.group.WORLD  # see leave
         dist.destroy_process_group()
 
@@ -151,6 +153,7 @@ class ProcessGroup:
         emit(GroupRenewed(self._renewed))
         _meet(store, World(lost.rank, lost.world_size, lost.rank, lost.world_size), timeout)
         _init(lost.backend, store, lost.rank, lost.world_size, timeout, self._device)
+        self._renewed_group = dist.group.WORLD
         if self._talk is not None:
             self._group = dist.group.WORLD
             self._talk = self._talk.anew()

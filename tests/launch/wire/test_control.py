@@ -6,7 +6,7 @@ import time
 import pytest
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
-from nbaccel.events import CollectiveEntered, StepEntered, StepsEnded, Waiting
+from nbaccel.events import CollectiveEntered, GroupRenewed, StepEntered, StepsEnded, Waiting
 from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate, position_number
 
 
@@ -131,6 +131,22 @@ def test_a_rank_that_waits_for_one_that_finished_before_is_told_both_sides() -> 
     with pytest.raises(CollectiveMismatch, match="rank 0 of 3") as caught:
         watches[0](Waiting("gather float32[2]", 0.5))
     assert "  rank 0: gather float32[2]\n  rank 2: has finished, and will not come" in str(caught.value)
+    page.close()
+
+
+def test_ranks_that_form_their_group_again_count_alike_from_there() -> None:
+    page = ControlPage.create(2)
+    stayed, left = (PeerWatch(page, rank) for rank in range(2))
+    for _ in range(3):
+        stayed(CollectiveEntered())  # in an attempt that the other rank gave up before
+    for watch in (stayed, left):
+        watch(GroupRenewed(1))
+        watch(CollectiveEntered())
+    page.finish(1)
+    stayed(Waiting("gather", 0.5))  # rank 1 took part in this one
+    stayed(CollectiveEntered())
+    with pytest.raises(CollectiveMismatch, match="rank 1: has finished"):
+        stayed(Waiting("gather", 0.5))
     page.close()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nbaccel import Accelerator, NoBatchSizeFits, find_executable_batch_size, utils
+from nbaccel.events import OutOfMemory, outlet
 from nbaccel.testing import MemLimit
 
 
@@ -150,6 +151,58 @@ def test_24_a_second_call_starts_from_the_size_that_fitted() -> None:
 
     assert [train(), train()] == [16, 16]
     assert tried == [64, 32, 16, 16]
+
+
+def test_24_a_second_call_grows_as_far_as_the_first_one_left_room() -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        rows = torch.ones(batch_size, 100)
+        rows * 2
+        return batch_size
+
+    with MemLimit(64 * 800 - 1) as limit:
+        assert train() == 32
+        assert train() == 62
+        assert train() == 62
+        limit.limit_bytes = 40 * 800  # somebody else has come: the size that fitted does so no more
+        assert train() == 31
+    assert tried == [64, 32, 62, 62, 62, 31]
+
+
+def test_out_of_memory_is_reported_with_the_size_that_comes_next() -> None:
+    seen: list[Any] = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        if batch_size == 4:
+            raise MemoryError("no room")
+
+    with outlet(seen.append):
+        train()
+    assert seen == [
+        OutOfMemory(0, "forward", micro_batch_size=4, next_size=2, batch_size=4, message="MemoryError: no room")
+    ]
+
+
+def test_a_text_that_may_mean_memory_counts_when_the_memory_was_nearly_full() -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        rows = torch.ones(batch_size, 100)
+        if batch_size == 4:
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+        return len(rows)
+
+    with MemLimit(1700):
+        assert train() == 2
+    with MemLimit(100_000), pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED"):
+        find_executable_batch_size(train.__wrapped__, 4)()
+    assert tried == [4, 2, 4]
 
 
 def test_24_after_nothing_fitted_a_later_call_can_succeed() -> None:

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from nbaccel import Accelerator, NoBatchSizeFits, PeerFailed, find_executable_batch_size
-from nbaccel.failures import Failure, classify
+from nbaccel.failures import Failure, Recovery, classify, recovery_of
 from nbaccel.testing import Faults, MemLimit, run_ranks
+from nbaccel.train.executable import together
+from nbaccel.train.talk.process_group import process_group
 from searches import PLACES, START, out_of_memory_everywhere, training
 
 HALF, NEAR = START // 2, int(START * 0.9)
@@ -203,3 +205,31 @@ def test_groups_that_cannot_be_made_again_are_named() -> None:
     assert "Start it again with starting_batch_size=2 or less." in short[1]
     assert peer[0] == PeerFailed.__name__
     assert reason in peer[1]
+
+
+def _one_rank_does_not_come_back(patience_s: float) -> tuple[str, str]:
+    together._PATIENCE_S = patience_s
+    accelerator = Accelerator()
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        if not accelerator.process_index:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        (search,) = process_group.recoveries
+        while search._board.failed is None:  # stuck until the other one has lost its patience
+            time.sleep(0.01)
+
+    try:
+        train()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_rank_that_does_not_come_back_is_named_and_the_error_is_one_to_restart_on() -> None:
+    short, late = run_ranks(2, _one_rank_does_not_come_back, 0.3)
+    assert short[0] == "OutOfMemoryError"
+    assert "these processes: rank 1 did not come back within 0.3 s. Start it again with start" in short[1]
+    assert recovery_of(torch.OutOfMemoryError(short[1])) is Recovery.RETRY
+    assert late[0] == PeerFailed.__name__
+    assert late[1].startswith("rank 0 of 2 failed in train(batch_size=4) with OutOfMemoryError")
