@@ -4,9 +4,9 @@
 module-level state in nbaccel: a plain variable, because threads do not inherit context variables.
 
 Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `SaveDue`, `SaveAsked`,
-`CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher carries them to the kernel,
-whose `Listener`s are fed with them. What travels holds numbers, strings and None, in mappings and lists where need
-be; a tensor in `Loss` or `Metric` is a number on arrival.
+`SavingAtStop`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher carries them to
+the kernel, whose `Listener`s are fed with them. What travels holds numbers, strings and None, in mappings and lists
+where need be; a tensor in `Loss` or `Metric` is a number on arrival.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ __all__ = [
     "RecordsLost",
     "SaveAsked",
     "SaveDue",
+    "SavingAtStop",
     "Sink",
     "StepEntered",
     "StepsEnded",
@@ -228,6 +229,16 @@ class SaveDue(Event):
     """Rank 0 announces that all ranks save before optimizer step `step`, which none of them has reached yet."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavingAtStop(Event):
+    """The run is being stopped, and this rank writes a last checkpoint, or is through with it: let it.
+
+    is_over: it is through.
+    """
+
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

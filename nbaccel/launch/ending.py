@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from nbaccel.launch.member import Member
 from nbaccel.launch.wire.control import ControlPage
 
-__all__ = ["Aborting", "Ending", "Killing", "Running", "Stopping"]
+__all__ = ["SAVE_GRACE_S", "Aborting", "Ending", "Killing", "Running", "Stopping"]
 
 TICK_S = 0.02
 _NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
@@ -27,6 +27,7 @@ _TERM_TO_KILL_S = 0.5
 _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
 _ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
+SAVE_GRACE_S = 20.0  # for the last checkpoint of a run that is stopped; hosted sessions grant about 30 s
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
 
@@ -126,12 +127,14 @@ class Stopping(Ending):
             if not member.is_working:
                 continue
             position = self._page.read(member.rank)
-            is_stepping = position.in_step or position.parked
+            is_stepping = position.in_step or position.parked or self._page.is_saving(member.rank)
             if not is_stepping and now > self.began + _NO_STEP_S:
                 member.interrupt()  # means nothing to a rank that has finished
             patience_s = _PATIENCE_S
             if self._page.has_finished(member.rank):
                 patience_s = _RESULTS_S
+            elif self._page.is_saving(member.rank):
+                patience_s = SAVE_GRACE_S
             elif is_stepping:
                 patience_s = max(_PATIENCE_S, 2 * position.last_step_s) if position.last_step_s else _FIRST_STEP_S
             elif self._results_at is not None and member.was_interrupted:

@@ -19,6 +19,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicHelpFormatter, argument, construct_parser, kwds
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.intervals import parse_interval, parse_seconds
 from nbaccel.launch.preflight import START_METHODS
 from nbaccel.launch.spec import OOM_CHOICES
 from nbaccel.settings import PRECISIONS
@@ -26,6 +27,7 @@ from nbaccel.settings import PRECISIONS
 __all__ = [
     "AUTO",
     "COMMANDS",
+    "Limit",
     "Options",
     "chosen",
     "command_line",
@@ -49,11 +51,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """How long a run may take.
+
+    flag: which said so.  ends_well: the run was planned to end here, so the cell does not fail.
+    """
+
+    seconds: float
+    flag: str
+    ends_well: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """The choices of one cell, or of `%accelerate config`. None: not chosen.
 
     num_processes: a number or "auto".  mixed_precision: as flagged, "auto" too.
-    inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".  timeout: seconds.
+    inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".  timeout, time_limit: seconds.
+    resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
     """
 
     num_processes: int | str | None = None
@@ -70,6 +85,11 @@ class Options:
     seed: int | None = None
     debug: bool | None = None
     oom: str | None = None
+    checkpoint_every: str | None = None
+    checkpoint_dir: str | None = None
+    keep: int | None = None
+    resume: str | None = None
+    time_limit: float | None = None
 
     def over(self, weaker: Options) -> Options:
         """These choices, and `weaker`'s where these say nothing. "auto" is a choice."""
@@ -80,6 +100,19 @@ class Options:
     def world_size(self) -> int | None:
         """The number of ranks that was asked for; None for as many as there are devices."""
         return self.num_processes if isinstance(self.num_processes, int) else None
+
+    @property
+    def limit(self) -> Limit | None:
+        """Which of the two limits comes first, if there is one."""
+        limits = [
+            Limit(seconds, flag, ends_well)
+            for seconds, flag, ends_well in (
+                (self.timeout, "--timeout", False),
+                (self.time_limit, "--time-limit", True),
+            )
+            if seconds is not None
+        ]
+        return min(limits, default=None, key=lambda limit: limit.seconds)
 
     def shown_ranks(self, world_size: int) -> frozenset[int] | None:
         """The ranks whose output is shown; None for all.
@@ -163,6 +196,25 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _checked(read: Callable[[str], Any], keeps_text: bool = False) -> Callable[[str], Any]:
+    """`read` for argparse, which shows the sentences of no other error."""
+
+    def value(text: str) -> Any:
+        try:
+            read_value = read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text if keeps_text else read_value
+
+    return value
+
+
+def _kept(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"checkpoints to keep are 1 or more; got {text!r}")
+    return int(text)
+
+
 def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) > _LARGEST_SEED - _SEED_ROOM:
         raise argparse.ArgumentTypeError(f"a seed lies in 0..{_LARGEST_SEED - _SEED_ROOM}; got {text!r}")
@@ -203,6 +255,16 @@ _FLAGS = (
           help="check every collective, not only the first ones; default off"),
     _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=_one_of("what follows", *OOM_CHOICES),
           help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
+    _flag("--checkpoint-every", metavar="T", type=_checked(parse_interval, keeps_text=True),
+          help="save in the background every 10min, or every 500steps; default never"),
+    _flag("--checkpoint-dir", metavar="DIR",
+          help="where to; default nbaccel_checkpoints in the working directory"),
+    _flag("--keep", metavar="K", type=_kept,
+          help="how many of these checkpoints stay; default 3"),
+    _flag("--resume", metavar="PATH", nargs="?", const="",
+          help="go on from the checkpoint in PATH, or from the newest in --checkpoint-dir; default off"),
+    _flag("--time-limit", metavar="T", type=_checked(parse_seconds),
+          help="end well after 11h30m: finish the step, save, bring --out back; default never"),
 )  # fmt: skip
 
 COMMANDS = ("config", "doctor", "memory")

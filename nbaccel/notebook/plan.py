@@ -60,10 +60,11 @@ class Plan:
             cuda_cell=cuda_cell,
             bytes_on_device=_bytes_on_device(names) if here.cuda_initialized else 0,
         )
-        if start.method == "inline" and options.timeout is not None:
+        limit = options.limit
+        if start.method == "inline" and limit is not None:
             raise LaunchRefused(
-                "--timeout can stop ranks only, and this cell would run in the notebook's own process "
-                f"({start.reason}): leave --timeout out."
+                f"{limit.flag} can stop ranks only, and this cell would run in the notebook's own process "
+                f"({start.reason}): leave {limit.flag} out."
             )
         precision, reason = choose_precision(options, devices)
         asked = RunSettings(
@@ -72,6 +73,10 @@ class Plan:
             seed=options.seed,
             cpu=options.cpu,
             debug=options.debug,
+            checkpoint_every=options.checkpoint_every,
+            checkpoint_dir=options.checkpoint_dir,
+            keep=options.keep,
+            resume=options.resume,
         )
         return cls(
             options=options,
@@ -91,7 +96,7 @@ class Plan:
             environ=self.settings.environ() | self.devices.environ(),
             setup=setup,
             threads=self.threads,
-            timeout_s=self.options.timeout,
+            timeout_s=None if self.options.limit is None else self.options.limit.seconds,
             wants_results=bool(task.out),
             oom=self.options.oom or SHRINK,
         )

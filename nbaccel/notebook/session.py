@@ -15,6 +15,7 @@ from typing import Any
 
 from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.hardware import Survey
+from nbaccel.intervals import said
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import run_inline
 from nbaccel.launch.launcher import Launcher, Outcome, default_launcher, refuse_nested_launch
@@ -150,6 +151,8 @@ class Session:
         report = ended.reports[0]
         error, end = _how_it_ended(outcome, plan)
         self.last_run = LastRun(source.name, end, ended.seconds)
+        if ended.is_timed_out and error is None:
+            self.say(_at_the_limit(plan, ended.steps))
         if outcome.start.method != plan.start.method:
             self.say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
         values = _values_of(outcome)
@@ -163,7 +166,10 @@ class Session:
             raise error
         if not_asked := facts.get("not_asked"):
             self.say(f"not brought back: {', '.join(not_asked)}; add {_them(not_asked)} to --out")
-        _raise_if_missing(missing, task.out)
+        if not ended.is_timed_out:  # a run that was planned to end somewhere may not have got to the name
+            _raise_if_missing(missing, task.out)
+        elif missing:
+            self.say(f"not brought back: {_with_reasons(missing)}")
         shown = facts.get("result")
         return result if result is not None or shown is None else _Shown(shown["data"], shown["metadata"])
 
@@ -205,15 +211,25 @@ def briefly(error: BaseException) -> BaseException:
 def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, str]:
     """What the cell raises, and the run's end in one word."""
     ended = outcome.ended
-    if ended.is_timed_out:
-        limit_s = plan.options.timeout
-        return briefly(TimeoutError(f"the run was stopped at its time limit of {limit_s:g} s (--timeout).")), "stopped"
+    limit = plan.options.limit
+    if ended.is_timed_out and limit is not None:
+        if limit.ends_well:
+            return None, "stopped"
+        text = f"the run was stopped at its time limit of {limit.seconds:g} s ({limit.flag})."
+        return briefly(TimeoutError(text)), "stopped"
     has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
     # Peers of a rank that failed are interrupted too: they say nothing about how the run ended.
     if ended.is_interrupted or (has_stopped and ended.first_failed is None):
         steps = "" if ended.steps is None else f"; every rank had done {ended.steps} steps"
         return briefly(KeyboardInterrupt(f"the run was interrupted after {ended.seconds:.1f} s{steps}.")), "stopped"
     return outcome.error, "done" if outcome.error is None else "failed"
+
+
+def _at_the_limit(plan: Plan, steps: int | None) -> str:
+    options = plan.options
+    done = "" if steps is None else f" after {steps} steps"
+    saves = "; --resume goes on from its checkpoint" if options.checkpoint_every else ""
+    return f"stopped{done} at the time limit of {said(options.time_limit or 0.0)}{saves}"
 
 
 def _values_of(outcome: Outcome) -> dict[str, Any]:

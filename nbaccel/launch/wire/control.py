@@ -32,6 +32,7 @@ from nbaccel.events import (
     GroupRenewed,
     SaveAsked,
     SaveDue,
+    SavingAtStop,
     StepEntered,
     StepsEnded,
     Waiting,
@@ -52,6 +53,7 @@ _COLLECTIVES = struct.Struct("@q")  # how many the rank has entered
 _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
 _COUNT_BITS = 40  # of that number; those above say how often the group was renewed
 _HAS_FINISHED_AT = 48  # u8
+_IS_SAVING_AT = 49  # u8
 _SUBSTEPS = 1 << 24
 _VISIBLE_S = 0.001  # far longer than a store takes to leave a core's buffer (nanoseconds)
 _PARKED_POLL_S = 0.0005
@@ -137,6 +139,13 @@ class ControlPage:
         """Whether `rank` has done its work. Its report may still be on the way."""
         return bool(self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT])
 
+    def set_saving(self, rank: int, is_saving: bool) -> None:
+        """Say whether `rank`, which is being stopped, writes its last checkpoint."""
+        self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT] = is_saving
+
+    def is_saving(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT])
+
     def finished_before(self, collective: int) -> list[int]:
         """The ranks that have done their work, and have not entered as many collectives as that."""
         return [
@@ -201,6 +210,8 @@ class StepGate:
             self._enter(position_number(event.step, event.substep))
         elif isinstance(event, StepsEnded):
             self._leave()
+        elif isinstance(event, SavingAtStop):
+            self._page.set_saving(self._rank, not event.is_over)
         elif isinstance(event, SaveDue):
             self._page.save_before = event.step
         elif isinstance(event, SaveAsked) and self._page.save_before == event.step:

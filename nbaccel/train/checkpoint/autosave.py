@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from nbaccel.events import SavingAtStop, emit
 from nbaccel.train.checkpoint.generators import State
 from nbaccel.train.checkpoint.policy import CheckpointPolicy
-from nbaccel.train.checkpoint.schedule import Schedule
+from nbaccel.train.checkpoint.schedule import Schedule, schedule
 from nbaccel.train.checkpoint.shelf import Timeline
 from nbaccel.world import World
 
@@ -28,7 +29,7 @@ class Autosave:
 
     def __init__(self, policy: CheckpointPolicy, world: World, save: Save, keep: Callable[[], State]) -> None:
         self.timeline = Timeline(policy.folder, policy.keep)
-        self._schedule: Schedule | None = None if policy.every is None else policy.every.on(world)
+        self._schedule: Schedule | None = None if policy.every is None else schedule(policy.every, world)
         self._save = save
         self._keep = keep
         self._saved_step = 0
@@ -45,7 +46,11 @@ class Autosave:
         """The session ends, or the user ends the run: what was trained since the last checkpoint is kept."""
         if self._schedule is not None and step > self._saved_step:
             self._saved_step = step
-            self._save(self.timeline.folder_for(step), True)
+            emit(SavingAtStop())
+            try:
+                self._save(self.timeline.folder_for(step), True)
+            finally:
+                emit(SavingAtStop(is_over=True))
 
     def resumed(self, step: int) -> None:
         """The training continues from a checkpoint of `step`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbaccel.intervals import Period, Steps, parse_interval
 from nbaccel.settings import RunSettings
-from nbaccel.train.checkpoint.schedule import EveryPeriod, EverySteps, parse_interval
 
 __all__ = ["CheckpointPolicy"]
 
@@ -27,7 +27,7 @@ class CheckpointPolicy:
     3
     """
 
-    every: EverySteps | EveryPeriod | None
+    every: Steps | Period | None
     folder: Path
     keep: int
     resume: Path | None

@@ -7,19 +7,15 @@ be further than inside the step that rank 0 is about to enter, since its gradien
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from nbaccel.events import SaveAsked, SaveDue, emit
+from nbaccel.intervals import Period, Steps
 from nbaccel.world import World
 
-__all__ = ["EveryPeriod", "EverySteps", "Schedule", "parse_interval"]
-
-_UNITS_S = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
-_STEPS = re.compile(r"(\d+)\s*(steps?)?", re.I)
-_TIME = re.compile(r"(?:(\d+(?:\.\d+)?)\s*(h|min|m|sec|s))", re.I)
+__all__ = ["Schedule", "schedule"]
 
 
 class Schedule(Protocol):
@@ -29,60 +25,23 @@ class Schedule(Protocol):
         """Whether to save before optimizer step `step`; asked once per step, with rising numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class EverySteps:
-    """After every `steps` optimizer steps.
+def schedule(every: Steps | Period, world: World) -> Schedule:
+    """The schedule of one rank."""
+    if isinstance(every, Steps):
+        return _EverySteps(every.count)
+    if not world.is_distributed:
+        return _Alone(every.seconds)
+    return _Leading(every.seconds) if world.is_main_process else _Following()
 
-    >>> [step for step in range(1, 8) if EverySteps(3).is_due(step)]
-    [3, 6]
-    """
+
+@dataclass(frozen=True, slots=True)
+class _EverySteps:
+    """After every `steps` optimizer steps."""
 
     steps: int
 
     def is_due(self, step: int) -> bool:
         return step % self.steps == 0
-
-    def on(self, world: World) -> Schedule:
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class EveryPeriod:
-    """Every `seconds`, at the first step boundary after that."""
-
-    seconds: float
-
-    def on(self, world: World) -> Schedule:
-        """This schedule as one rank keeps it."""
-        if not world.is_distributed:
-            return _Alone(self.seconds)
-        return _Leading(self.seconds) if world.is_main_process else _Following()
-
-
-def parse_interval(text: str | int | float) -> EverySteps | EveryPeriod:
-    """What ``checkpoint_every`` says: ``"500steps"`` or 500, ``"10min"``, ``"90s"``, ``"1h30min"``.
-
-    Raises:
-        ValueError: it says neither.
-
-    >>> parse_interval("500steps"), parse_interval("1h30min")
-    (EverySteps(steps=500), EveryPeriod(seconds=5400.0))
-    """
-    said = str(text).strip()
-    if (steps := _STEPS.fullmatch(said)) and int(steps[1]) > 0:
-        return EverySteps(int(steps[1]))
-    seconds = parse_seconds(said)
-    if seconds:
-        return EveryPeriod(seconds)
-    raise ValueError(f"checkpoint_every must be steps or a time above 0, as in 500, '500steps', '10min': got {text!r}")
-
-
-def parse_seconds(text: str) -> float | None:
-    """Seconds in ``"1h30min"``; None where it is no such text."""
-    parts = _TIME.findall(text)
-    if not parts or _TIME.sub("", text).strip():
-        return None
-    return float(sum(float(number) * _UNITS_S[unit.lower()] for number, unit in parts))
 
 
 class _Alone:

@@ -13,9 +13,10 @@ import torch
 from nbaccel import Accelerator
 from nbaccel.errors import CannotResume, RunStopped
 from nbaccel.events import Event, SaveAsked, SaveDue, StepEntered, outlet
+from nbaccel.intervals import Period, Steps
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.manifest import Manifest
-from nbaccel.train.checkpoint.schedule import EveryPeriod, EverySteps, parse_interval
+from nbaccel.train.checkpoint.schedule import schedule
 from nbaccel.utils import DataLoaderConfiguration
 from nbaccel.world import World
 from trainings import Trained
@@ -212,32 +213,6 @@ def _seen(folder: str, stop_at: int | None, resumes: bool) -> tuple[list[int], i
     return seen, began
 
 
-# -- schedules
-
-
-@pytest.mark.parametrize(
-    ("text", "meaning"),
-    [
-        ("500", EverySteps(500)),
-        ("500steps", EverySteps(500)),
-        ("1 step", EverySteps(1)),
-        (20, EverySteps(20)),
-        ("10min", EveryPeriod(600)),
-        ("1h30min", EveryPeriod(5400)),
-        ("90 s", EveryPeriod(90)),
-        ("0.5h", EveryPeriod(1800)),
-    ],
-)
-def test_intervals_are_steps_or_times(text: str | int, meaning: object) -> None:
-    assert parse_interval(text) == meaning
-
-
-@pytest.mark.parametrize("text", ["", "0", "0min", "often", "10 minutes or so", "-5"])
-def test_other_intervals_are_refused_with_examples(text: str) -> None:
-    with pytest.raises(ValueError, match="as in 500, '500steps', '10min'"):
-        parse_interval(text)
-
-
 def test_the_time_is_kept_by_rank_0_and_told_one_step_ahead() -> None:
     announced: list[int] = []
 
@@ -248,8 +223,14 @@ def test_the_time_is_kept_by_rank_0_and_told_one_step_ahead() -> None:
             event.answer()
 
     with outlet(carry):
-        leading = EveryPeriod(1e-9).on(World(0, 2, 0, 2))
-        following = EveryPeriod(1e-9).on(World(1, 2, 1, 2))
+        leading = schedule(Period(1e-9), World(0, 2, 0, 2))
+        following = schedule(Period(1e-9), World(1, 2, 1, 2))
         asked = [(leading.is_due(step), following.is_due(step)) for step in range(1, 6)]
     assert asked == [(False, False), (True, True), (False, False), (True, True), (False, False)]
     assert announced == [2, 4, 6][: len(announced)]
+
+
+def test_steps_are_counted_alike_by_every_rank() -> None:
+    for rank in range(2):
+        kept = schedule(Steps(3), World(rank, 2, rank, 2))
+        assert [step for step in range(1, 8) if kept.is_due(step)] == [3, 6]

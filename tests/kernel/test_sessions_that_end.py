@@ -1,0 +1,64 @@
+"""A cell that is stopped, by its time limit or by the user, leaves a checkpoint, and the next one goes on from it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kernel.harness import RealKernel, accelerate
+
+TRAINS = """
+import time, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+loader = torch.utils.data.DataLoader(torch.arange(600.).reshape(-1, 3), 2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+seen = accelerator.remember(rows=[])
+rows = seen.rows
+for epoch in accelerator.epochs(1):
+    for x in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        rows += x[:, 0].tolist()
+        if len(rows) == 8: print("under way")
+        time.sleep({pause})
+"""
+QUICK, SLOW = TRAINS.format(pause=0), TRAINS.format(pause=0.2)
+FLAGS = "--checkpoint-every 1000steps --checkpoint-dir {folder} --out rows"
+
+
+def checkpoints(kernel: RealKernel, folder: str) -> list[str]:
+    return sorted(path.name for path in (kernel.folder / folder).iterdir())
+
+
+@pytest.mark.slow
+def test_a_time_limit_ends_the_cell_well_and_resume_goes_on_at_the_next_batch(kernel: RealKernel) -> None:
+    flags = FLAGS.format(folder="limited")
+    cell = kernel.do(accelerate(SLOW, flags=f"{flags} --time-limit 4s"))
+    (steps,) = re.findall(r"stopped after (\d+) steps at the time limit of 4 s; --resume goes on", cell.stdout)
+    assert 0 < int(steps) < 50
+    assert checkpoints(kernel, "limited") == [f"checkpoint_{steps}"]
+    cell = kernel.do(accelerate(QUICK, flags=f"{flags} --resume"))
+    assert f"step {steps}, epoch 0, batch {2 * int(steps)}" in cell.stdout
+    # Rank 0 has every other batch of two rows of three numbers.
+    assert kernel.value("rows") == [float(12 * batch + 3 * row) for batch in range(50) for row in range(2)]
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_before_the_cell_ends(kernel: RealKernel, start: str) -> None:
+    running = kernel.begin(accelerate(SLOW, start, flags=FLAGS.format(folder=f"pressed-{start}")))
+    running.until_text("under way")
+    kernel.interrupt()
+    running.end().failed("KeyboardInterrupt")
+    (name,) = checkpoints(kernel, f"pressed-{start}")
+    assert int(name.removeprefix("checkpoint_")) >= 2
+    kernel.do(accelerate(QUICK, start, flags=f"--resume pressed-{start} --out rows"))
+    assert kernel.value("len(rows)") == 100
+
+
+def test_without_the_flag_nothing_is_written_to_the_working_directory(kernel: RealKernel, start: str) -> None:
+    kernel.do(accelerate(QUICK, start))
+    assert not (kernel.folder / "nbaccel_checkpoints").exists()
