@@ -92,6 +92,9 @@ def test_a_flag_without_its_value_is_said(flag: str) -> None:
     if action.nargs == 0:
         assert getattr(options(flag), action.dest) is True
         return
+    if action.nargs == "?":
+        assert getattr(options(flag), action.dest) == action.const
+        return
     for line in (flag, f"{flag} --cpu"):
         with pytest.raises(UsageError, match=r"^(-\w/)?--[a-z-]+ needs a value\. %accelerate\? lists every flag\.$"):
             options(line)
