@@ -152,6 +152,8 @@ class Restarting:
             return "nothing of ours can be cut, since no batch of a loader from accelerator.prepare had been handed out"
         if loop.obstacle:
             return f"nothing of ours can be cut, since {loop.obstacle}"
+        if loop.parts < (RunSettings.from_env(attempt.spec.environ).split or 1):
+            return "batches of this loop came whole all the same"
         if attempt.witness.smallest == 1:
             return "forward_backward has cut the batches down to single samples already"
         large = [holding for holding in held if holding.share > _KERNEL_IS_TO_BLAME]
@@ -176,7 +178,7 @@ class Restarting:
         parts = 2 * loop.parts
         said = [
             f"started again{whence} {_in_parts(loop, parts)}{_effective(loop, attempt.spec.world_size)}",
-            f"the loop's body runs {parts} times per batch",
+            f"the loop's body runs {parts} times per batch, each loss weighed as a mean over its samples",
         ]
         if loop.batch_norms:
             said.append(f"BatchNorm layers see the samples of one part at a time: {_some(loop.batch_norms)}")

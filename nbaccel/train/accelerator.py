@@ -422,6 +422,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Loading, Profiling, 
             self._precision.move_to(self.device)
             if self.device_placement:
                 self._prepared.move_to(self.device)
+            self._open_gate()
             return
         self._prepared.forget()
         self._settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
@@ -438,8 +439,12 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Loading, Profiling, 
         self._strategy: Strategy = choose_strategy(self.state.world, self.device, handlers=self._handlers)
         self._watch: LossWatch = make_watch(self._on_nan, self._accumulation.clock, self._precision, self._strategy)
         self._accumulating = Accumulating(self._accumulation, self._strategy)
-        self._accumulation.gate = make_gate(self._settings.split, self._prepared, self._strategy)
+        self._open_gate()
         self._is_equipped = True
+
+    def _open_gate(self) -> None:
+        """Batches reach the loops as this run was told, also those of loaders that were prepared before it."""
+        self._accumulation.gate = make_gate(RunSettings.from_env().split, self._prepared, self._strategy)
 
     def _join_world(self) -> None:
         """Take part in the world as it is now, process group included. Collective where the group is formed."""

@@ -202,9 +202,15 @@ class Window:
         """Batches of the open window whose gradients no optimizer has taken yet."""
         return self.position
 
-    def weighed(self, divisor: float) -> float:
+    def weighed(self, divisor: float, in_accumulate: bool) -> float:
         """What the loss in hand is divided by, where that of a whole batch is divided by `divisor`."""
         return divisor
+
+    def after_backward(self) -> None:
+        """A backward that synchronised nothing is through."""
+
+    def withheld_step(self, closure: Any) -> None:
+        """A prepared optimizer was told to step, and will not, since the window is still open."""
 
     def real(self, samples: int, world_size: int) -> int:
         """How many samples in the hands of all ranks are among the first `samples` of the round."""
@@ -335,7 +341,9 @@ class Accumulation:
 
     def enter_backward(self) -> float:
         """What the loss of the backward that comes is divided by."""
-        return self.window.weighed(self.window.divisor if self.depth else self.enter_bare_backward())
+        if self.depth:
+            return self.window.weighed(self.window.divisor, True)
+        return self.window.weighed(self.enter_bare_backward(), False)
 
     def enter_bare_backward(self) -> int:
         """A backward outside of `accumulate`: what its loss is divided by. The window is the program's own loop."""

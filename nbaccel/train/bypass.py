@@ -1,15 +1,15 @@
 """Bypass: what a training loop does past the `Accelerator` while its batches come in parts. Runs in ranks.
 
-Schedulers that were not prepared are slowed down to one move per batch. What would train something else than the whole
-batch does is refused, in one sentence that says how to write it. Used by the gate, around one loop.
+Schedulers that were not prepared are slowed down to one move per batch. What would train something else than whole
+batches do is refused, in one sentence that says how to write it. Used by the gate, around one loop.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,21 +24,27 @@ __all__ = ["Guard", "Hand", "paced"]
 
 
 class Hand(Protocol):
-    """What the loop has in hand.
-
-    has_weighed: a backward of the Accelerator's has run for a part of the batch in hand.
-    """
+    """What the loop has in hand."""
 
     part: Part
-    has_weighed: bool
 
 
 class Guard:
-    """Looks at what the loop does with optimizers and gradients past the Accelerator, while entered."""
+    """Follows one loop from part to part: its backwards, its steps, and what else becomes of gradients.
 
-    def __init__(self, prepared: Prepared, hand: Hand) -> None:
+    is_innermost: whether this loop is the one whose body is running; an outer one does not judge.
+
+    Whatever it raises is a `CannotCut`, before a weight has changed that should not have.
+    """
+
+    def __init__(self, prepared: Prepared, hand: Hand, is_innermost: Callable[[], bool]) -> None:
         self._prepared = prepared
         self._hand = hand
+        self._is_innermost = is_innermost
+        self._has_weighed = False  # a backward of ours has run for a part of the batch in hand
+        self._is_bare = False  # one has run for this part, outside of `accumulate`
+        self._has_stepped = False  # a prepared optimizer was told to step, in this part
+        self._left: list[tuple[Tensor, int]] = []  # gradients as the last part's backward left them
 
     def __enter__(self) -> Guard:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -47,35 +53,68 @@ class Guard:
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
 
-    def before_backward(self) -> None:
-        """The gradients of the batch's earlier parts must still be there.
-
-        Raises:
-            CannotCut: somebody has set them to None.
-        """
-        if self._hand.has_weighed and all(parameter.grad is None for parameter in self._parameters()):
-            raise CannotCut(
-                f"{self._because()} but the gradients of the first parts are gone: the loop drops them in every "
-                f"round, as model.zero_grad() does. {_remedy('optimizer.zero_grad()')}"
+    def next_part(self, part: Part) -> None:
+        """`part` is about to be handed out."""
+        if self._is_bare and not self._has_stepped:
+            self._refuse(
+                "the loop decides by itself in which of its rounds to step, and would count parts for batches",
+                "with accelerator.accumulate(model):",
             )
+        if part.is_first:
+            self._has_weighed = False
+            self.forget_gradients()
+        self._is_bare = self._has_stepped = False
+
+    def before_backward(self, in_accumulate: bool) -> None:
+        """A backward of ours comes: gradients of the batch's earlier parts must be there, as they were."""
+        if self._has_stepped:
+            self._refuse("the loop takes several steps for each batch, and none comes before the last part", None)
+        if self._has_weighed and all(parameter.grad is None for parameter in self._parameters()):
+            self._refuse(
+                "the gradients of the first parts are gone: the loop drops them in every round, as model.zero_grad() "
+                "does",
+                "optimizer.zero_grad()",
+            )
+        if any(gradient._version != version for gradient, version in self._left):
+            self._refuse(
+                "the gradients of the first parts were changed meanwhile, as torch.nn.utils.clip_grad_norm_ does",
+                "accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+            )
+        self._has_weighed = True
+        self._is_bare |= not in_accumulate
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """They change now, and rightly so."""
+        self._left = []
+
+    def after_backward(self) -> None:
+        """Remember the gradients as a backward of ours has left them."""
+        gradients = [parameter.grad for parameter in self._parameters()]
+        self._left = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
+
+    def withheld_step(self, closure: Any) -> None:
+        """A prepared optimizer was told to step, and waits for the batch's last part."""
+        if closure is not None:
+            self._refuse("the optimizer computes its losses itself (a closure), and would for the last part only", None)
+        self._has_stepped = True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch asks before the step of any optimizer. One that is prepared gets here with a batch's last part only."""
-        part = self._hand.part
+        if not self._is_innermost():
+            return
+        part, is_prepared = self._hand.part, any(one.optimizer is optimizer for one in self._prepared.optimizers)
         if not part.is_last and self._trains_with(optimizer):
-            line = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-            raise CannotCut(
-                f"{self._because()} but this {type(optimizer).__name__} is not prepared, so it steps after every "
-                f"part. {_remedy(line)}"
+            self._refuse(
+                f"this {type(optimizer).__name__} is not prepared, so it steps after every part",
+                "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
-        if not part.is_first and not self._hand.has_weighed and self._is_prepared(optimizer):
-            raise CannotCut(
-                f"{self._because()} but the loop calls loss.backward() itself, so each part weighs like a whole "
-                f"batch. {_remedy('accelerator.backward(loss)')}"
+        if is_prepared and not part.is_first and not self._has_weighed:
+            self._refuse(
+                "the loop calls loss.backward() itself, so each part weighs like a whole batch",
+                "accelerator.backward(loss)",
             )
-
-    def _is_prepared(self, optimizer: Optimizer) -> bool:
-        return any(prepared.optimizer is optimizer for prepared in self._prepared.optimizers)
+        self._has_stepped |= is_prepared
 
     def _trains_with(self, optimizer: Optimizer) -> bool:
         ours = {id(parameter) for model in self._prepared.models for parameter in model.parameters()}
@@ -87,16 +126,14 @@ class Guard:
             for group in prepared.param_groups:
                 yield from group["params"]
 
-    def _because(self) -> str:
+    def _refuse(self, what: str, line: str | None) -> NoReturn:
         part = self._hand.part
-        return (
+        remedy = "Choose" if line is None else f"Write\n    {line}\nor choose"
+        raise CannotCut(
             "memory ran out with whole batches, so each comes in parts now (in hand are samples "
-            f"{part.start} to {part.stop} of {part.rows}),"
+            f"{part.start} to {part.stop} of {part.rows}), but {what}. {remedy} a smaller batch_size; --oom stop "
+            "leaves batches whole."
         )
-
-
-def _remedy(line: str) -> str:
-    return f"Write\n    {line}\nor choose a smaller batch_size; --oom stop leaves batches whole."
 
 
 @contextmanager

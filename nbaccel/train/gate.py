@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbaccel.events import LoopEntered
-from nbaccel.train.accumulation import Gate, GradientAccumulationPlugin, Window
+from nbaccel.train.accumulation import Accumulation, Gate, GradientAccumulationPlugin, Window
 from nbaccel.train.bypass import Guard, paced
 from nbaccel.train.data.cut import Cut, Part
 from nbaccel.train.data.loader import PreparedLoader
@@ -93,22 +93,21 @@ class CutWindow(Window):
     """Windows over batches in parts: a batch counts when its last part is in hand.
 
     part: what is in hand; a whole batch in loops that are not cut.
-    has_weighed: a backward of ours has run for a part of the batch in hand.
     guard: of the loop, where batches are really cut.
     """
 
-    __slots__ = ("guard", "has_weighed", "part")
+    __slots__ = ("guard", "part")
 
     def __init__(self, source: PreparedLoader, batches_left: int | None, rules: GradientAccumulationPlugin) -> None:
         super().__init__(source, batches_left, rules)
         self.part = Part(None)
-        self.has_weighed = False
         self.guard: Guard | None = None
 
     def take(self, part: Part) -> None:
         """`part` is in hand from now on."""
+        if self.guard is not None:
+            self.guard.next_part(part)
         self.part = part
-        self.has_weighed &= not part.is_first
         self.sync = part.is_last  # for loops without `accumulate`; with it, `advance` decides
 
     @property
@@ -123,18 +122,27 @@ class CutWindow(Window):
     def unfinished(self) -> int:
         return self.position + self.has_more
 
-    def weighed(self, divisor: float) -> float:
+    def weighed(self, divisor: float, in_accumulate: bool) -> float:
         if self.guard is not None:
-            self.guard.before_backward()
-        self.has_weighed = True
+            self.guard.before_backward(in_accumulate)
         share = self.part.share
         return divisor / share if share else math.inf
+
+    def after_backward(self) -> None:
+        if self.guard is not None:
+            self.guard.after_backward()
+
+    def withheld_step(self, closure: Any) -> None:
+        if self.guard is not None and self.has_more:
+            self.guard.withheld_step(closure)
 
     def real(self, samples: int, world_size: int) -> int:
         return self.part.real(samples, world_size) if self.part.rows else samples
 
     def advance(self, steps: int) -> float:
         if self.part.is_last:
+            if self.guard is not None:
+                self.guard.forget_gradients()  # a window that turns out short multiplies them
             return super().advance(steps)
         self._foresee(steps)
         self.sync = False
@@ -143,6 +151,14 @@ class CutWindow(Window):
 
 class CutBatches(WholeBatches):
     """Hands out the batches of training loops in parts; those of other loops whole."""
+
+    def __init__(self, prepared: Prepared, strategy: Strategy, parts: int) -> None:
+        super().__init__(prepared, strategy, parts)
+        # One for all loops: parts of two loaders that are zipped are not taken and given back in turn.
+        self._held = ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_held": ExitStack()}
 
     def window(
         self, source: PreparedLoader, batches_left: int | None, rules: GradientAccumulationPlugin, steps: int
@@ -156,21 +172,31 @@ class CutBatches(WholeBatches):
 
     def _in_parts(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
         accumulation, prepared, cut = loader.accumulation, self._prepared(), self._cut(loader)
+        window: CutWindow | None = None
         with ExitStack() as entered:
-            held = entered.enter_context(ExitStack())  # what waits for the last part
             entered.callback(batches.close)  # type: ignore[attr-defined]
+            entered.callback(self._held.close)
             for batch in batches:
-                window = accumulation.window
-                assert isinstance(window, CutWindow)
-                if window.guard is None:
-                    window.guard = entered.enter_context(Guard(prepared, window))
-                    entered.enter_context(paced(prepared, window))
+                if window is None:
+                    window = self._enter(accumulation, prepared, entered)
                 for part in cut.of(batch):
                     window.take(part)
-                    held.close()
-                    for model in () if part.is_last else prepared.models:
-                        held.enter_context(self._strategy.no_sync(model))
+                    self._hold(() if part.is_last else prepared.models)
                     yield part.batch
+
+    def _enter(self, accumulation: Accumulation, prepared: Prepared, entered: ExitStack) -> CutWindow:
+        """The window of a loop that has just got its first batch, under guard."""
+        window = accumulation.window
+        assert isinstance(window, CutWindow)
+        window.guard = entered.enter_context(Guard(prepared, window, lambda: accumulation.window is window))
+        entered.enter_context(paced(prepared, window))
+        return window
+
+    def _hold(self, models: Sequence[Module]) -> None:
+        """Hold back the gradients of `models`, and of these only."""
+        self._held.close()
+        for model in models:
+            self._held.enter_context(self._strategy.no_sync(model))
 
 
 def make_gate(split: int | None, prepared: Prepared, strategy: Strategy) -> Gate:

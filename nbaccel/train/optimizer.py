@@ -50,7 +50,9 @@ class PreparedOptimizer(Optimizer):
         self._skips_in_a_row = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if not self.accumulation.window.sync:
+        window = self.accumulation.window
+        if not window.sync:
+            window.withheld_step(closure)
             return None
         value, taken = None, False
         if self._watch.lets_step(self.optimizer):

@@ -60,7 +60,7 @@ def test_a_run_that_ran_out_of_memory_starts_again_with_every_batch_in_two_parts
     again = restarted(Restarting().after(attempt(failed(OOM), LOOP)))
     assert again.line == (
         "rank 1 ran out of memory at 64 per rank; started again with 2 x 32, effective batch 256 unchanged; "
-        "the loop's body runs 2 times per batch"
+        "the loop's body runs 2 times per batch, each loss weighed as a mean over its samples"
     )
     assert again.spec.environ == {"NBACCEL_SEED": "7", "NBACCEL_SPLIT": "2"}
 
@@ -91,6 +91,12 @@ def test_what_the_attempts_left_behind_is_named() -> None:
     )
     second = restarted(restarting.after(attempt(failed(OOM), LOOP)))
     assert "files and trackers earlier attempts opened: wandb run digits abc, checkpoint" in second.line
+
+
+def test_a_loop_that_does_not_take_parts_is_not_given_more() -> None:
+    spec = replace(SPEC, environ={"NBACCEL_SPLIT": "2"})
+    report = stopped(Restarting().after(attempt(failed(OOM), LOOP, spec=spec)))
+    assert "not started again: batches of this loop came whole all the same" in report
 
 
 def test_batch_norm_layers_are_named() -> None:

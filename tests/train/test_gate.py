@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.data.cut import Part
 from nbaccel.train.gate import CutWindow
+from nbaccel.world import World
 
 SAMPLES = 37
 
@@ -262,6 +264,126 @@ def test_gradients_that_the_loop_drops_between_parts_are_missed(monkeypatch: pyt
         _loop(accelerator, model, optimizer, loader, accelerator.backward, model.zero_grad)
 
 
+def test_a_norm_that_is_clipped_between_parts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer, loader = _prepared(2, monkeypatch)
+
+    def backward(loss: torch.Tensor) -> None:
+        accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with pytest.raises(CannotCut, match=r"changed meanwhile(.|\n)*accelerator\.clip_grad_norm_"):
+        _loop(accelerator, model, optimizer, loader, backward)
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_a_loop_that_accumulates_by_hand_is_refused(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    accelerator, model, optimizer, loader = _prepared(2, monkeypatch)
+    with pytest.raises(CannotCut, match=r"decides by itself in which(.|\n)*with accelerator\.accumulate\(model\):"):
+        for at, (x, _) in enumerate(loader):
+            accelerator.backward(model(x).sum() / batches)
+            if (at + 1) % batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_loop_with_several_steps_per_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As adversarial trainings have them: the second model would learn from what the first one was."""
+    accelerator, model, optimizer, loader = _prepared(2, monkeypatch)
+    with pytest.raises(CannotCut, match="takes several steps for each batch"):
+        for x, _ in loader:
+            for _ in range(2):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_an_optimizer_with_a_closure_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBACCEL_SPLIT", "2")
+    accelerator = Accelerator()
+    net = torch.nn.Linear(3, 1)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.LBFGS(net.parameters()), _indexed())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 3)).square().mean()
+        accelerator.backward(loss)
+        return loss
+
+    with pytest.raises(CannotCut, match=r"computes its losses itself \(a closure\)"):
+        for _ in loader:
+            optimizer.step(closure)
+
+
+def test_several_backwards_for_one_step_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(split: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        monkeypatch.setenv("NBACCEL_SPLIT", str(split))
+        accelerator = Accelerator()
+        net = torch.nn.Linear(3, 1)
+        model, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters()), _indexed())
+        for x, y in loader:
+            accelerator.backward((model(x)[:, 0] - y).square().mean())
+            accelerator.backward(model(x).abs().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.weight.detach()
+
+    assert (trained(1) - trained(3)).abs().max() <= 1e-6
+
+
+def _zipped(split: int) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBACCEL_SPLIT", str(split))
+        torch.manual_seed(0)
+        accelerator = Accelerator()
+        net = torch.nn.Linear(3, 1)
+        adam = torch.optim.Adam(net.parameters(), lr=0.1)
+        model, optimizer, first, second = accelerator.prepare(net, adam, _indexed(), _indexed())
+        for (x, y), (other, _) in zip(first, second, strict=True):
+            loss = (model(x)[:, 0] - y).square().mean() + (model(x) - model(other).detach()).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.weight.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_loaders_that_are_zipped_come_in_step(ranks: int) -> None:
+    whole, cut = run_ranks(ranks, _zipped, 1), run_ranks(ranks, _zipped, 2)
+    for one, other in zip(whole, cut, strict=True):
+        assert (one - other).abs().max() <= 1e-6
+        assert cut[0].equal(other)
+
+
+def test_what_was_prepared_in_the_kernel_is_cut_in_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, _, loader = _prepared(1, monkeypatch)
+
+    def bodies() -> int:
+        os.environ |= World(launch_id="a run").environ() | {"NBACCEL_SPLIT": "2"}
+        with accelerator.accumulate(model):
+            pass
+        return len(list(loader))
+
+    assert len(list(loader)) == 5
+    assert run_ranks(1, bodies) == [10]
+
+
+def test_forward_backward_takes_parts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(split: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        monkeypatch.setenv("NBACCEL_SPLIT", str(split))
+        accelerator = Accelerator()
+        net = torch.nn.Linear(3, 1)
+        model, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters()), _indexed())
+        for batch in loader:
+            accelerator.forward_backward(lambda part: (model(part[0])[:, 0] - part[1]).square().mean(), batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.weight.detach()
+
+    assert (trained(1) - trained(2)).abs().max() <= 1e-6
+
+
 def _loops(events: list[Event]) -> list[LoopEntered]:
     return [event for event in events if isinstance(event, LoopEntered)]
 
@@ -317,4 +439,4 @@ def test_a_repeated_part_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     accelerator, _, _, loader = _prepared(2, monkeypatch)
     window = CutWindow(loader, 1, accelerator._accumulation.rules)
     window.take(Part(None, 0, 1, 1, is_first=False, is_repeated=True))
-    assert window.weighed(1) == math.inf
+    assert window.weighed(1, in_accumulate=True) == math.inf

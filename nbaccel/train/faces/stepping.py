@@ -116,6 +116,8 @@ class Stepping(ProcessControl):
         self._strategy.backward(self._precision.scale(loss), **kwargs)
         if window.sync and not accumulation.is_held:
             accumulation.clock.train()
+        else:
+            window.after_backward()
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None, *, enabled: bool = True

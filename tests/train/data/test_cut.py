@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nbaccel.errors import CannotCut
 from nbaccel.train.data.cut import Cut, Part
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 40), st.integers(2, 9), st.integers(1, 40), st.booleans())
 def test_every_sample_is_in_one_part_and_the_shares_add_up(rows: int, parts: int, size: int, is_level: bool) -> None:
     cut = Cut(parts, max(size, rows), is_level)
@@ -68,6 +69,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason() -> None:
         Cut(2).of((torch.ones(4), torch.ones(3)))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.data())
 def test_real_samples_of_a_round_that_was_filled_up_are_counted_once(
     rows: int, parts: int, ranks: int, data: st.DataObject
