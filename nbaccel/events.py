@@ -32,6 +32,7 @@ __all__ = [
     "Phase",
     "Progress",
     "RecordsLost",
+    "Restarted",
     "SaveAsked",
     "SaveDue",
     "SavingAtStop",
@@ -192,6 +193,16 @@ class RecordsLost(Event):
     """
 
     count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted(Event):
+    """All ranks of the run were ended and started again; said by the kernel itself.
+
+    line: why and how, as the user was told.
+    """
+
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)

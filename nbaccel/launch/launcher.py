@@ -12,14 +12,15 @@ import importlib
 import inspect
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.errors import CannotFork, NestedLaunch, ResultsMissing
-from nbaccel.events import Listener
+from nbaccel.events import Listener, Restarted
 from nbaccel.hardware import Survey
 from nbaccel.launch.group import BadFork, Ended, WorkerGroup
 from nbaccel.launch.here import ProcessState
@@ -30,7 +31,8 @@ from nbaccel.launch.keeper import Keeper
 from nbaccel.launch.preflight import Start, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.launch.restarting import Again, Attempt, Over, Restarting
-from nbaccel.launch.screen.console import screen_here
+from nbaccel.launch.screen.audience import Audience
+from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.router import OutputRouter, Screen
 from nbaccel.launch.spec import STOP, FunctionTask, LaunchSpec, Task, load_named
 from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
@@ -38,10 +40,19 @@ from nbaccel.launch.verdict import verdict
 from nbaccel.launch.wire.parcel import unpack
 from nbaccel.launch.witness import Witness
 from nbaccel.settings import RunSettings
+from nbaccel.view.figure import draw, picture
+from nbaccel.view.history import History
+from nbaccel.view.picture import Picture
+from nbaccel.view.state import Facts
+from nbaccel.view.text import text
 from nbaccel.world import World
 
 __all__ = ["Launcher", "Outcome", "Run", "debug_launcher", "default_launcher", "launch", "notebook_launcher"]
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LONGEST_ARGUMENT = 30
 _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel")
 
 
@@ -82,6 +93,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self.keeper = Keeper()
+        self.audience = Audience()
         self._one_at_a_time = threading.Lock()
 
     def run(
@@ -149,6 +161,8 @@ class Launcher:
                         ended.close()
                         restarts.append(line)
                         say(line)
+                        for listener in listeners:
+                            listener.feed(0, time.monotonic(), Restarted(line))
                     case Over(report):
                         break
         error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
@@ -217,7 +231,7 @@ class Run:
     """A finished `launch`.
 
     values: what the function returned, by rank; None for a rank that failed.
-    history: one dict per `accelerator.log` of rank 0, each with its "step"; thinned evenly beyond 20,000.
+    history: the curves of all ranks, and in `history.rows` what rank 0 logged.
     error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
     log_path: everything the ranks printed; the file lives as long as this process.
     seconds: wall time from the start of the ranks to the end of the last.
@@ -225,7 +239,7 @@ class Run:
     """
 
     values: list[Any]
-    history: list[dict[str, Any]]
+    history: History
     error: BaseException | None
     start_method: str
     start_reason: str
@@ -237,6 +251,24 @@ class Run:
     def value(self) -> Any:
         """What rank 0 returned."""
         return self.values[0]
+
+    def figure(self, *names: str, size: tuple[float, float] | None = None) -> Figure:
+        """A new `matplotlib.figure.Figure` of the run: curves by rank and their mean, memory, speed.
+
+        names: the curves to draw; by default the loss.  size: in inches.
+
+        Raises:
+            KeyError: no curve has that name.
+        """
+        return draw(self.history, names=names or None, size=size)
+
+    def plot(self, *names: str) -> Picture:
+        """The figure as a notebook shows it.
+
+        Raises:
+            KeyError: no curve has that name.
+        """
+        return picture(self.figure(*names), text(self.history, Facts(), self.seconds))
 
 
 def launch(
@@ -306,27 +338,50 @@ def launch(
     )
     if start.method == "inline":
         return _launch_inline(spec, check)
-    outcome = default_launcher().run(spec, screen_here())
+    launcher = default_launcher()
+    facts = Facts(_call_in_words(function, args, kwargs), str(chosen), chosen.names())
+    shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
+    outcome = launcher.run(spec, shown, listeners=[shown])
     try:
-        return _as_run(outcome, check)
+        error, word = _how_it_ended(outcome)
+        run = _as_run(outcome, shown.history, error)
     finally:
         outcome.close()
-
-
-def _as_run(outcome: Outcome, check: bool) -> Run:
-    ended = outcome.ended
-    error = outcome.error
-    if ended.is_interrupted:
-        error = KeyboardInterrupt("the run was interrupted")
-    elif ended.is_timed_out:
-        error = TimeoutError(f"the run was stopped after its time limit, {ended.seconds:.1f} s")
-    if error is None:
-        error = _missing_value(outcome)
+    shown.end(word, run.seconds, error, outcome.ended.first_failed)
     if error is not None and check:
         raise error
+    return run
+
+
+def _how_it_ended(outcome: Outcome) -> tuple[BaseException | None, str]:
+    """What the run raises, and its end in a word."""
+    ended = outcome.ended
+    if ended.is_interrupted:
+        return KeyboardInterrupt("the run was interrupted"), "stopped"
+    if ended.is_timed_out:
+        return TimeoutError(f"the run was stopped after its time limit, {ended.seconds:.1f} s"), "stopped"
+    error = outcome.error or _missing_value(outcome)
+    return error, "done" if error is None else "failed"
+
+
+def _call_in_words(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """
+    >>> _call_in_words(pow, (2, 5), {"mod": 7})
+    'pow(2, 5, mod=7)'
+    """
+    values = [*map(_briefly, args), *(f"{name}={_briefly(value)}" for name, value in kwargs.items())]
+    return f"{getattr(function, '__name__', type(function).__name__)}({', '.join(values)})"
+
+
+def _briefly(value: Any) -> str:
+    return repr(value) if isinstance(value, int | float | str) and len(repr(value)) < _LONGEST_ARGUMENT else "…"
+
+
+def _as_run(outcome: Outcome, history: History, error: BaseException | None) -> Run:
+    ended = outcome.ended
     return Run(
         values=[outcome.values(rank).get("value") for rank in range(len(ended.reports))],
-        history=list(ended.metrics),
+        history=history,
         error=error,
         start_method=outcome.start.method,
         start_reason=outcome.start.reason,
@@ -351,7 +406,7 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
 def _launch_inline(spec: LaunchSpec, check: bool) -> Run:
     seconds, error = run_inline(spec, check)
     assert isinstance(spec.task, FunctionTask)
-    return Run([spec.task.value], [], error, spec.start.method, spec.start.reason, "", seconds)
+    return Run([spec.task.value], History(1), error, spec.start.method, spec.start.reason, "", seconds)
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -39,6 +39,10 @@ class Devices:
         """The GPU that limits what all ranks can do (precision); None on the CPU."""
         return min(self.gpus, key=lambda gpu: gpu.compute_capability, default=None)
 
+    def names(self) -> tuple[str, ...]:
+        """The device of each rank, as a person calls it; empty on the CPU."""
+        return tuple(f"GPU {gpu.index}" for gpu in self.gpus)
+
     def environ(self) -> dict[str, str]:
         """The variables that show every rank these devices, numbered by local rank.
 

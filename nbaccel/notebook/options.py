@@ -45,6 +45,7 @@ AUTO = "auto"
 _LARGEST_SEED = 2**32 - 1
 """NumPy's limit; rank r is seeded with seed + r."""
 _SEED_ROOM = 100_000
+_MOST_CURVES = 3
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -81,6 +82,7 @@ class Options:
     cpu: bool | None = None
     timeout: float | None = None
     start: str | None = None
+    plot: tuple[str, ...] | None = None
     plain: bool | None = None
     seed: int | None = None
     debug: bool | None = None
@@ -167,6 +169,16 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _curves(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not 1 <= len(names) <= _MOST_CURVES:
+        raise argparse.ArgumentTypeError(
+            f"{_MOST_CURVES} curves have room beside each other, and one is the least; got {text!r}. "
+            'Write names with commas between them, such as loss,acc, and quotes around spaces: "val loss,acc"'
+        )
+    return names
+
+
 def _expand(ranks: str) -> Iterable[int]:
     """
     >>> list(_expand("0,2-4"))
@@ -247,8 +259,10 @@ _FLAGS = (
           help="stop after S seconds, as one interrupt would, with TimeoutError; default never"),
     _flag("--start", metavar="HOW", choices=START_METHODS, type=_one_of("a start", *START_METHODS),
           help="auto, fork, zygote or inline; default auto: fork unless the notebook has used CUDA"),
+    _flag("--plot", metavar="CURVES", type=_curves,
+          help="numbers to draw, of those that accelerator.log and backward report: loss,acc; default the loss"),
     _flag("--plain", action="store_true", default=None,
-          help="show text only, no rich output; default off"),
+          help="show text only, no panel, no rich output; default off"),
     _flag("--seed", metavar="N", type=_seed,
           help="shared seed, rank r computes with N + r; default drawn for each run, and printed"),
     _flag("--debug", action="store_true", default=None,

@@ -20,6 +20,7 @@ from nbaccel.launch.spec import SHRINK, LaunchSpec
 from nbaccel.launch.wire.weight import size_of
 from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import RunSettings
+from nbaccel.view.state import Facts
 
 __all__ = ["Plan", "amount", "choose_precision"]
 
@@ -100,6 +101,18 @@ class Plan:
             wants_results=bool(task.out),
             oom=self.options.oom or SHRINK,
         )
+
+    def facts(self, title: str) -> Facts:
+        """What the panel says of the run beside its numbers."""
+        accumulate = self.settings.gradient_accumulation_steps or 1
+        parts = [
+            str(self.devices),
+            f"{self.settings.mixed_precision}" if self.settings.mixed_precision != "no" else "",
+            f"accumulate {accumulate}" if accumulate > 1 else "",
+            f"seed {self.settings.seed}",
+        ]
+        plots = self.options.plot or ()
+        return Facts(title, ", ".join(filter(None, parts)), self.devices.names(), plots)
 
     def __str__(self) -> str:
         """The line that is printed before the run."""

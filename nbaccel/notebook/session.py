@@ -20,7 +20,7 @@ from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import run_inline
 from nbaccel.launch.launcher import Launcher, Outcome, default_launcher, refuse_nested_launch
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
-from nbaccel.launch.screen.console import JupyterScreen
+from nbaccel.launch.screen.audience import Audience
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import LaunchSpec, Results
 from nbaccel.notebook.configuration import Configuration
@@ -83,6 +83,7 @@ class Session:
         self.cuda = CudaWatch()
         self.last_run: LastRun | None = None
         self.rank_memory = RankMemory()
+        self._audience = Audience()
         self._launcher = launcher
         self._setup = setup
 
@@ -114,19 +115,25 @@ class Session:
         source = read_cell(self.shell, body)
         task = CellTask(source, self.shell.user_ns, options.out or (), options.inputs or ())
         self._check_names(options, body)
-        plan = Plan.of(options, task, self.survey(), ProcessState.now(), self.cuda.first_cell)
+        survey = self.survey()
+        plan = Plan.of(options, task, survey, ProcessState.now(), self.cuda.first_cell)
         shown_ranks = options.shown_ranks(plan.devices.num_processes)
         self.say(str(plan))
         spec = plan.spec(task, self._setup)
         if plan.start.method == "inline":
             return self._run_inline(spec, task)
-        screen = ConsoleScreen() if options.plain else JupyterScreen(self.shell)
+        shown = self._audience.show(
+            self.shell, spec.world_size, plan.facts(source.name), survey.platform, is_plain=bool(options.plain)
+        )
         self.rank_memory.begin(source.name)
-        outcome = self.launcher.run(spec, screen, shown_ranks=shown_ranks, listeners=[self.rank_memory])
+        outcome = self.launcher.run(spec, shown, shown_ranks=shown_ranks, listeners=[shown, self.rank_memory])
+        error, end = _how_it_ended(outcome, plan)
         try:
-            return self._conclude(outcome, plan, source, task)
+            return self._conclude(outcome, plan, source, task, error, end)
         finally:
             outcome.close()
+            # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook by now.
+            shown.end(end, outcome.ended.seconds, error, outcome.ended.first_failed)
 
     def say(self, line: str) -> None:
         """One line of ours in the cell's output."""
@@ -145,11 +152,12 @@ class Session:
 
     # --- after the run -----------------------------------------------------------------------------------------
 
-    def _conclude(self, outcome: Outcome, plan: Plan, source: CellSource, task: CellTask) -> Any:
+    def _conclude(
+        self, outcome: Outcome, plan: Plan, source: CellSource, task: CellTask, error: BaseException | None, end: str
+    ) -> Any:
         """Values into the notebook, what there is to say about them, and then the run's error, if it had one."""
         ended = outcome.ended
         report = ended.reports[0]
-        error, end = _how_it_ended(outcome, plan)
         self.last_run = LastRun(source.name, end, ended.seconds)
         if ended.is_timed_out and error is None:
             self.say(_at_the_limit(plan, ended.steps))

@@ -11,21 +11,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.view.history import History
+from nbaccel.view.picture import Picture
 from nbaccel.view.plot import Scale, thinned
 from nbaccel.view.series import Line, Series
 from nbaccel.view.state import Facts
 from nbaccel.view.theme import ON_LIGHT, dashes
-from nbaccel.view.words import gigabytes, number, rate
+from nbaccel.view.words import gigabytes, number, rate, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "png"]
+__all__ = ["draw", "picture"]
 
 _INK, _SOFT, _BAD = "#1d1f23", "#5b616b", "#b3261e"
 _WIDTH_IN, _HEIGHT_IN = 9.4, 2.7
-_DPI = 160
+_DPI, _CSS_DPI = 160, 96
 _COLOURS = 160
 _POINTS = 240
 _MOST_LABELS = 10
@@ -93,19 +94,23 @@ def draw(
     return figure
 
 
-def png(figure: Figure) -> bytes:
-    """`figure` as a PNG of few colours, which is a quarter of what matplotlib writes."""
+def picture(figure: Figure, text: str) -> Picture:
+    """`figure` as a PNG of few colours, which is a quarter of what matplotlib writes.
+
+    text: what it shows, in words.
+    """
     import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
-    picture = Image.fromarray(numpy.ascontiguousarray(numpy.asarray(canvas.buffer_rgba())[..., :3]))
+    image = Image.fromarray(numpy.ascontiguousarray(numpy.asarray(canvas.buffer_rgba())[..., :3]))
     file = io.BytesIO()
-    few = picture.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = image.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(file, "PNG", optimize=True, dpi=(_DPI, _DPI))
-    return file.getvalue()
+    width, height = (round(inches * _CSS_DPI) for inches in figure.get_size_inches())
+    return Picture(file.getvalue(), width, height, text)
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ def _logarithmic(axes: Axes) -> None:
 def _memory(axes: Axes, history: History) -> None:
     """What each rank used over time, and where the limit is."""
     peaks = [usage.peak_bytes for usage in history.memory.values()]
-    axes.set_title(f"memory, peak {_span(peaks)}" if peaks else "memory")
+    axes.set_title(f"memory, peak {span(peaks)}" if peaks else "memory")
     axes.set_ylabel("GB")
     top = float(max(peaks, default=0))
     for rank in history.memory:
@@ -192,15 +197,6 @@ def _from_zero(axes: Axes, top: float) -> None:
     """From nothing to a little more than `top`, over milliseconds that are written as seconds."""
     axes.set_ylim(0, top * 1.1 or 1.0)
     axes.xaxis.set_major_formatter(lambda milliseconds, _: f"{milliseconds / 1000:g}")
-
-
-def _span(sizes: Sequence[int]) -> str:
-    """
-    >>> _span([11_200_000_000, 11_200_000_000]), _span([9_000_000_000, 11_200_000_000])
-    ('11.2 GB', '9.0 to 11.2 GB')
-    """
-    low, high = gigabytes(min(sizes)), gigabytes(max(sizes))
-    return high if low == high else f"{low.removesuffix(' GB')} to {high}"
 
 
 def _legend(axes: Axes) -> None:

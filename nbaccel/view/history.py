@@ -11,7 +11,18 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from nbaccel.events import Checkpoint, Event, Loss, Memory, Metric, OutOfMemory, Phase, Progress, RecordsLost
+from nbaccel.events import (
+    Checkpoint,
+    Event,
+    Loss,
+    Memory,
+    Metric,
+    OutOfMemory,
+    Phase,
+    Progress,
+    RecordsLost,
+    Restarted,
+)
 from nbaccel.view.phase import PhaseRecord, fraction
 from nbaccel.view.rows import Rows
 from nbaccel.view.series import Line, Series
@@ -32,7 +43,7 @@ _SPEED_EVERY_S = 0.5
 class Mark:
     """Something that happened once.
 
-    at_s: since the run began.  kind: "oom", "checkpoint", "phase" or "note".
+    at_s: since the run began.  kind: "oom", "checkpoint" or "restart".
     rank: None where all ranks took part.  step: None where no step goes with it.
     """
 
@@ -72,6 +83,8 @@ class History:
         self._began_at = began_at
         self._lost: dict[int, int] = {}
         self._phase_of: dict[int, int] = {}
+        self._attempts = 1
+        self._first_phase = 0
         self._points = _MOST_POINTS
         self._speed_due_s = 0.0
         self._take: dict[type[Event], Callable[[int, float, Any], None]] = {
@@ -83,6 +96,7 @@ class History:
             Phase: self._take_phase,
             Progress: self._take_progress,
             RecordsLost: self._take_lost,
+            Restarted: self._take_restarted,
         }
 
     # --- feeding -----------------------------------------------------------------------------------------------
@@ -182,6 +196,17 @@ class History:
     def _take_lost(self, rank: int, at_s: float, event: RecordsLost) -> None:
         self._lost[rank] = event.count
 
+    def _take_restarted(self, rank: int, at_s: float, event: Restarted) -> None:
+        """What counts is the last attempt; the curves of those before it stay, to be looked at."""
+        self.add_mark(Mark(at_s, "restart", event.line))
+        self.rows = Rows()
+        self._attempts += 1
+        if not self.phases[-1].is_empty:
+            self.phases[-1].name = self.phases[-1].name or f"attempt {self._attempts - 1}"
+            self.phases.append(PhaseRecord(f"attempt {self._attempts}", at_s))
+        self._first_phase = len(self.phases) - 1
+        self._phase_of = dict.fromkeys(range(self.world_size), self._first_phase)
+
     # --- reading -----------------------------------------------------------------------------------------------
 
     @property
@@ -200,8 +225,8 @@ class History:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that every rank has done, in all phases."""
-        return sum(phase.steps for phase in self.phases)
+        """Optimizer steps that every rank has done, in all phases of the last attempt."""
+        return sum(phase.steps for phase in self.phases[self._first_phase :])
 
     @property
     def has_curves(self) -> bool:

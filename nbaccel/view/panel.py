@@ -28,7 +28,7 @@ from nbaccel.view.theme import STYLE, colour, dashes
 from nbaccel.view.usage import Usage
 from nbaccel.view.words import gigabytes, number
 
-__all__ = ["Panel"]
+__all__ = ["SIGNS", "Panel"]
 
 _LINE_PX, _ROW_PX, _PLOT_PX, _STEPS_PX = 20, 22, 116, 14
 _PADDING_PX = 18
@@ -36,7 +36,8 @@ _MOST_ROWS = 8
 _MOST_PLOTS = 3
 _POINTS = 960
 """Points that all lines of a panel share: what half a second's frame may weigh."""
-_SIGNS = {"done": "✓", "failed": "✕", "stopped": "■"}
+SIGNS = {"done": "✓", "failed": "✕", "stopped": "■"}
+"""Beside the word, which says the same."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,20 @@ class Panel:
         names = self.facts.shown(self.history.names)[:_MOST_PLOTS]
         return (
             f'<div class="nbaccel" role="group" aria-label="{escape(self.facts.title)}" '
-            f'style="height:{self.height_px}px">{self._head(state)}{self._progress(seconds)}'
+            f'style="height:{self.height_px}px">{self._head(state)}{self._progress(seconds, state)}'
             f'<div class="body" style="height:{self._body_px}px">{self._plots(names)}{self._table(names)}</div>'
             f"{self._foot(names, state)}</div>"
         )
 
     def _head(self, state: State) -> str:
         return (
-            f'<div class="row"><b class="{state.word}">{_SIGNS.get(state.word, "●")} {state.word}</b>'
+            f'<div class="row"><b class="{state.word}">{SIGNS.get(state.word, "●")} {state.word}</b>'
             f'<b>{escape(self.facts.title)}</b><span class="wide soft">{escape(self.facts.setting)}</span></div>'
         )
 
-    def _progress(self, seconds: float) -> str:
+    def _progress(self, seconds: float, state: State) -> str:
         place = escape(", ".join(where(self.history))) or "starting"
-        when = escape(", ".join(times(self.history, seconds)))
+        when = escape(", ".join(times(self.history, seconds, state)))
         progress = self.history.phase.progress
         done = None if progress is None else fraction(progress)
         return (

@@ -53,13 +53,18 @@ class PhaseRecord:
 
     @property
     def series(self) -> dict[str, Series]:
-        """All curves by name. "loss" is that of every backward, where there is one; one that was logged stands beside
-        it as "logged loss": it may be an average, or that of other data.
+        """All curves by name. "loss" is that of every backward, where there is one.
+
+        A logged "loss" then stands beside it as "logged loss", since it may be an average, or that of other data. It is
+        left out where it only says the same again.
         """
         if self.loss is None:
             return dict(self.metrics)
-        logged = {f"logged {LOSS}" if name == LOSS else name: series for name, series in self.metrics.items()}
-        return {LOSS: self.loss, **logged}
+        others = dict(self.metrics)
+        logged = others.pop(LOSS, None)
+        if logged is not None and any(self.loss.last.get(rank) != value for rank, value in logged.last.items()):
+            others = {f"logged {LOSS}": logged, **others}
+        return {LOSS: self.loss, **others}
 
     @property
     def leader(self) -> int | None:

@@ -15,7 +15,7 @@ from html import escape
 from nbaccel.view.series import Line
 from nbaccel.view.theme import colour, dashes
 
-__all__ = ["Scale", "plot", "thinned"]
+__all__ = ["Scale", "plot", "spark", "thinned"]
 
 _SIDE, _TOP = 1000, 40
 _ROOM = _SIDE - 2 * _TOP
@@ -104,6 +104,19 @@ def plot(
     return (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" '
         f'height="{height_px}">{"".join(parts)}</svg>'
+    )
+
+
+def spark(line: Line, scale: Scale, label: str) -> str:
+    """One curve as small as a word."""
+    first, last = line.step[0], max(line.step[-1], line.step[0] + 1)
+    points = [
+        (round((step - first) / (last - first) * 90), round(1 + (1 - scale.height(value)) * 14))
+        for step, value in zip(line.step, line.mean, strict=True)
+    ]
+    return (
+        f'<svg role="img" aria-label="{escape(label)}" width="90" height="16"><path d="{_path(points)}" '
+        f'stroke="var(--r0)" stroke-width="1.5" {_STROKE}/></svg>'
     )
 
 

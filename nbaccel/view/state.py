@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nbaccel.view.words import duration, plural
+
 __all__ = ["RUNNING", "Facts", "State"]
 
 
@@ -53,6 +55,18 @@ class State:
     @property
     def is_over(self) -> bool:
         return self.word in ("done", "failed", "stopped")
+
+    @classmethod
+    def ended(cls, word: str, seconds: float, steps: int, why: str = "") -> State:
+        """How a run ended, after how long, and why unless all is well.
+
+        >>> State.ended("done", 41.0, 500).sentence
+        'done in 0:41, 500 steps'
+        >>> State.ended("failed", 2.0, 0, "rank 1, ValueError: 11 classes").sentence
+        'failed after 2.0 s: rank 1, ValueError: 11 classes'
+        """
+        sentence = f"{word} {'in' if word == 'done' else 'after'} {duration(seconds)}"
+        return cls(word, sentence + (f", {plural(steps, 'step')}" if steps else "") + (f": {why}" if why else ""))
 
 
 RUNNING = State("running")

@@ -13,7 +13,7 @@ from nbaccel.view.phase import fraction
 from nbaccel.view.series import Series
 from nbaccel.view.state import RUNNING, Facts, State
 from nbaccel.view.usage import Usage
-from nbaccel.view.words import duration, gigabytes, number, plural, rate
+from nbaccel.view.words import duration, gigabytes, number, plural, rate, span
 
 __all__ = ["curve_words", "line", "loss_of_records", "mark_words", "memory_words", "text", "times", "where"]
 
@@ -25,16 +25,20 @@ def line(history: History, facts: Facts, seconds: float, state: State = RUNNING)
 
     >>> from nbaccel.events import Metric
     >>> history = History(1)
-    >>> history.feed(0, 1.0, Metric({"loss": 0.5}, step=3))
+    >>> history.feed(0, 1.0, Metric({"acc": 0.5}, step=3))
     >>> line(history, Facts("Cell In[5]"), seconds=12.0)
-    '4 steps, loss 0.5000, 0:12'
+    '4 steps, acc 0.5000, 0:12'
     """
-    words = [] if state == RUNNING else [state.sentence or state.word]
-    words += where(history)
+    words = [state.sentence] if state.sentence else []
+    words += _where_now(history, state)
     words += [f"{name} {number(series.latest)}" for name, series in history.phase.series.items()]
-    words += times(history, 0.0 if state.sentence else seconds)
-    full = [memory_words(usage, facts.device(rank)) for rank, usage in sorted(history.memory.items())]
-    return ", ".join([*words, *([f"memory {' / '.join(full)}"] if full else [])])
+    words += times(history, seconds, state)
+    if usages := list(history.memory.values()):
+        sizes = [usage.peak_bytes if state.is_over else usage.used_bytes for usage in usages]
+        limits = {usage.limit_bytes for usage in usages if usage.is_device and usage.limit_bytes}
+        of = f" of {span(sorted(limits))}" if limits else ""
+        words.append(f"{'peak memory' if state.is_over else 'memory'} {span(sizes)}{of}")
+    return ", ".join(words)
 
 
 def text(history: History, facts: Facts, seconds: float, state: State = RUNNING) -> str:
@@ -45,7 +49,7 @@ def text(history: History, facts: Facts, seconds: float, state: State = RUNNING)
 def _lines(history: History, facts: Facts, seconds: float, state: State) -> Iterator[str]:
     yield f"{facts.title}: {state.sentence or state.word}"
     yield facts.setting
-    yield ", ".join([*where(history), *times(history, seconds)])
+    yield ", ".join([*_where_now(history, state), *times(history, seconds, state)])
     for name, series in history.phase.series.items():
         yield curve_words(name, series)
     for rank in range(history.world_size):
@@ -55,6 +59,11 @@ def _lines(history: History, facts: Facts, seconds: float, state: State) -> Iter
         yield f"rank {rank}: {', '.join(filter(None, words))}" if any(words) else ""
     yield from (mark_words(mark) for mark in history.marks[-_LATEST_MARKS:])
     yield loss_of_records(history)
+
+
+def _where_now(history: History, state: State) -> list[str]:
+    """A run that is done is at its end, and its sentence counts the steps."""
+    return where(history) if state.word != "done" else [name for name in [history.phase.name] if name]
 
 
 def where(history: History) -> list[str]:
@@ -80,14 +89,15 @@ def _of(done: int, of: int | None) -> str:
     return f"{done:,}" if of is None else f"{done:,}/{of:,}"
 
 
-def times(history: History, seconds: float) -> list[str]:
-    """How fast, how long so far, how long still: ["12.4 steps/s", "0:12", "0:28 left"]."""
+def times(history: History, seconds: float, state: State = RUNNING) -> list[str]:
+    """How fast, how long so far, how long still: ["12.4 steps/s", "0:12", "0:28 left"]; only the first in the end."""
     phase = history.phase
     words = []
     if (steps_per_s := phase.pace.steps_per_s) is not None:
         words.append(rate(steps_per_s, "steps"))
-    if seconds:
-        words.append(duration(seconds))
+    if state.is_over:
+        return words
+    words.append(duration(seconds))
     if (eta_s := phase.eta_s) is not None:
         words.append(f"{duration(eta_s)} left{'' if phase.knows_its_end else ' in this epoch'}")
     return words

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-__all__ = ["duration", "gigabytes", "number", "plural", "rate"]
+__all__ = ["duration", "gigabytes", "number", "plural", "rate", "span"]
 
 _DIGITS = 4
 
@@ -43,6 +44,16 @@ def gigabytes(nbytes: float) -> str:
     """
     size = nbytes / 1e9
     return f"{size:.1f} GB" if size >= 1 else f"{size:.2f} GB" if size else "0 GB"
+
+
+def span(sizes: Sequence[int]) -> str:
+    """From the smallest to the largest.
+
+    >>> span([11_200_000_000, 11_200_000_000]), span([9_000_000_000, 11_200_000_000])
+    ('11.2 GB', '9.0 to 11.2 GB')
+    """
+    low, high = gigabytes(min(sizes)), gigabytes(max(sizes))
+    return high if low == high else f"{low.removesuffix(' GB')} to {high}"
 
 
 def rate(per_s: float, noun: str) -> str:

@@ -27,7 +27,7 @@ TAG = "NBACCEL_TEST_KERNEL"
 
 _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 _PROC = Path("/proc")
-_OURS = re.compile(r"^(\d+ ranks? on .*|(not )?brought back.*)\n", re.M)
+_OURS = re.compile(r"^(\d+ ranks? on .*|(not )?brought back.*|(done in|(failed|stopped) after) \d.*)\n", re.M)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _START_TIMEOUT_S = 40.0
 
@@ -71,7 +71,7 @@ class Cell:
 
     @property
     def printed(self) -> str:
-        """Standard output without our own lines: what will run, what came back."""
+        """Standard output without our own lines: what will run, what came back, how it ended."""
         return _OURS.sub("", self.stdout)
 
     def take(self, message: dict[str, Any]) -> None:

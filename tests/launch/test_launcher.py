@@ -412,8 +412,8 @@ def test_metrics_of_rank_0_are_the_history() -> None:
         for step in range(3):
             emit(Metric({"loss": 1.0 / (step + 1)}, step))
 
-    history: list[dict[str, Any]] = launch(train, 2).history
-    assert history == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 1 / 3}]
+    history = launch(train, 2).history
+    assert history.rows == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 1 / 3}]
 
 
 def test_a_child_that_the_function_forked_does_not_speak_for_its_rank(start_method: str) -> None:

@@ -246,7 +246,7 @@ def train():
         emit(Metric({"a": 1.0}, step))
     os.write(done, b"d")             # only now may it go on
 
-print(len(launch(train, 2, start_method="fork").history))
+print(len(launch(train, 2, start_method="fork").history.rows))
 """
 
 

@@ -193,7 +193,7 @@ def test_help_shows_the_flags(planned: Any) -> None:
         ("%%accelerate --out model, h", "h", ["history"]),
         ("%%accelerate -i mo", "mo", ["model"]),
         ("%%accelerate --out model --d", "--d", ["--debug", "--devices"]),
-        ("%%accelerate --cpu --pl", "--pl", ["--plain"]),
+        ("%%accelerate --cpu --pl", "--pl", ["--plain", "--plot"]),
         ("%%accelerate", "%%accelerate", []),
         ("%accelerate ", "", ["config", "doctor", "memory"]),
         ("%accelerate d", "d", ["doctor"]),

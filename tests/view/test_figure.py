@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import io
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from PIL import Image
 
 from nbaccel.events import Loss, OutOfMemory, Phase
-from nbaccel.view.figure import draw, png
+from nbaccel.view.figure import draw, picture
 from nbaccel.view.history import History
 from nbaccel.view.state import Facts
 from view.runs import a_run
@@ -70,11 +71,19 @@ def test_chosen_curves_that_were_never_logged_do_not_break_the_picture_that_is_k
 
 @pytest.mark.parametrize(("world_size", "steps"), [(1, 3), (2, 500), (8, 1000)])
 def test_the_png_is_small_and_sharp(world_size: int, steps: int) -> None:
-    data = png(draw(a_run(world_size, steps), title="Cell In[5]: done in 0:50"))
+    kept = picture(draw(a_run(world_size, steps), title="Cell In[5]: done in 0:50"), "loss 0.5")
+    data = kept.png
     assert len(data) < 60_000
-    picture = Image.open(io.BytesIO(data))
-    assert picture.format == "PNG"
-    assert picture.size == (1504, 432)
+    image = Image.open(io.BytesIO(data))
+    assert (image.format, image.size) == ("PNG", (1504, 432))
+    assert (kept.width, kept.height) == (902, 259)
+
+
+def test_a_picture_is_kept_with_words() -> None:
+    data, metadata = picture(draw(a_run(1, 5)), "loss 0.5")._repr_mimebundle_()
+    assert sorted(data) == ["image/png", "text/plain"]
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert metadata["image/png"]["alt"] == data["text/plain"] == "loss 0.5"
 
 
 def test_a_notebook_s_style_is_neither_used_nor_changed() -> None:
@@ -91,8 +100,8 @@ from nbaccel.view.history import History
 from nbaccel.view.panel import Panel
 Panel(History(1)).bundle(1.0)
 assert "matplotlib" not in sys.modules, "the panel imports matplotlib"
-from nbaccel.view.figure import draw, png
-png(draw(History(1)))
+from nbaccel.view.figure import draw, picture
+picture(draw(History(1)), "")
 assert "matplotlib.pyplot" not in sys.modules, "the figure imports pyplot"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

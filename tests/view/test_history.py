@@ -8,7 +8,18 @@ from collections.abc import Callable
 
 import pytest
 
-from nbaccel.events import Checkpoint, Loss, Memory, Metric, OutOfMemory, Phase, Progress, RecordsLost, StepEntered
+from nbaccel.events import (
+    Checkpoint,
+    Loss,
+    Memory,
+    Metric,
+    OutOfMemory,
+    Phase,
+    Progress,
+    RecordsLost,
+    Restarted,
+    StepEntered,
+)
 from nbaccel.view.history import History, Mark
 from nbaccel.view.usage import Usage
 
@@ -39,6 +50,14 @@ def test_a_logged_loss_stands_beside_that_of_backward_whichever_came_first() -> 
     history.feed(0, 0.1, Loss(1.0, step=0))
     assert history.curve("loss").mean == (1.0,)
     assert history.curve("logged loss").mean == (9.0,)
+
+
+def test_a_logged_loss_that_says_the_same_again_is_left_out() -> None:
+    history = History(2)
+    for rank in (0, 1):
+        history.feed(rank, 0.1, Loss(1.0 + rank, step=0))
+    history.feed(0, 0.1, Metric({"loss": 1.0, "acc": 0.5}, step=0))
+    assert history.names == ["loss", "acc"]
 
 
 def test_an_unknown_curve_is_named_with_those_there_are() -> None:
@@ -124,6 +143,21 @@ def test_a_phase_of_the_same_name_is_a_new_one() -> None:
         history.feed(0, 0.1, Phase("fold"))
         history.feed(0, 0.2, Loss(value, 0))
     assert [phase.series["loss"].latest for phase in history.phases] == [1.0, 2.0]
+
+
+def test_a_run_that_was_started_again_counts_its_last_attempt() -> None:
+    history = History(2)
+    for attempt in range(2):
+        for rank in (0, 1):
+            for step in range(3 + attempt):
+                history.feed(rank, 1.0, Loss(1.0, step))
+                history.feed(rank, 1.0, Metric({"acc": 0.1 * attempt}, step))
+        if not attempt:
+            history.feed(0, 2.0, Restarted("rank 1 ran out of memory; started again"))
+    assert [phase.name for phase in history.phases] == ["attempt 1", "attempt 2"]
+    assert history.steps == 4
+    assert list(history.rows) == [{"step": step, "acc": 0.1} for step in range(4)]
+    assert history.marks == [Mark(2.0, "restart", "rank 1 ran out of memory; started again")]
 
 
 def test_lost_records_are_counted_over_ranks() -> None:

@@ -66,7 +66,17 @@ def test_an_evaluation_and_a_phase_are_named() -> None:
 def test_the_line_is_one_line() -> None:
     assert line(a_run(on_device=False), Facts(), 50.0) == (
         f"epoch 1/3, batch 500/500, step 500, 33 %, loss {a_run().phase.series['loss'].latest:#.4g}, acc 0.8105, "
-        "10.0 steps/s, 0:50, 1:40 left, memory host 0.40 of 24.0 GB / host 0.40 of 24.0 GB"
+        "10.0 steps/s, 0:50, 1:40 left, memory 0.40 GB"
+    )
+
+
+def test_the_last_line_says_how_it_ended_and_how_much_it_took() -> None:
+    loss = a_run().phase.series["loss"].latest
+    assert line(a_run(), FACTS, 50.0, State.ended("done", 50.0, 500)) == (
+        f"done in 0:50, 500 steps, loss {loss:#.4g}, acc 0.8105, 10.0 steps/s, peak memory 11.2 GB of 14.7 GB"
+    )
+    assert line(a_run(), FACTS, 50.0, State.ended("stopped", 50.0, 500)).startswith(
+        "stopped after 0:50, 500 steps, epoch 1/3, batch 500/500, step 500, 33 %, loss"
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbaccel.launch.screen.router import ConsoleScreen, Screen
+from nbaccel.launch.screen.router import ConsoleScreen
 
-__all__ = ["JupyterScreen", "screen_here"]
+__all__ = ["JupyterScreen", "shell_here"]
 
 
 class JupyterScreen(ConsoleScreen):
@@ -27,8 +27,7 @@ class JupyterScreen(ConsoleScreen):
         )
 
 
-def screen_here() -> Screen:
-    """The screen of this process, by what is running in it; imports nothing."""
+def shell_here() -> Any:
+    """IPython's shell in this process, None where there is none; imports nothing."""
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return ConsoleScreen() if shell is None else JupyterScreen(shell)
+    return None if ipython is None else ipython.get_ipython()

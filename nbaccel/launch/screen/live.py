@@ -1,0 +1,103 @@
+"""LivePanel: a panel in the notebook that follows a run, and becomes its picture. Runs in the kernel.
+
+One display per run, or per cell where several runs are started in one: updates replace it, and one state is saved.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from nbaccel.launch.screen.kept import kept
+from nbaccel.launch.screen.painter import Screen
+from nbaccel.launch.screen.shown import TICK_SLACK_S, ShownRun
+from nbaccel.view.board import Board
+from nbaccel.view.panel import Panel
+from nbaccel.view.state import Facts, State
+from nbaccel.view.text import line
+
+__all__ = ["LivePanel", "Place"]
+
+_FRAME_S = 0.5
+_SHARE_OF_CORE = 0.03
+_BYTES_PER_S = 30_000
+"""What a frame may cost the kernel, and a front end that is far away; the next one waits accordingly."""
+
+
+class Place:
+    """Where in the notebook the runs of one cell are shown.
+
+    cell: what tells it from other cells.  is_open: whether something is shown there.
+    """
+
+    def __init__(self, cell: str | None = None) -> None:
+        self.cell = cell
+        self.board = Board()
+        self.display_id = f"nbaccel-run-{uuid.uuid4().hex[:12]}"
+        self.is_open = False
+
+
+class LivePanel(ShownRun):
+    """Shows the run at `place` once it has numbers, or takes longer than two seconds.
+
+    says_end: the end is also said in a line of text. What stands in a picture is lost on those who do not see it, and
+        front ends read them no words of it.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        world_size: int,
+        facts: Facts,
+        place: Place | None = None,
+        *,
+        says_end: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(screen, world_size, facts, clock)
+        self._panel = Panel(self.history, facts)
+        self._place = place or Place()
+        self._says_end = says_end
+        self._due = self._began
+        self._standing: tuple[str, str] = ("stdout", "")
+
+    def write(self, stream: str, text: str) -> None:
+        super().write(stream, text)
+        self._standing = (stream, text.rpartition("\n")[2].rpartition("\r")[2])
+
+    def tick(self, now: float) -> None:
+        if now < self._due - TICK_SLACK_S or not self._is_worth_a_word(now - self._began):
+            return
+        cpu_s = time.thread_time()
+        bundle = self._place.board.bundle(self._panel, now - self._began)
+        self._show(dict(bundle))
+        cpu_s = time.thread_time() - cpu_s
+        nbytes = sum(map(len, bundle.values()))
+        self._due = now + max(_FRAME_S, cpu_s / _SHARE_OF_CORE, nbytes / _BYTES_PER_S)
+
+    def _conclude(self, seconds: float, state: State) -> None:
+        board = self._place.board
+        is_shown = self._is_worth_a_word(seconds)
+        if not is_shown and not board.runs and not self._place.is_open:
+            return
+        board.finish(self._panel, seconds, state)
+        if board.runs > 1:
+            self._show(dict(board.bundle()))
+            return
+        self._show(dict(self._panel.bundle(seconds, state)))  # there at once, while the picture is being drawn
+        self._show(*kept(self.history, self.facts, seconds, state))
+        if self._says_end:
+            self.write("stdout", f"{line(self.history, self.facts, seconds, state)}\n")
+
+    def _show(self, data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
+        message = {"data": data, "metadata": metadata or {}, "display_id": self._place.display_id}
+        if self._place.is_open:
+            self._screen.publish({"kind": "update", **message})
+            return
+        self._place.is_open = True
+        stream, standing = self._standing
+        if standing:  # a bar, which nobody could overwrite any more: it is drawn again below
+            self.write(stream, f"\r{' ' * len(standing)}\r")
+        self._screen.publish({"kind": "display", **message})

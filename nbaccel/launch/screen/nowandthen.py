@@ -1,0 +1,49 @@
+"""NowAndThen: a line about the run every half minute, where nobody watches or nothing else can be shown.
+
+Runs in the kernel. Each line is whole and flushed, so that a log that is read from afar shows life.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from nbaccel.launch.screen.kept import kept
+from nbaccel.launch.screen.painter import Screen
+from nbaccel.launch.screen.shown import TICK_SLACK_S, ShownRun
+from nbaccel.view.state import Facts, State
+from nbaccel.view.text import line
+
+__all__ = ["NowAndThen"]
+
+_EVERY_S = 30.0
+
+
+class NowAndThen(ShownRun):
+    """Lines of text; at the end one more, and the picture if it `keeps_picture`."""
+
+    def __init__(
+        self,
+        screen: Screen,
+        world_size: int,
+        facts: Facts,
+        *,
+        keeps_picture: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(screen, world_size, facts, clock)
+        self._keeps_picture = keeps_picture
+        self._due = self._began + _EVERY_S
+
+    def tick(self, now: float) -> None:
+        if now >= self._due - TICK_SLACK_S:
+            self._due = now + _EVERY_S
+            self.write("stdout", f"{line(self.history, self.facts, now - self._began)}\n")
+
+    def _conclude(self, seconds: float, state: State) -> None:
+        if not self._is_worth_a_word(seconds):
+            return
+        if self._keeps_picture:
+            data, metadata = kept(self.history, self.facts, seconds, state)
+            self._screen.publish({"kind": "display", "data": data, "metadata": metadata})
+        self.write("stdout", f"{line(self.history, self.facts, seconds, state)}\n")

@@ -1,0 +1,85 @@
+"""ShownRun: a run as a person sees it while it goes on, and what stays of it. Runs in the kernel.
+
+It stands between the output of ranks and the screen, and listens to what they report. This one shows their output and
+nothing else, and keeps the history; others add a panel, or a line now and then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nbaccel.events import Event, Listener
+from nbaccel.launch.screen.painter import Screen
+from nbaccel.view.history import History
+from nbaccel.view.state import Facts, State
+
+__all__ = ["TICK_SLACK_S", "ShownRun"]
+
+_SHORT_S = 2.0
+_LONGEST_WHY = 160
+
+TICK_SLACK_S = 0.1
+"""Ticks come every half second, more or less: what is due at the next one must not wait for the one after it."""
+
+
+class ShownRun(Listener):
+    """The run of `world_size` ranks on `screen`.
+
+    history: what was reported so far.
+    """
+
+    def __init__(
+        self, screen: Screen, world_size: int, facts: Facts, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.facts = facts
+        self._screen = screen
+        self._clock = clock
+        self._began = clock()
+        self.history = History(world_size, self._began)
+
+    # --- a screen for the output of ranks ------------------------------------------------------------------------
+
+    def write(self, stream: str, text: str) -> None:
+        """Text of the ranks."""
+        self._screen.write(stream, text)
+
+    def publish(self, message: dict[str, Any]) -> None:
+        """A rich message of the ranks."""
+        self._screen.publish(message)
+
+    # --- a listener for what they report --------------------------------------------------------------------------
+
+    def feed(self, rank: int, at: float, event: Event) -> None:
+        self.history.feed(rank, at, event)
+
+    def tick(self, now: float) -> None:
+        """Show what is due."""
+
+    def end(self, word: str, seconds: float, error: BaseException | None = None, rank: int | None = None) -> None:
+        """The run is over, and what stays of it is shown. Nothing that goes wrong in that harms the run.
+
+        word: "done", "failed" or "stopped".  error: what it raises, which began in `rank`.
+        """
+        why = "" if error is None or word != "failed" else f"{_who(rank)}{type(error).__name__}{_first_line(error)}"
+        try:
+            self._conclude(seconds, State.ended(word, seconds, self.history.steps, why))
+        except Exception as trouble:
+            self.write("stderr", f"this run could not be drawn ({type(trouble).__name__}: {trouble})\n")
+
+    def _conclude(self, seconds: float, state: State) -> None:
+        """Show what stays."""
+
+    def _is_worth_a_word(self, seconds: float) -> bool:
+        """A run that was short and reported no number leaves nothing behind."""
+        return self.history.has_curves or seconds >= _SHORT_S
+
+
+def _who(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}, "
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f": {lines[0][:_LONGEST_WHY]}" if lines else ""
