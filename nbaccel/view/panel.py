@@ -75,7 +75,7 @@ class Panel:
         return (
             f'<div class="nbaccel" role="group" aria-label="{escape(self.facts.title)}" '
             f'style="height:{self.height_px}px">{self._head(state)}{self._progress(seconds, state)}'
-            f'<div class="body" style="height:{self._body_px}px">{self._plots(names)}{self._table(names)}</div>'
+            f'<div class="body" style="height:{self._body_px}px">{self._plots(names, state)}{self._table(names)}</div>'
             f"{self._foot(names, state)}</div>"
         )
 
@@ -86,22 +86,23 @@ class Panel:
         )
 
     def _progress(self, seconds: float, state: State) -> str:
-        place = escape(", ".join(where(self.history))) or "starting"
+        place = escape(", ".join(where(self.history))) or ("" if state.is_over else "running")
         when = escape(", ".join(times(self.history, seconds, state)))
         progress = self.history.phase.progress
         done = None if progress is None else fraction(progress)
         return (
             f'<div class="row"><span class="wide">{place}</span><span>{when}</span></div>'
             # One without a value would move by itself.
-            f'<progress max="1" value="{done or 0:.3f}" aria-label="{place}"></progress>'
+            f'<progress max="1" value="{done or 0:.3f}" aria-label="{place or "progress"}"></progress>'
         )
 
     # --- curves ------------------------------------------------------------------------------------------------
 
-    def _plots(self, names: list[str]) -> str:
+    def _plots(self, names: list[str], state: State) -> str:
         series = self.history.phase.series
         if not names:
-            return '<figure><div class="row soft">nothing to draw yet</div></figure>'
+            words = "no number was reported" if state.is_over else "no numbers yet"
+            return f'<figure><div class="row soft">{words}</div></figure>'
         return "".join(self._plot(name, series.get(name), _POINTS // len(names)) for name in names)
 
     def _plot(self, name: str, series: Series | None, points: int) -> str:

@@ -29,6 +29,7 @@ _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 _PROC = Path("/proc")
 _OURS = re.compile(r"^(\d+ ranks? on .*|(not )?brought back.*|(done in|(failed|stopped) after) \d.*)\n", re.M)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_PANEL = "nbaccel-run-"
 _START_TIMEOUT_S = 40.0
 
 
@@ -51,6 +52,7 @@ class Cell:
 
     seconds: from sending the cell to its reply.  sent: how many messages of each type came.
     displays: data by MIME type, in order of first appearance, each in its latest state.
+    frames: the panel of the cell's run, every state of it.  panels: in how many places it stood.
     """
 
     status: str = ""
@@ -63,11 +65,19 @@ class Cell:
     error: CellError | None = None
     errors_shown: int = 0
     sent: Counter[str] = field(default_factory=Counter)
+    frames: list[dict[str, Any]] = field(default_factory=list)
+    panels: int = 0
     _display_ids: dict[str, int] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
         return self.stdout + self.stderr
+
+    @property
+    def panel(self) -> dict[str, Any]:
+        """What the notebook keeps of the panel."""
+        assert self.frames, f"no panel was shown\n{self.text}"
+        return self.frames[-1]
 
     @property
     def printed(self) -> str:
@@ -78,6 +88,10 @@ class Cell:
         """Account for one message of the iopub channel."""
         kind, content = message["msg_type"], message["content"]
         self.sent[kind] += 1
+        if str(content.get("transient", {}).get("display_id")).startswith(_PANEL):
+            self.panels += kind == "display_data"
+            self.frames.append(content["data"])
+            return
         match kind:
             case "stream":
                 setattr(self, content["name"], getattr(self, content["name"]) + content["text"])

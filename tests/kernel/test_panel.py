@@ -1,0 +1,138 @@
+"""The panel of a run in a real kernel: what is sent while it runs, and what a saved notebook keeps of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import pytest
+
+from kernel.conftest import Kernels
+from kernel.harness import Cell, RealKernel, accelerate
+
+TRAINS = """
+import time, torch
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+data = torch.utils.data.TensorDataset(torch.randn({samples}, 8), torch.arange({samples}) % 2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
+for x, y in loader:
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log({{"loss": loss, "acc": 0.5}})
+    {then}
+"""
+
+
+def trains(steps: int, then: str = "pass") -> str:
+    """A cell that trains so many steps on two ranks."""
+    return TRAINS.format(samples=steps * 8, then=then)
+
+
+def numbers(panel: dict[str, str]) -> list[str]:
+    return panel["text/plain"].splitlines()
+
+
+@pytest.mark.slow
+def test_a_run_of_500_steps_leaves_one_picture_and_its_numbers(kernel: RealKernel) -> None:
+    cell = kernel.do(accelerate(trains(500)))
+    assert cell.panels == 1
+    assert sorted(cell.panel) == ["image/png", "text/plain"]
+    assert base64.b64decode(cell.panel["image/png"]).startswith(b"\x89PNG")
+    assert len(json.dumps(cell.panel)) + len(cell.text) < 100_000
+    words = cell.panel["text/plain"]
+    assert re.search(r"^Cell In\[\d+\]: done in .*, 500 steps$", words, re.M)
+    assert re.search(r"^loss \d\S* \(rank 0 \S+, rank 1 \S+, lowest", words, re.M)
+    assert re.search(r"^acc 0.5000", words, re.M)
+    assert re.search(r"^rank 0: host .* GB, peak .* GB$", words, re.M)
+    assert re.search(r"^rank 1: host .* GB, peak .* GB$", words, re.M)
+    assert re.search(r"^done in .*, 500 steps, loss \S+, acc 0.5000,.* peak memory .* GB$", cell.stdout, re.M)
+
+
+@pytest.mark.slow
+def test_the_panel_follows_the_run_at_two_frames_per_second_at_most(kernel: RealKernel) -> None:
+    cell = kernel.do(accelerate(trains(60, then="time.sleep(0.05)")))
+    frames = cell.frames[:-2]  # the last one as a panel, and the picture
+    assert len(frames) >= 3
+    assert len(frames) <= 1 + 2 * cell.seconds
+    assert all("text/html" in frame and "<script" not in frame["text/html"] for frame in frames)
+    assert len({frame["text/html"] for frame in frames}) == len(frames)
+    heights = {re.findall(r'class="nbaccel"[^>]*height:(\d+)px', frame["text/html"])[0] for frame in frames}
+    assert len(heights) == 1
+    assert max(len(json.dumps(frame)) for frame in frames) < 15_000
+
+
+def test_a_short_run_without_numbers_leaves_no_panel(kernel: RealKernel) -> None:
+    cell = kernel.do(accelerate("print('hi')"))
+    if cell.seconds < 2.0:  # on a machine that is very busy no run is short
+        assert cell.panels == 0
+        assert cell.stdout.count("\n") == 2
+
+
+def test_the_panel_of_a_failed_run_says_so(kernel: RealKernel) -> None:
+    cell = kernel.run(accelerate(trains(5, then="1 / (accelerator.process_index - 1)")))
+    cell.failed("ZeroDivisionError")
+    assert re.search(r": failed after .*: rank 1, ZeroDivisionError: division by zero$", numbers(cell.panel)[0])
+    assert re.search(r"^failed after .*: rank 1, ZeroDivisionError", cell.stdout, re.M)
+
+
+@pytest.mark.slow
+def test_the_panel_of_a_stopped_run_says_so(kernel: RealKernel) -> None:
+    running = kernel.begin(accelerate(trains(100_000)))
+    running.until(lambda cell: cell.panels)
+    kernel.interrupt()
+    cell = running.end()
+    cell.failed("KeyboardInterrupt")
+    assert re.search(r": stopped after .* steps?$", numbers(cell.panel)[0])
+    assert "image/png" in cell.panel
+
+
+@pytest.mark.slow
+def test_runs_of_one_cell_share_one_display(kernel: RealKernel) -> None:
+    cell = kernel.do(
+        """
+        import nbaccel
+        def train(lr):
+            from nbaccel.events import Metric, emit
+            for step in range(20):
+                emit(Metric({"loss": lr / (step + 1)}, step))
+        runs = [nbaccel.launch(train, 2, (lr,), cpu=True) for lr in (0.1, 0.2, 0.4)]
+        """
+    )
+    assert cell.panels == 1
+    assert sorted(cell.panel) == ["text/html", "text/plain"]
+    assert [re.sub(r"in .*? s", "in 1 s", row.split(", peak")[0]) for row in numbers(cell.panel)] == [
+        f"{at}. train({lr}): done in 1 s, 20 steps, loss {loss}"
+        for at, lr, loss in ((1, 0.1, "0.005"), (2, 0.2, "0.01000"), (3, 0.4, "0.02000"))
+    ]
+    shown = kernel.run("runs[0].plot('loss')").succeeded()
+    assert shown.result is not None
+    assert "image/png" in shown.result
+    assert kernel.value("[run.history.curve('loss').mean[0] for run in runs]") == [0.1, 0.2, 0.4]
+    assert kernel.value("type(runs[0].figure(size=(3, 2))).__module__") == "matplotlib.figure"
+
+
+def test_plain_is_text_alone(kernel: RealKernel) -> None:
+    cell: Cell = kernel.do(accelerate(trains(5), flags="--plain"))
+    assert (cell.panels, cell.displays) == (0, [])
+    assert re.search(r"^done in .*, 5 steps, loss \S+, acc 0.5000", cell.stdout, re.M)
+
+
+@pytest.mark.slow
+def test_chosen_curves_are_drawn(kernel: RealKernel) -> None:
+    cell = kernel.do(accelerate(trains(30, then="time.sleep(0.05)"), flags="--plot acc,loss"))
+    figures = re.findall(r"<figure><div class=\"row\"><b>(\w+)", cell.frames[-2]["text/html"])
+    assert figures == ["acc", "loss"]
+
+
+@pytest.mark.slow
+def test_where_nobody_watches_the_picture_comes_at_the_end_and_no_frame_before(new_kernel: Kernels) -> None:
+    kernel = new_kernel(KAGGLE_KERNEL_RUN_TYPE="Batch")
+    kernel.do("%load_ext nbaccel")
+    cell = kernel.do(accelerate(trains(60, then="time.sleep(0.05)")))
+    assert cell.sent["update_display_data"] == 0
+    assert [sorted(data) for data in cell.displays] == [["image/png", "text/plain"]]
+    assert re.search(r"^done in .*, 60 steps, loss", cell.stdout, re.M)
