@@ -19,7 +19,7 @@ from environments import REPOSITORY
 PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
-    **dict.fromkeys(["configfile", "errors", "events", "failures", "hardware", "settings"], 0),
+    **dict.fromkeys(["configfile", "errors", "events", "failures", "hardware", "intervals", "settings"], 0),
     **dict.fromkeys(["tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
