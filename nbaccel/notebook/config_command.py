@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from IPython.core.error import UsageError
+
 from nbaccel.notebook.choices import batch_size_of, overview
 from nbaccel.notebook.session import Session
-from nbaccel.world import is_notebook_kernel
+from nbaccel.world import World, is_notebook_kernel
 
 if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missing
     from nbaccel.notebook.form import Form
@@ -31,17 +33,23 @@ class ConfigCommand:
         """Follow KEY=VALUE …, `--save`, both or nothing, which shows what is chosen.
 
         Raises:
-            UsageError: one of them is wrong, and nothing was changed; or the file cannot be read or written.
+            UsageError: one of them is wrong, and nothing was changed; the file cannot be read or written; or this
+                is a rank.
         """
+        if World.from_env().launch_id:
+            raise UsageError(
+                "choices are the notebook's, and what a rank chooses ends with it: use %accelerate config, or "
+                "nbaccel.panel(), in a cell of its own, without %%accelerate."
+            )
         if not words:
-            return self.show()
+            return self._show()
         configuration = self._session.configuration
         configuration.change(word for word in words if word != SAVE)
         self._session.say(configuration.save() if SAVE in words else str(configuration))
         if self._form is not None:
             self._form.follow()
 
-    def show(self) -> None:
+    def _show(self) -> None:
         """Display the form, or say the same."""
         session = self._session
         session.configured()  # says what the file brought, or why it cannot be followed

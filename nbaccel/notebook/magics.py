@@ -21,7 +21,7 @@ from nbaccel.errors import NbaccelError
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.config_command import ConfigCommand
 from nbaccel.notebook.memory import Processes, held_by_names, memory_report
-from nbaccel.notebook.options import COMMANDS, flags, parse
+from nbaccel.notebook.options import COMMANDS, flags, joined, parse
 from nbaccel.notebook.session import Session, briefly
 from nbaccel.notebook.source import comments_below_magic
 from nbaccel.notebook.status import doctor_report, status_line
@@ -57,7 +57,9 @@ class AccelerateMagics(Magics):
         for later notebooks too, %accelerate doctor says what this machine offers, %accelerate memory who holds what.
         """
         try:
-            return self._command(line.split()) if cell is None else self.session.run(parse(self._parser, line), cell)
+            if cell is None:
+                return self._command(joined(line).split())
+            return self.session.run(parse(self._parser, line), cell)
         except NbaccelError as error:
             raise briefly(error) from error.__cause__
         except Exception as error:

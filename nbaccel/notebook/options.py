@@ -35,6 +35,7 @@ __all__ = [
     "described",
     "flags",
     "flags_parser",
+    "joined",
     "keys",
     "parse",
     "text_of",
@@ -317,9 +318,8 @@ def parse(parser: argparse.ArgumentParser, line: str) -> Options:
     Raises:
         UsageError: one sentence on the first thing that is wrong.
     """
-    spaced = re.sub(r"\s*,\s*", ",", line)  # `--out model, history` is one list
     try:
-        arguments = shlex.split(spaced, comments=True)
+        arguments = shlex.split(joined(line), comments=True)
     except ValueError as error:
         raise UsageError(f"a quote in this line is not closed ({error}): %%accelerate {line}") from None
     try:
@@ -329,6 +329,15 @@ def parse(parser: argparse.ArgumentParser, line: str) -> Options:
     if unknown:
         raise UsageError(f"{_what_is_unknown(parser, unknown[0])} %accelerate? lists every flag.")
     return Options(**vars(known))
+
+
+def joined(line: str) -> str:
+    """A line whose lists have no blanks: `--out model, history` names two.
+
+    >>> joined("--out model, history -n 2")
+    '--out model,history -n 2'
+    """
+    return re.sub(r"\s*,\s*", ",", line)
 
 
 def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before: Options) -> Options:

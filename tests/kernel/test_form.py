@@ -7,7 +7,7 @@ from typing import Any
 
 from environments import Environment
 from kernel.conftest import Kernels
-from kernel.harness import RealKernel
+from kernel.harness import RealKernel, accelerate
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -59,3 +59,10 @@ def test_without_ipywidgets_the_same_is_printed(new_kernel: Kernels, environment
     assert shown.displays == []
     assert shown.stdout.startswith("nbaccel.toml: accumulate=4\nwhat the next %%accelerate cells use; ")
     assert shown.stdout.endswith("(ipywidgets is not installed: with it, this is a form)\n")
+
+
+def test_a_rank_has_no_choices_of_its_own(kernel: RealKernel, start: str) -> None:
+    ended = kernel.run(accelerate("import nbaccel; nbaccel.panel()", start))
+    assert ended.status == "error"
+    assert ended.displays == []
+    assert "UsageError: choices are the notebook's, and what a rank chooses ends with it: use %accelerate" in ended.text

@@ -126,6 +126,10 @@ def test_a_panel_is_the_same_outside_a_kernel_and_loads_the_extension(planned: A
     assert planned.run("import nbaccel; nbaccel.panel()").stdout == planned.run("%accelerate config").stdout
 
 
+def test_a_list_of_settings_may_have_blanks(planned: Any) -> None:
+    assert planned.run("%accelerate config out=model, history seed=3").stdout == "out=model,history seed=3\n"
+
+
 def test_a_panel_needs_a_notebook() -> None:
     with pytest.raises(RuntimeError, match=r"nbaccel\.panel\(\) shows a form in a notebook, and this program runs out"):
         nbaccel.panel()
