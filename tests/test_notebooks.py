@@ -63,3 +63,25 @@ def test_the_accelerate_template_runs_with_its_import_changed(
     assert "YourModel trained; checkpoints: checkpoint_epoch_0 checkpoint_epoch_1" in text(notebook)
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     assert "100%" in text(notebook), "the progress bar's last state stays in the file"
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_training_goes_on_where_memory_runs_out(
+    environment: Environment, num_processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Threads that wait for each other in a spin take minutes instead of seconds where other programs run as well.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("KMP_BLOCKTIME", "0")
+    notebook = run("04_out_of_memory.ipynb", environment, tmp_path, num_processes)
+    said = text(notebook)
+    batch = int(re.search(r"ran out of memory at (\d+) per rank; started again with 2 x", said)[1])
+    assert f"effective batch {batch * num_processes} unchanged" in said
+    assert "the loop as it is: 4 optimizer steps" in said
+    assert 1 <= int(re.search(r"the decorator: (\d+) per rank fit", said)[1]) < batch
+    sizes = re.search(r"forward_backward: 9 steps of (\d+) per rank, in micro-batches of \[([\d, ]+)\]", said)
+    assert int(sizes[1]) == batch
+    assert len(sizes[2].split(",")) >= 2, "longer pages leave room for fewer at once"
+    assert "held by names of the notebook:\n" in said
+    assert "freed; model is None" in said
+    assert "image/png" in {mime for output in outputs(notebook) for mime in output.get("data", {})}
