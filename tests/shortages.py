@@ -89,10 +89,11 @@ class Training:
 
     @classmethod
     def start(cls, optimizer: str = "AdamW", lr: float = 1e-2, **options: Any) -> Training:
-        gc.freeze()  # as the ranks of a launch: collecting garbage looks at this training only
         torch.manual_seed(0)
         handlers = [DistributedDataParallelKwargs(bucket_cap_mb=1), *options.pop("kwargs_handlers", ())]
         accelerator = Accelerator(kwargs_handlers=handlers, **options)
+        if accelerator.num_processes > 1:
+            gc.freeze()  # as in the ranks of a launch: collecting garbage looks at this training only
         net = Net()
         net.rank = accelerator.process_index
         made = getattr(torch.optim, optimizer)(net.parameters(), lr=lr)

@@ -22,16 +22,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbaccel.errors import PeerFailed
 from nbaccel.events import OutOfMemory, emit
 from nbaccel.train.accumulation import StepClock
 from nbaccel.train.memory import release_unused
 from nbaccel.train.microbatch.gradients import Gradients, Report
-from nbaccel.train.microbatch.sizes import MicroBatches, Shapes
-from nbaccel.train.microbatch.slicing import Samples, sample_shapes
+from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.microbatch.snapshot import Snapshot
-from nbaccel.train.microbatch.task import Part, Shortage, Task
-from nbaccel.train.microbatch.weights import Weights, shifts_labels
+from nbaccel.train.microbatch.task import Part, Shortage, Task, Work
+from nbaccel.train.microbatch.verdict import judge, place_of
+from nbaccel.train.microbatch.weights import shifts_labels
 from nbaccel.train.precision import Precision
 from nbaccel.train.strategies import Strategy
 from nbaccel.train.talk.collectives import Collectives
@@ -45,13 +44,13 @@ class _Attempt:
 
     loss: the batch's mean loss.  weight: of the samples that took part.
     needs_repeat: gradients that were sent are wrong, so all ranks repeat the batch.
-    too_large: why not even the smallest micro-batch fits; empty where all is well.
+    is_unfit: not even the smallest micro-batch fits.
     """
 
     loss: Tensor
     weight: float
     needs_repeat: bool = False
-    too_large: str = ""
+    is_unfit: bool = False
 
 
 @dataclass(slots=True)
@@ -127,7 +126,7 @@ class StepEngine:
     def _run(self, task: Task, gradients: Gradients) -> Tensor:
         window = self._window
         with self._telling_peers(task, gradients):
-            samples, weights = self._read(task, gradients)
+            work = self._read(task, gradients)
             kept = gradients.keep() if window.calls else None
             self._at_start.take()
         window.calls += 1
@@ -136,9 +135,9 @@ class StepEngine:
         while True:
             gradients.begin()
             with self._telling_peers(task, gradients):
-                attempt = self._attempt(task, samples, weights, gradients, kept, overlaps)
+                attempt = self._attempt(work, gradients, kept, overlaps)
             weight = window.with_weight(attempt.weight)
-            if not (task.ends_step or attempt.too_large):
+            if not (task.ends_step or attempt.is_unfit):
                 break
             said = self._exchange(task, gradients, self._report(attempt, weight))
             weight = said.weight
@@ -148,7 +147,7 @@ class StepEngine:
             self._at_start.restore()
             gradients.restore(kept)
         window.weight += attempt.weight
-        self.sizes.fitted(samples.count, _shapes(samples))
+        self.sizes.fitted(work.count, work.shapes)
         if task.ends_step:
             gradients.close(self._unit / weight if weight else 1.0)
             self._window = _Window()
@@ -156,58 +155,41 @@ class StepEngine:
                 self._unit = weight
         return attempt.loss
 
-    def _read(self, task: Task, gradients: Gradients) -> tuple[Samples, Weights]:
+    def _read(self, task: Task, gradients: Gradients) -> Work:
         """The task's samples and weights; a window is opened by its first batch, also where that cannot be read."""
         expected = 0.0
         try:
-            samples, weights = task.read(self._is_shifted)
+            work = task.read(self._is_shifted)
             if self._needs_unit():
-                expected = weights.of(0, samples.count, samples.batch)
+                expected = work.weight
         finally:
             if not self._window.calls:
                 self._open_window(gradients, expected)
-        return samples, weights
+        return work
 
-    @contextmanager
-    def _telling_peers(self, task: Task, gradients: Gradients) -> Iterator[None]:
-        """What this rank does alone. Should it raise, the peers are told, in the exchange in which they wait for it."""
-        try:
-            yield
-        except Exception:
-            if task.exchanges and gradients.has_peers:
-                self._report_failure(gradients)
-            raise
-
-    def _attempt(
-        self, task: Task, samples: Samples, weights: Weights, gradients: Gradients, kept: object, overlaps: bool
-    ) -> _Attempt:
+    def _attempt(self, work: Work, gradients: Gradients, kept: object, overlaps: bool) -> _Attempt:
         """Run the whole batch, in parts as large as fit; alone, without a word to other ranks."""
-        shapes = _shapes(samples)
         losses: list[tuple[Tensor, float]] = []
         done = 0
         is_last_try = False
-        while done < samples.count and task.share:
-            size = self.sizes.next_part(samples.count - done, shapes, self._least)
+        while done < work.count:
+            size = self.sizes.next_part(work.count - done, work.shapes, self._least)
             if done:
                 self._at_part.take()
-            if size < samples.count:
-                self._warn_of_batch_norm(size, samples.count)
-            outcome, weight = self._run_part(task, samples, weights, gradients, done, size, overlaps, shapes)
+            outcome, weight = self._run_part(work, gradients, done, done + size, overlaps)
             if isinstance(outcome, Tensor):
-                self.sizes.prove(size, shapes)
+                self.sizes.prove(size, work.shapes)
                 losses.append((outcome, weight))
                 done += size
-                if gradients.is_torn:
-                    self._overlaps = False  # for good: this model completes gradients twice
-                    return _Attempt(outcome, weight, needs_repeat=True)
                 continue
-            next_size = self.sizes.failed(size, shapes, self._least)
-            emit(OutOfMemory(self._clock.step, outcome.phase, size, next_size, samples.count, outcome.message))
-            is_last_try, gives_up = not next_size, is_last_try and not next_size
+            next_size = self.sizes.failed(size, work.shapes, self._least)
+            gives_up = is_last_try and not next_size
+            is_last_try = not next_size  # once more, after a thorough collection
+            following = 0 if gives_up else next_size or size
+            emit(OutOfMemory(self._clock.step, outcome.phase, size, following, work.count, outcome.message))
             release_unused(only_young=not is_last_try)
             if gives_up or gradients.has_launched:
-                too_large = f"{_samples(size)} of {samples.count}: {outcome.message}" if gives_up else ""
-                return _Attempt(torch.zeros(()), 0.0, needs_repeat=not gives_up, too_large=too_large)
+                return _Attempt(torch.zeros(()), 0.0, needs_repeat=not gives_up, is_unfit=gives_up)
             if outcome.phase == "forward":  # gradients of the parts before are complete
                 (self._at_part if done else self._at_start).restore()
                 continue
@@ -215,26 +197,21 @@ class StepEngine:
             gradients.restore(kept)
             losses.clear()
             done = 0
-        return _Attempt(*_mean(losses, self._strategy.device))
+        if gradients.is_torn:
+            self._overlaps = False  # for good: this model completes gradients twice
+        return _Attempt(*_mean(losses, self._strategy.device), needs_repeat=gradients.is_torn)
 
     def _run_part(
-        self,
-        task: Task,
-        samples: Samples,
-        weights: Weights,
-        gradients: Gradients,
-        start: int,
-        size: int,
-        overlaps: bool,
-        shapes: Shapes,
+        self, work: Work, gradients: Gradients, start: int, stop: int, overlaps: bool
     ) -> tuple[Tensor | Shortage, float]:
-        """Samples from `start` on: their mean loss and their weight."""
-        micro_batch = samples.take(start, start + size)
-        weight = weights.of(start, start + size, micro_batch)
+        """The samples `start` to `stop`, forward and backward: their mean loss and their weight."""
+        task = work.task
+        if stop - start < work.count:
+            self._warn_of_batch_norm(stop - start, work.count)
+        micro_batch, weight = work.part(start, stop)
         if weight == 0:  # a mean over nothing, which is NaN, has no say
             return torch.zeros((), device=self._strategy.device), 0.0
-        is_last = start + size == samples.count
-        sends_early = overlaps and is_last and self.sizes.is_proven(size, shapes)
+        sends_early = overlaps and stop == work.count and self.sizes.is_proven(stop - start, work.shapes)
         part = Part(
             task.loss_fn,
             micro_batch,
@@ -251,47 +228,37 @@ class StepEngine:
     # -- what the ranks tell each other
 
     def _report(self, attempt: _Attempt, weight: float) -> Report:
-        rank = self._strategy.world.rank
-        is_unfit = bool(attempt.too_large)
         return Report(
             weight=weight,
-            poisoned=float(attempt.needs_repeat),
-            unfit=float(is_unfit),
-            unfit_ranks=float(rank * is_unfit),
+            poisoned=attempt.needs_repeat,
+            unfit=attempt.is_unfit,
+            unfit_ranks=self._strategy.world.rank * attempt.is_unfit,
         )
 
     def _exchange(self, task: Task, gradients: Gradients, report: Report) -> Report:
+        """What all ranks report, unless that is an error. Collective where the window's gradients are exchanged."""
         said = gradients.exchange(report) if task.exchanges else report
-        if said.failed:
-            raise PeerFailed(
-                f"{self._who(said.failed, said.failed_ranks)} failed in step {self._clock.step}, with an error of its "
-                f"own; {self._here()} had no part in it. The weights are as before this step."
-            )
-        if said.unfit:
-            raise torch.OutOfMemoryError(
-                f"out of memory in step {self._clock.step}: {self._who(said.unfit, said.unfit_ranks)} cannot run "
-                f"forward and backward on {_samples(self._least)}, the smallest micro-batch. The weights are as before "
-                "this step.\n  Free memory (accelerator.free_memory()), recompute activations "
-                "(accelerator.gradient_checkpointing(model)), or take a smaller model or shorter samples."
-            )
+        judge(said, self._strategy.world, self._clock.step, self._least)
         return said
 
+    @contextmanager
+    def _telling_peers(self, task: Task, gradients: Gradients) -> Iterator[None]:
+        """What this rank does alone. Should it raise, the peers are told, in the exchange in which they wait for it."""
+        try:
+            yield
+        except Exception:
+            if task.exchanges and gradients.has_peers:
+                self._report_failure(gradients)
+            raise
+
     def _report_failure(self, gradients: Gradients) -> None:
-        report = Report(failed=1.0, failed_ranks=float(self._strategy.world.rank))
+        world = self._strategy.world
         if not gradients.has_launched:
             gradients.begin()
         try:
-            gradients.exchange(report)
+            gradients.exchange(Report(failed=1, failed_ranks=world.rank))
         except Exception as error:  # the peers are gone: this rank's own error is the one to raise
-            warnings.warn(f"the other ranks could not be told of an error in {self._here()}: {error}", stacklevel=2)
-
-    def _who(self, count: float, ranks: float) -> str:
-        world_size = self._strategy.world.world_size
-        return f"rank {int(ranks)} of {world_size}" if count == 1 else f"{int(count)} of {world_size} ranks"
-
-    def _here(self) -> str:
-        world = self._strategy.world
-        return f"rank {world.rank} of {world.world_size}"
+            warnings.warn(f"the other ranks could not be told of an error in {place_of(world)}: {error}", stacklevel=2)
 
     # -- gradients
 
@@ -336,25 +303,17 @@ class StepEngine:
         if self._least == 1 or self._has_warned:
             return
         self._has_warned = True
+        where = place_of(self._strategy.world)
         warnings.warn(
-            f"batches of {count} run in micro-batches of {size} on {self._here()}, and this model has BatchNorm "
-            "layers: each micro-batch is normalised by its own statistics, so the numbers are not quite those of whole "
-            "batches. GroupNorm and LayerNorm have no such difference.",
+            f"batches of {count} run in micro-batches of {size} on {where}, and this model has BatchNorm layers: each "
+            "micro-batch is normalised by its own statistics, so the numbers are not quite those of whole batches. "
+            "GroupNorm and LayerNorm have no such difference.",
             stacklevel=6,
         )
 
 
 def _nothing() -> None:
     """The backward of a part that sends nothing."""
-
-
-def _shapes(samples: Samples) -> Shapes:
-    """What memory depends on, beside the number of samples; nothing, where only the user knows what a sample is."""
-    return sample_shapes(samples.batch) if samples.split is None else ()
-
-
-def _samples(count: int) -> str:
-    return f"{count} sample{'s' if count != 1 else ''}"
 
 
 def _mean(losses: Sequence[tuple[Tensor, float]], device: torch.device) -> tuple[Tensor, float]:

@@ -8,7 +8,7 @@ forward is run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Report:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        return astuple(self)
+        return self.weight, self.poisoned, self.unfit, self.unfit_ranks, self.failed, self.failed_ranks
 
 
 class Gradients:

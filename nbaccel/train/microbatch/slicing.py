@@ -80,7 +80,13 @@ def sample_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _count(batch: Any) -> int:
-    found = {path: leaf.shape[0] for path, leaf in _leaves(batch, "batch") if _is_array(leaf)}
+    found: dict[str, int] = {}
+    others = []
+    for path, leaf in _leaves(batch, "batch"):
+        if _is_array(leaf):
+            found[path] = leaf.shape[0]
+        elif not _is_shared(leaf):
+            others.append(leaf)
     lengths = set(found.values())
     if len(lengths) > 1:
         shown = ", ".join(f"{path} {length}" for path, length in list(found.items())[:_SHOWN])
@@ -89,7 +95,7 @@ def _count(batch: Any) -> int:
             f"belongs to no sample is better named in the loss function than carried in the batch. {_REMEDY}"
         )
     count: int | None = lengths.pop() if lengths else None
-    for path, stranger in _strangers(batch, "batch", count):
+    for path, stranger in _strangers(batch, "batch", count) if others else ():
         raise CannotSplit(
             f"it is not known what of {path} ({type(stranger).__name__}) belongs to which sample. {_REMEDY}"
         )

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from nbaccel.failures import Recovery, can_retry, recovery_of
-from nbaccel.train.microbatch.slicing import Samples, SplitFunction
+from nbaccel.train.microbatch.sizes import Shapes
+from nbaccel.train.microbatch.slicing import Samples, SplitFunction, sample_shapes
 from nbaccel.train.microbatch.weights import Weight, Weights, make_weights
 
-__all__ = ["LossFunction", "Part", "Shortage", "Task"]
+__all__ = ["LossFunction", "Part", "Shortage", "Task", "Work"]
 
 LossFunction = Callable[[Any], Tensor]
 """``loss_fn(micro_batch)``: the mean loss over its units, a tensor with one element."""
@@ -42,10 +43,40 @@ class Task:
     ends_step: bool = True
     exchanges: bool = True
 
-    def read(self, is_shifted: bool) -> tuple[Samples, Weights]:
+    def read(self, is_shifted: bool) -> Work:
         """Count samples and units."""
         samples = Samples.of(self.batch, self.split, self.count)
-        return samples, make_weights(self.weight, samples, is_shifted)
+        # What a sample is that only the user can cut, nobody else knows.
+        shapes = sample_shapes(self.batch) if self.split is None else ()
+        return Work(self, samples, make_weights(self.weight, samples, is_shifted), shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A task whose batch has been read.
+
+    shapes: what memory depends on, beside the number of samples.
+    """
+
+    task: Task
+    samples: Samples
+    weights: Weights
+    shapes: Shapes
+
+    @property
+    def count(self) -> int:
+        """Samples to run: none of a batch that was handed out before and weighs nothing."""
+        return self.samples.count if self.task.share else 0
+
+    @property
+    def weight(self) -> float:
+        """That of the whole batch."""
+        return self.weights.of(0, self.samples.count, self.samples.batch)
+
+    def part(self, start: int, stop: int) -> tuple[Any, float]:
+        """The samples `start` to `stop`, and their weight."""
+        micro_batch = self.samples.take(start, stop)
+        return micro_batch, self.weights.of(start, stop, micro_batch)
 
 
 @dataclass(frozen=True, slots=True)

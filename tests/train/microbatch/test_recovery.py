@@ -131,13 +131,17 @@ def _unfit(phase: str, accumulation: int) -> tuple[str, str, float, bool]:
         training.step(batch_of(5, 0, training.net.rank))
     before = training.weights()
     start = time.monotonic()
-    with pytest.raises(torch.OutOfMemoryError) as caught:
+    seen: list[Event] = []
+    with outlet(seen.append), pytest.raises(torch.OutOfMemoryError) as caught:
         for _ in range(accumulation):
             training.step(batch_of(8, 1, training.net.rank), Shortage(phase, 0, (1,)))
     seconds = time.monotonic() - start
     unchanged = torch.equal(before, training.weights())
     if accumulation == 1:
         training.step(batch_of(8, 2, training.net.rank))
+    if training.net.rank == 1:  # the last size is tried once more after a thorough collection
+        sizes = [event.next_size for event in seen if isinstance(event, OutOfMemory)]
+        assert sizes[-3:] == [1, 1, 0]
     return type(caught.value).__name__, str(caught.value), seconds, unchanged
 
 
