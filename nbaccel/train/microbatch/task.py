@@ -118,13 +118,7 @@ class Part:
             return Shortage(self.phase, (str(error) or type(error).__name__).splitlines()[0])
 
     def _run(self) -> Tensor:
-        loss = self.loss_fn(self.micro_batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise TypeError(
-                f"loss_fn must return the mean loss of the batch that it is given, a tensor with one element; it "
-                f"returned {what}"
-            )
+        loss = mean_loss(self.loss_fn, self.micro_batch)
         seen = loss.detach()
         if self.factor != 1.0:
             loss = loss * self.factor
@@ -133,6 +127,22 @@ class Part:
         self.phase = "backward"
         loss.backward()
         return seen
+
+
+def mean_loss(loss_fn: LossFunction, micro_batch: Any) -> Tensor:
+    """What `loss_fn` returns, if that is a loss.
+
+    Raises:
+        TypeError: it is not one element.
+    """
+    loss = loss_fn(micro_batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(
+            f"loss_fn must return the mean loss of the batch that it is given, a tensor with one element; it "
+            f"returned {what}"
+        )
+    return loss
 
 
 def _is_shortage(error: Exception) -> bool:

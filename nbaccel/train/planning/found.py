@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,7 +51,8 @@ class Found:
 class FoundInFolder(Found):
     """The same in a file of `folder`, which is made if it is not there; a person may read or delete it.
 
-    is_writer: one rank writes for all. A file that cannot be read counts as empty.
+    is_writer: one rank writes for all. A file that cannot be read counts as empty; where none can be written there is
+    a warning.
     """
 
     def __init__(self, folder: str | os.PathLike[str], is_writer: bool = True) -> None:
@@ -65,10 +67,13 @@ class FoundInFolder(Found):
     def put(self, signature: str, size: Size) -> None:
         if not self._is_writer:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(self._read() | {signature: asdict(size)}, indent=1), encoding="utf-8")
-        os.replace(unfinished, self._path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(self._read() | {signature: asdict(size)}, indent=1), encoding="utf-8")
+            os.replace(unfinished, self._path)
+        except OSError as error:
+            warnings.warn(f"batch size {size.size} is not kept for the next run: {error}", stacklevel=2)
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -83,12 +83,12 @@ class _Planner:
         if not plan.best:
             raise self._nothing_fits()
         best = next(trial for trial in plan.trials if trial.fits and trial.size == plan.best)
-        self._together("keep the result", lambda: self._keep(Size(best.size, best.used)))
+        self._found.put(self._rehearsal.signature, Size(best.size, best.used))
         return best.size
 
     def _known(self, cap: int) -> Size | None:
         """What every rank knows from an earlier search. Opens the rehearsal."""
-        reports = self._together(f"prepare to try up to {cap} samples", self._open)
+        reports = self._together(f"reading examples for up to {cap} samples", self._open)
         known = self._found.get(self._rehearsal.signature)
         if known is None or known.size > cap or any(report.known != known.size for report in reports):
             return None
@@ -108,15 +108,11 @@ class _Planner:
 
     def _try(self, size: int) -> Trial:
         """One trial on every rank. It fits if it does everywhere, and the rank with the least room sets the pace."""
-        reports = self._together(f"try {size} samples", lambda: _Report.of(self._rehearsal.run(size)))
+        reports = self._together(f"trying {_samples(size)}", lambda: _Report.of(self._rehearsal.run(size)))
         self._reports = reports
         shares = [report.used for report in reports if report.used is not None]
         fits = all(report.fits for report in reports)
         return Trial(size, fits, max(shares) if fits and len(shares) == len(reports) else None)
-
-    def _keep(self, size: Size) -> _Report:
-        self._found.put(self._rehearsal.signature, size)
-        return _Report()
 
     def _together(self, doing: str, act: Callable[[], _Report]) -> Sequence[_Report]:
         """What `act` reports on each rank, by rank. An error is raised when every rank has heard of it."""
@@ -124,7 +120,7 @@ class _Planner:
         try:
             report = act()
         except Exception as raised:
-            raised.add_note(f"This happened in {_CALL}, while about to {doing}.")
+            raised.add_note(f"This happened in {_CALL}, {doing}.")
             report, error = _Report(error=_short(f"{type(raised).__name__}: {raised}")), raised
         said = self._collectives.announce(f"{_CALL}: {doing}", json.dumps(asdict(report)))
         reports = [_Report(**json.loads(text)) for text in said]
@@ -133,8 +129,8 @@ class _Planner:
         for rank, theirs in enumerate(reports):
             if theirs.error:
                 raise PeerFailed(
-                    f"rank {rank} failed in {_CALL}, while about to {doing}, and this rank was waiting for it: "
-                    f"{theirs.error}. Rank {rank}'s own error says where."
+                    f"rank {rank} failed in {_CALL}, {doing}, and this rank was waiting for it: {theirs.error}. "
+                    f"Rank {rank}'s own error says where."
                 )
         return reports
 
@@ -158,6 +154,10 @@ class _Planner:
 def _short(text: str) -> str:
     """The beginning of the first line, in ASCII: its length in bytes is then known."""
     return text.partition("\n")[0].encode("ascii", "replace").decode()[:_TEXT_CHARACTERS]
+
+
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
 
 
 def _megabytes(count: int) -> str:

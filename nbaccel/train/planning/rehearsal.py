@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from nbaccel.failures import can_retry
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.memory import release_unused
+from nbaccel.train.microbatch.task import mean_loss
 from nbaccel.train.planning.found import signature
 from nbaccel.train.planning.meters import Gauge, GivenMeter, Meter, make_meter
 from nbaccel.train.planning.snapshot import Snapshot
@@ -157,7 +158,7 @@ class Rehearsal:
         for _ in range(2):
             meter.reset_peak()
             batch = self._batch(size)
-            loss = scene.loss_fn(batch)
+            loss = mean_loss(scene.loss_fn, batch)
             loss.backward()
             peaks.note(grows=True)
             meter.reset_peak()

@@ -207,7 +207,7 @@ def test_a_mistake_of_the_program_is_raised_as_it_is_and_the_training_is_as_befo
 
     with pytest.raises(KeyError, match=point) as caught:
         accelerator.find_batch_size(loss_fn, CNN.batch(2), max_batch_size=64)
-    assert "find_batch_size, while about to try" in caught.value.__notes__[0]
+    assert "find_batch_size, trying" in caught.value.__notes__[0]
     assert [parameter.numpy(force=True).tobytes() for parameter in model.parameters()] == weights
     assert not optimizer.state
 
@@ -219,6 +219,14 @@ def test_model_and_optimizer_have_to_be_prepared() -> None:
     accelerator.prepare(torch.nn.Linear(1, 1))
     with pytest.raises(NotPrepared, match="no optimizer is prepared"):
         accelerator.find_batch_size(lambda batch: batch, torch.ones(1))
+
+
+@pytest.mark.parametrize("loss", [None, torch.ones(2, requires_grad=True)], ids=["None", "vector"])
+def test_what_is_no_loss_is_named(loss: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*CNN.make_seeded())
+    with pytest.raises(TypeError, match="loss_fn must return the mean loss of the batch"):
+        accelerator.find_batch_size(lambda batch: loss, CNN.batch(2))
 
 
 def test_a_cap_below_one_is_refused() -> None:
@@ -316,7 +324,7 @@ def test_a_mistake_on_one_rank_is_raised_there_and_named_on_the_others() -> None
 
     first, second = run_ranks(2, plan)
     assert second == "KeyError: 'labels'"
-    assert first.startswith("PeerFailed: rank 1 failed in find_batch_size, while about to try 2 samples")
+    assert first.startswith("PeerFailed: rank 1 failed in find_batch_size, trying 2 samples")
     assert "KeyError: 'labels'" in first
 
 

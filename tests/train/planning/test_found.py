@@ -34,6 +34,12 @@ def test_only_one_rank_writes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="batch size 8 is not kept for the next run: .*Not a directory"):
+        FoundInFolder(tmp_path / "file" / "below").put("one", Size(8, 0.9))
+
+
 def _signed(width: int = 3, optimizer: Any = torch.optim.SGD, shape: str = "float32[3]", keeps: bool = False) -> str:
     model = torch.nn.Linear(width, 1)
     return signature([model], [optimizer(model.parameters(), lr=0.1)], [shape], CPU, [keeps])
