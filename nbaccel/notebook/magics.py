@@ -14,7 +14,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
-from IPython.core.magic import Magics, line_cell_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
@@ -66,6 +66,14 @@ class AccelerateMagics(Magics):
             error.__traceback__ = _without_our_frames(error.__traceback__)
             raise
 
+    @line_magic("%accelerate")  # type: ignore[arg-type]
+    def misplaced(self, line: str) -> None:
+        """What IPython makes of a `%%accelerate` below code: a line magic whose name begins with `%`."""
+        raise UsageError(
+            "%%accelerate has to be the first line of its cell, below comments at most: the lines above it ran in "
+            "the notebook, no rank was started, and nothing below it ran."
+        )
+
     def _command(self, words: list[str]) -> None:
         session = self.session
         match words:
@@ -107,6 +115,7 @@ class AccelerateMagics(Magics):
         del manager.registry[type(self).__name__]
         for kind in ("line", "cell"):
             del manager.magics[kind]["accelerate"]
+        del manager.magics["line"]["%accelerate"]
         if self._has_set_cuda_check:
             os.environ.pop(_CUDA_CHECK, None)
 

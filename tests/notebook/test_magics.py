@@ -28,6 +28,7 @@ def traces(shell: Any) -> tuple[Any, ...]:
         sorted(shell.magics_manager.registry),
         "accelerate" in shell.magics_manager.magics["line"],
         "accelerate" in shell.magics_manager.magics["cell"],
+        "%accelerate" in shell.magics_manager.magics["line"],
         list(shell.input_transformers_cleanup),
         [len(callbacks) for callbacks in shell.events.callbacks.values()],
         {key: len(chain.chain) for key, chain in hooks.items() if chain.chain},
@@ -68,7 +69,7 @@ def test_loading_as_an_extension_prints_nothing(shell: Any, capsys: Any) -> None
     shell.run_cell("%load_ext nbaccel")
     shell.run_cell("%reload_ext nbaccel")
     assert capsys.readouterr() == ("", "")
-    assert traces(shell)[1:3] == (True, True)
+    assert traces(shell)[1:4] == (True, True, True)
     unregister(shell)
 
 
@@ -178,6 +179,17 @@ def test_another_command_is_one_sentence(planned: Any) -> None:
         "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config, doctor or memory. "
         "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks.\n"
     )
+
+
+def test_a_cell_magic_below_code_is_one_sentence_and_runs_nothing(planned: Any, recorder: Any) -> None:
+    ran = planned.run("above = 1\n%%accelerate -n 2\nbelow = 2")
+    assert ran.stderr == (
+        "UsageError: %%accelerate has to be the first line of its cell, below comments at most: the lines above it "
+        "ran in the notebook, no rank was started, and nothing below it ran.\n"
+    )
+    assert recorder.specs == []
+    assert "above" in planned.names
+    assert "below" not in planned.names
 
 
 def test_help_shows_the_flags(planned: Any) -> None:

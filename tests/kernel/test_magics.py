@@ -1,4 +1,4 @@
-"""Tab and `?` in real kernels: what a front end is offered for the magics."""
+"""The magics in real kernels: what Tab and `?` offer, and what a magic in the wrong place says."""
 
 from __future__ import annotations
 
@@ -33,3 +33,9 @@ def test_help_names_every_flag_and_command(kernel: RealKernel) -> None:
     shown = kernel.value("get_ipython().object_inspect_text('%accelerate') or ''")
     for word in [*kernel.value("list(flags)"), "config", "doctor", "memory", "--save"]:
         assert word in shown
+
+
+def test_a_magic_below_code_says_where_it_belongs(kernel: RealKernel) -> None:
+    ended = kernel.run("above = 1\n%%accelerate -n 2\nbelow = 2")
+    assert ended.status == "error"
+    assert "UsageError: %%accelerate has to be the first line of its cell, below comments at most" in ended.text
