@@ -404,9 +404,10 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
 
 
 def _launch_inline(spec: LaunchSpec, check: bool) -> Run:
-    seconds, error = run_inline(spec, check)
+    history = History(1, time.monotonic())
+    seconds, error = run_inline(spec, check, [history])
     assert isinstance(spec.task, FunctionTask)
-    return Run([spec.task.value], History(1), error, spec.start.method, spec.start.reason, "", seconds)
+    return Run([spec.task.value], history, error, spec.start.method, spec.start.reason, "", seconds)
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -110,6 +110,9 @@ class History:
                 self.seconds = at_s
             take(rank, at_s, event)
 
+    def tick(self, now: float) -> None:
+        """It shows nothing."""
+
     def add_mark(self, mark: Mark) -> None:
         """Something happened. Of very many marks the first and the latest hundred are kept."""
         self.marks.append(mark)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -21,10 +22,12 @@ from nbaccel.events import (
     Phase,
     Progress,
     RecordsLost,
+    StepEntered,
     emit,
 )
 from nbaccel.hardware import Survey
-from nbaccel.launch.launcher import Launcher, Outcome
+from nbaccel.launch.inline import run_inline
+from nbaccel.launch.launcher import Launcher, Outcome, launch
 from nbaccel.launch.preflight import Start, threads_per_rank
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
@@ -201,6 +204,40 @@ def test_a_listener_that_fails_is_left_out_and_the_run_goes_on(
         "_Broken failed and is off for the rest of this run, which goes on "
         "(ZeroDivisionError: the axis has no length)\n"
     )
+
+
+def test_a_run_in_the_kernels_own_process_is_heard_too() -> None:
+    def train() -> None:
+        step = 0
+        while heard.ticks < 2:  # the second is half a second after the first
+            emit(StepEntered(step))
+            emit(Loss(1.0, step))
+            step += 1
+        emit(Metric({"accuracy": 0.5}, step))
+
+    heard, threads = _Heard(), threading.active_count()
+    run_inline(LaunchSpec(FunctionTask(train), 1, Start("inline", "")), check=True, listeners=[heard])
+    (metric,) = heard.of(Metric)
+    assert metric.values == {"accuracy": 0.5}
+    assert heard.of(Memory)
+    lost = heard.of(RecordsLost)[-1].count if heard.of(RecordsLost) else 0
+    assert metric.step - lost <= len(heard.of(Loss)) <= metric.step
+    assert threading.active_count() == threads
+
+
+def test_a_run_in_the_kernels_own_process_has_a_history_and_leaves_nothing_of_ours_behind() -> None:
+    def train() -> None:
+        emit(Metric({"loss": 0.5}, 3))
+
+    assert list(launch(train, 1, start_method="inline").history.rows) == [{"step": 3, "loss": 0.5}]
+    heard = _Heard()
+    with pytest.raises(ZeroDivisionError):
+        run_inline(
+            LaunchSpec(FunctionTask(lambda: (train(), 1 // 0)), 1, Start("inline", "")), check=True, listeners=[heard]
+        )
+    assert heard.of(Metric) == [Metric({"loss": 0.5}, 3)]
+    train()
+    assert len(heard.of(Metric)) == 1
 
 
 def test_what_was_lost_is_said_with_its_number() -> None:

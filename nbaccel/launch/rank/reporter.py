@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -74,8 +75,10 @@ class Reporter:
             Metric: self._metric,
             Gauge: self._gauges.append,  # type: ignore[dict-item]  # routed here are gauges
         }
-        os.register_at_fork(after_in_child=self._fall_silent)
-        threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True).start()
+        self._is_closed = False
+        _silence_in_children(self)
+        self._thread = threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True)
+        self._thread.start()
 
     def __call__(self, event: Event) -> None:
         self._routes.get(type(event), self._record)(event)
@@ -89,8 +92,16 @@ class Reporter:
         self._is_wanted.set()
         self._is_written.wait(_PATIENCE_S)
 
+    def close(self) -> None:
+        """`flush`, and look at nothing any more. A rank need not: its end is that of its process."""
+        self.flush()
+        self._is_closed = True
+        self._is_wanted.set()
+        self._thread.join(_PATIENCE_S)
+        self._fall_silent()
+
     def _run(self) -> None:
-        while True:
+        while not self._is_closed:
             is_wanted = self._is_wanted.wait(_EVERY_S)
             self._is_wanted.clear()
             self._write_losses()
@@ -102,7 +113,6 @@ class Reporter:
                 self._is_written.set()
 
     def _fall_silent(self) -> None:
-        """In a child that the user's code forked: the rank speaks for itself."""
         self._record = _nothing
         self._routes = dict.fromkeys(self._routes, _nothing)
 
@@ -163,6 +173,18 @@ class Reporter:
 
 def _nothing(event: Event) -> None:
     pass
+
+
+def _silence_in_children(reporter: Reporter) -> None:
+    """A child that the user's code forks reports nothing: the rank speaks for itself."""
+    reference = weakref.ref(reporter)
+
+    def silence() -> None:
+        in_child = reference()
+        if in_child is not None:
+            in_child._fall_silent()
+
+    os.register_at_fork(after_in_child=silence)
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:

@@ -16,6 +16,7 @@ import itertools
 import mmap
 import os
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -50,7 +51,11 @@ class Record(NamedTuple):
 
 def make_ring(slots: int = _SLOTS) -> int:
     """Memory for the records of one rank: a descriptor, which the caller closes. Its pages exist once written to."""
-    fd = os.memfd_create("nbaccel-ring", os.MFD_CLOEXEC)
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("nbaccel-ring", os.MFD_CLOEXEC)
+    else:  # macOS, where the only rank is the kernel itself
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
     os.ftruncate(fd, slots * _SLOT.size)
     return fd
 

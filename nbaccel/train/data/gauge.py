@@ -38,14 +38,9 @@ class LoopGauge:
         self._epoch = epoch
         self._samples = samples
         self._may_train = may_train
-        self._steps_before = self._steps
+        self._steps_before = accumulation.clock.done
         self._taken_before = taken()
         self._end: Progress | None = None
-
-    @property
-    def _steps(self) -> int:
-        clock = self._accumulation.clock
-        return clock.step + clock.trained
 
     def read(self) -> Progress | None:
         """Where the loop is now; None once it has ended. From any thread."""
@@ -57,7 +52,7 @@ class LoopGauge:
         return self._end
 
     def _look(self, is_over: bool = False) -> Progress:
-        steps, taken = self._steps, self._taken()
+        steps, taken = self._accumulation.clock.done, self._taken()
         # Before the first step is complete a loop that trains and one that evaluates look alike, but for gradients.
         is_first_window = self._may_train and taken <= self._taken_before + self._accumulation.steps and not is_over
         return Progress(

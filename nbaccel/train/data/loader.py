@@ -121,6 +121,7 @@ class PreparedLoader(DataLoader[Any]):
                     meetings.look()
             is_whole = True
         finally:
+            emit(gauge.close())
             if progress.begun is position:
                 meetings.look()
                 has_trained = clock.done > progress.steps
@@ -128,7 +129,6 @@ class PreparedLoader(DataLoader[Any]):
                     clock.end_pass()
                     progress.ended = (self.state_dict(), clock.passes)
                 progress.end(counts=has_trained or (meetings.were_held if meetings.are_counted else is_whole))
-            emit(gauge.close())
             accumulation.close(window, is_whole)
 
     def _next_position(self) -> Position:
