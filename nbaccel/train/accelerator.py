@@ -391,6 +391,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Loading, Profiling, 
 
     def _forget_all_but(self, known: Sequence[Any]) -> None:
         """Forget what was prepared beside `known`, and every open window."""
+        self._release_engine()
         self._prepared.keep(known)
         self._accumulation.forget()
 

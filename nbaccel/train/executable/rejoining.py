@@ -34,20 +34,25 @@ def rejoin_at_next_forward(module: DistributedDataParallel) -> None:
 
 
 def _rejoin(module: DistributedDataParallel) -> None:
-    hooks = list(getattr(module, "_comm_hooks", ()))
-    module.process_group = dist.group.WORLD  # type: ignore[assignment]  # it exists: the ranks have formed it again
-    # The way in which torch makes a reducer again for a module that was pickled.
-    state = module.__getstate__()
-    del module.reducer, module.logger
-    module.__setstate__(state)
-    for hook, hook_state in hooks:
-        dist._register_comm_hook(module.reducer, hook_state, hook)
+    if "reducer" in vars(module):  # else its gradients are lent, and it makes one when it gets them back
+        _make_reducer(module)
     for tensor in [*module.module.parameters(), *module.module.buffers()]:
         dist.broadcast(tensor.detach(), 0)
     for optimizer in _optimizers_of(module):
         states = [optimizer.state_dict()]
         dist.broadcast_object_list(states, 0)
         optimizer.load_state_dict(states[0])
+
+
+def _make_reducer(module: DistributedDataParallel) -> None:
+    """In the default group, in the way in which torch does it for a module that was pickled."""
+    hooks = list(getattr(module, "_comm_hooks", ()))
+    module.process_group = dist.group.WORLD  # type: ignore[assignment]  # it exists: the ranks have formed it again
+    state = module.__getstate__()
+    del module.reducer, module.logger
+    module.__setstate__(state)
+    for hook, hook_state in hooks:
+        dist._register_comm_hook(module.reducer, hook_state, hook)
 
 
 def _optimizers_of(module: DistributedDataParallel) -> list[Optimizer]:

@@ -20,6 +20,7 @@ from nbaccel.train.executable.rejoining import rejoin_at_next_forward
 from nbaccel.train.executable.watcher import backends
 from nbaccel.train.memory import release_unused
 from nbaccel.train.optimizer import PreparedOptimizer
+from nbaccel.train.strategies.lending import is_sharded
 from nbaccel.train.talk.process_group import process_group
 
 __all__ = ["Survivors"]
@@ -82,7 +83,7 @@ class Survivors:
             for parameter in _half_made(optimizer):
                 del optimizer.state[parameter]
         self._replicas = [weakref.ref(thing) for thing in living if isinstance(thing, DistributedDataParallel)]
-        self._sharded = {type(thing).__name__ for thing in living if _is_sharded(thing)}
+        self._sharded = {type(thing).__name__ for thing in living if is_sharded(thing)}
 
     def go_on(self, step: int) -> None:
         """The next attempt begins, in the new process group where there are several ranks.
@@ -107,7 +108,7 @@ def _living() -> list[Any]:
     for thing in gc.get_objects():
         kind = type(thing)  # a lazy object's __class__ may import what it stands for
         if kind not in is_wanted:
-            is_wanted[kind] = issubclass(kind, Optimizer | DistributedDataParallel) or _is_sharding(kind)
+            is_wanted[kind] = issubclass(kind, Optimizer | DistributedDataParallel) or is_sharded(thing)
         if is_wanted[kind]:
             found[id(thing)] = thing
     return [*found.values()]
@@ -117,18 +118,6 @@ def _optimizers(things: list[Any]) -> list[Optimizer]:
     """torch's own, out of those that are prepared."""
     found = [thing.optimizer if isinstance(thing, PreparedOptimizer) else thing for thing in things]
     return [*{id(thing): thing for thing in found if isinstance(thing, Optimizer)}.values()]
-
-
-def _is_sharded(thing: Any) -> bool:
-    return _is_sharding(type(thing))
-
-
-def _is_sharding(kind: type) -> bool:
-    """Whether that is FSDP, of either generation; it is not imported for the question."""
-    return any(
-        base.__name__ in ("FullyShardedDataParallel", "FSDPModule") and base.__module__.startswith("torch.distributed")
-        for base in kind.__mro__
-    )
 
 
 def _half_made(optimizer: Optimizer) -> list[Any]:

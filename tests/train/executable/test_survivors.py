@@ -111,10 +111,61 @@ def test_an_accumulation_window_of_a_failed_attempt_is_not_continued() -> None:
     assert run_ranks(2, _in_the_middle_of_a_window) == [[False, True]] * 2
 
 
-def test_fsdp_is_recognised_by_its_classes() -> None:
-    from torch.distributed.fsdp import FSDPModule
+def _led_in_micro_batches() -> dict[str, Any]:
+    accelerator = Accelerator()
+    torch.manual_seed(accelerator.process_index)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    from nbaccel.train.executable.survivors import _is_sharding
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> int:
+        for _ in range(2):
+            accelerator.forward_backward(lambda rows: model(rows).square().mean(), torch.randn(batch_size, 4))
+            if batch_size == 8 and accelerator.process_index == 1:
+                raise MemoryError
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.ones(2, 4)).mean().backward()  # DDP takes its gradients back
+        return batch_size
 
-    assert _is_sharding(FSDPModule)
-    assert not _is_sharding(DistributedDataParallel)
+    size = train()
+    return {"size": size, "weights": digest(model.module), "gradient": float(model.module.bias.grad)}
+
+
+def test_a_model_whose_gradients_are_lent_joins_the_new_group_too() -> None:
+    first, second = run_ranks(2, _led_in_micro_batches)
+    assert first == second
+    assert first["size"] == 4
+    assert first["gradient"] == 1.0
+
+
+def _fsdp(is_outside: bool) -> tuple[str, str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    accelerator = Accelerator()
+    kept = fully_shard(torch.nn.Linear(4, 4)) if is_outside else None
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> int:
+        model = fully_shard(torch.nn.Linear(4, 4)) if kept is None else kept
+        loss = model(torch.ones(batch_size, 4)).sum()
+        if batch_size == 4 and accelerator.process_index == 1:
+            raise MemoryError("no room")
+        loss.backward()
+        return batch_size
+
+    try:
+        return "", "", train()
+    except Exception as error:
+        return type(error).__name__, str(error), None
+
+
+def test_a_model_sharded_inside_of_the_function_is_sharded_again() -> None:
+    assert run_ranks(2, _fsdp, False) == [("", "", 2)] * 2
+
+
+def test_a_model_sharded_outside_of_the_function_cannot_go_on_and_the_error_says_so() -> None:
+    peer, short = run_ranks(2, _fsdp, True)
+    assert [peer[0], short[0]] == ["PeerFailed", "OutOfMemoryError"]
+    for _, text, _ in (peer, short):
+        assert "FSDPLinear was sharded (FSDP) outside of the function; shard it inside" in text
