@@ -13,7 +13,7 @@ from torch.nn import Module
 from nbaccel.errors import NotPrepared
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.faces.control import ProcessControl
-from nbaccel.train.planning.examples import Examples
+from nbaccel.train.planning.examples import examples_of
 from nbaccel.train.planning.found import Found, FoundInFolder
 from nbaccel.train.planning.meters import Gauge
 from nbaccel.train.planning.planner import find_batch_size
@@ -96,7 +96,7 @@ class Planning(ProcessControl):
             found = FoundInFolder(cache, is_writer=self.is_main_process)
         scene = Scene(
             loss_fn,
-            lambda: Examples.of(example),
+            lambda: examples_of(example),
             self._prepared.models,
             [prepared.optimizer for prepared in self._prepared.optimizers],
             self._strategy,

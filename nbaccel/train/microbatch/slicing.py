@@ -6,7 +6,7 @@ here knows memory, gradients or other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -73,6 +73,10 @@ class Samples:
             return self.split(self.batch, start, stop)
         return _sliced(self.batch, start, stop, self.count)
 
+    def pick(self, rows: Sequence[int]) -> Any:
+        """A batch of the samples `rows`, in this order, as often as they are named; copies. Not with a `split`."""
+        return _picked(self.batch, list(rows), self.count)
+
 
 def sample_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     """The shape of one sample in each tensor of `batch`, in the order of its containers."""
@@ -116,6 +120,14 @@ def _sliced(value: Any, start: int, stop: int, count: int) -> Any:
     if _is_array(value) or _lists_samples(value, count):
         return value[start:stop]
     return map_children(lambda child: _sliced(child, start, stop, count), value)
+
+
+def _picked(value: Any, rows: list[int], count: int) -> Any:
+    if _is_array(value):
+        return value[rows]
+    if _lists_samples(value, count):
+        return type(value)([value[row] for row in rows])
+    return map_children(lambda child: _picked(child, rows, count), value)
 
 
 def _strangers(value: Any, path: str, count: int | None) -> Iterator[tuple[str, Any]]:

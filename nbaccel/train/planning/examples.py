@@ -1,23 +1,26 @@
 """Examples: batches of any size, made of a few samples of the training data. Runs in ranks.
 
 A loader is not iterated, which would move its position: samples are read from its dataset and collated as the loader
-would. Of those that were looked at the longest ones are taken, since they need the most memory.
+would, so what it makes of them is its own affair. Of those that were looked at the longest ones are taken, since they
+need the most memory. Of a batch, the samples are repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from nbaccel.errors import CannotSplit
 from nbaccel.train.data.placement import to_device
-from nbaccel.train.talk.nested import children, count_rows, is_container, leaves, map_children
+from nbaccel.train.microbatch.slicing import Samples, sample_shapes
+from nbaccel.train.talk.nested import children, is_container
 
-__all__ = ["LOOKED_AT", "Examples"]
+__all__ = ["LOOKED_AT", "Collated", "Examples", "Repeated", "examples_of"]
 
 LOOKED_AT = 256
 """Samples of a dataset whose lengths are compared, spread evenly over it. With 256 of them the longest one found is,
@@ -28,66 +31,75 @@ _KEPT = 8
 
 
 class Examples:
-    """A few samples, on the host, and batches of `take(n)` of them.
-
-    batch: those samples, collated.  size: how many there are.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        """
-        Raises:
-            ValueError: `batch` holds no tensor, so nobody knows what a sample is.
-        """
-        size = count_rows(batch)
-        if not size:
-            raise ValueError(
-                f"the example batch holds no sample: in {type(batch).__name__} no tensor has a first dimension above 0"
-            )
-        self.batch = to_device(batch, torch.device("cpu"))
-        self.size = size
-
-    @classmethod
-    def of(cls, source: Any) -> Examples:
-        """Those of a loader, prepared or not, or of a batch.
-
-        Raises:
-            TypeError: a loader whose samples cannot be read without moving it; one batch of it will do.
-        """
-        loader = getattr(source, "loader", source)  # a prepared loader is its user's, seen from one rank
-        return cls(_longest(loader) if isinstance(loader, DataLoader) else source)
+    """Batches of as many samples as one asks for, on the host."""
 
     def take(self, size: int) -> Any:
-        """A batch of `size` samples: these, again and again; what is not per sample stays as it is.
-
-        >>> Examples({"x": torch.tensor([1, 2]), "scale": 0.5}).take(3)
-        {'x': tensor([1, 2, 1]), 'scale': 0.5}
-        """
-        return self._taken(self.batch, torch.arange(size) % self.size)
-
-    def _taken(self, value: Any, rows: Tensor) -> Any:
-        if isinstance(value, Tensor):
-            return value[rows] if value.ndim and value.shape[0] == self.size else value
-        if isinstance(value, (list, tuple)) and len(value) == self.size and count_rows(value) is None:
-            return type(value)(value[row] for row in rows.tolist())  # strings and objects, one per sample
-        return map_children(lambda child: self._taken(child, rows), value)
+        """A batch of `size` samples."""
+        raise NotImplementedError
 
     def shapes(self) -> list[str]:
-        """What a sample looks like: dtype and shape of each tensor, without the batch's dimension."""
-        return [
-            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}"
-            for leaf in leaves(self.batch)
-            if isinstance(leaf, Tensor)
-        ]
+        """What a sample looks like: the shape of each tensor, without the batch's dimension."""
+        return [str(shape) for shape in sample_shapes(self.take(1))]
 
 
-def _longest(loader: DataLoader[Any]) -> Any:
-    """The longest samples of `loader` as a batch of it."""
+@dataclass(frozen=True, slots=True)
+class Repeated(Examples):
+    """The samples of one batch, again and again; what is not per sample stays as it is.
+
+    >>> Repeated(Samples.of({"x": torch.tensor([1, 2]), "scale": 0.5})).take(3)
+    {'x': tensor([1, 2, 1]), 'scale': 0.5}
+    """
+
+    samples: Samples
+
+    def take(self, size: int) -> Any:
+        return self.samples.pick([number % self.samples.count for number in range(size)])
+
+
+@dataclass(frozen=True, slots=True)
+class Collated(Examples):
+    """The samples of a dataset, again and again, and what makes a batch of them.
+
+    >>> Collated([torch.tensor(1), torch.tensor(2)], torch.stack).take(3)
+    tensor([1, 2, 1])
+    """
+
+    samples: Sequence[Any]
+    collate: Callable[[list[Any]], Any]
+
+    def take(self, size: int) -> Any:
+        return self.collate([self.samples[number % len(self.samples)] for number in range(size)])
+
+
+def examples_of(source: Any) -> Examples:
+    """Those of a loader, prepared or not, or of a batch.
+
+    Raises:
+        TypeError: a loader whose samples cannot be read without moving it; one batch of it will do.
+        CannotSplit: a batch whose samples nobody can tell apart; its loader will do.
+    """
+    loader = getattr(source, "loader", source)  # a prepared loader is its user's, seen from one rank
+    if isinstance(loader, DataLoader):
+        return _of_loader(loader)
+    try:
+        samples = Samples.of(to_device(source, torch.device("cpu")))
+    except CannotSplit as error:
+        error.add_note(
+            "find_batch_size takes the loader as well: what collates its batches then makes those of trials."
+        )
+        raise
+    if not samples.count:
+        raise ValueError(f"the example batch, a {type(source).__name__}, holds no sample")
+    return Repeated(samples)
+
+
+def _of_loader(loader: DataLoader[Any]) -> Examples:
     samples = sorted(_looked_at(loader), key=_length, reverse=True)
     if not samples:
         raise ValueError(f"the dataset of this loader, a {type(loader.dataset).__name__}, is empty")
-    if loader.batch_size is None and loader.batch_sampler is None:
-        return loader.collate_fn(samples[0])  # the dataset itself gives batches
-    return loader.collate_fn(samples[:_KEPT])
+    if loader.batch_size is None and loader.batch_sampler is None:  # the dataset itself gives batches
+        return Repeated(Samples.of(loader.collate_fn(samples[0])))
+    return Collated(samples[:_KEPT], loader.collate_fn)
 
 
 def _looked_at(loader: DataLoader[Any]) -> list[Any]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.train.microbatch.slicing import Samples, sample_shapes
+from nbaccel.train.microbatch.slicing import Samples
+from nbaccel.train.planning.examples import Examples
 from nbaccel.train.planning.found import Found
 from nbaccel.train.planning.planner import find_batch_size
 from nbaccel.train.planning.rehearsal import Rehearsal, Scene
@@ -25,16 +26,13 @@ __all__ = ["find_micro_batch_size"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(Examples):
     """The first samples of a batch, as micro-batches of it."""
 
     samples: Samples
 
     def take(self, size: int) -> Any:
         return self.samples.take(0, size)
-
-    def shapes(self) -> list[str]:
-        return [str(shape) for shape in sample_shapes(self.samples.batch)]
 
 
 def find_micro_batch_size(

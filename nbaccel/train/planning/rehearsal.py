@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,13 @@ from nbaccel.failures import can_retry
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.memory import release_unused
 from nbaccel.train.microbatch.task import mean_loss
+from nbaccel.train.planning.examples import Examples
 from nbaccel.train.planning.found import signature
 from nbaccel.train.planning.meters import Gauge, GivenMeter, Meter, make_meter
 from nbaccel.train.planning.snapshot import Snapshot
 from nbaccel.train.strategies import Strategy
 
-__all__ = ["Outcome", "Rehearsal", "Samples", "Scene"]
+__all__ = ["Outcome", "Rehearsal", "Scene"]
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)\b", re.IGNORECASE)
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -53,16 +54,6 @@ class Outcome:
     complaint: str = ""
 
 
-class Samples(Protocol):
-    """What batches are made of; see `Examples`."""
-
-    def take(self, size: int) -> Any:
-        """A batch of `size` samples."""
-
-    def shapes(self) -> list[str]:
-        """What one sample looks like."""
-
-
 @dataclass(frozen=True, slots=True)
 class Scene:
     """The training that is rehearsed, as it is.
@@ -72,7 +63,7 @@ class Scene:
     """
 
     loss_fn: Callable[[Any], Tensor]
-    read: Callable[[], Samples]
+    read: Callable[[], Examples]
     models: Sequence[Module]
     optimizers: Sequence[Optimizer]
     strategy: Strategy
