@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from browser.page import FRONT_ENDS, LAB, FrontEnd, NotebookPage
 from browser.server import JupyterServer
@@ -30,6 +30,9 @@ OpenNotebook = Callable[..., NotebookPage]
 
 _BROWSERS = ("chromium", "google-chrome")
 _READY_TIMEOUT_S = 40.0
+_PATIENCE_S = 20.0
+"""For what `expect` waits on, where nothing else is said: the machine may be busy."""
+
 _WINDOW = {"width": 1200, "height": 900}
 
 
@@ -53,6 +56,7 @@ def server(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
     """The module's browser, without a window."""
+    expect.set_options(timeout=_PATIENCE_S * 1000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium)
         yield browser
