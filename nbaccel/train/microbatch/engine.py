@@ -26,6 +26,7 @@ from nbaccel.events import OutOfMemory, emit
 from nbaccel.train.accumulation import StepClock
 from nbaccel.train.memory import release_unused
 from nbaccel.train.microbatch.gradients import Gradients, Report
+from nbaccel.train.microbatch.silence import silenced
 from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.microbatch.snapshot import Snapshot
 from nbaccel.train.microbatch.task import Part, Shortage, Task, Work
@@ -92,6 +93,7 @@ class StepEngine:
         self._window = _Window()
         self._unit = 0.0  # weight by which losses are scaled; alike on all ranks
         self._has_warned = False
+        self._has_listened = not strategy.has_peers  # whether the first forward was watched for collectives
 
     def run(self, task: Task) -> Tensor:
         """One batch forward and backward; the mean loss of this rank's samples, detached.
@@ -124,6 +126,8 @@ class StepEngine:
     # -- one batch
 
     def _run(self, task: Task, gradients: Gradients) -> Tensor:
+        if self._window.weight and gradients.were_zeroed:
+            self._window = _Window()
         window = self._window
         with self._telling_peers(task, gradients):
             work = self._read(task, gradients)
@@ -213,12 +217,13 @@ class StepEngine:
             return torch.zeros((), device=self._strategy.device), 0.0
         sends_early = overlaps and stop == work.count and self.sizes.is_proven(stop - start, work.shapes)
         part = Part(
-            task.loss_fn,
+            task.loss_fn if self._has_listened else silenced(task.loss_fn),
             micro_batch,
             weight / (self._unit * task.divisor),
             self._precision.scale,
             gradients.overlap if sends_early else _nothing,
         )
+        self._has_listened = True
         gradients.is_busy = True
         try:
             return part.run(), weight

@@ -71,6 +71,11 @@ class Gradients:
         """Whether parameters need gradients that did not when this object was made: layers were unfrozen."""
         return any(parameter.requires_grad for parameter in self._frozen)
 
+    @property
+    def were_zeroed(self) -> bool:
+        """Whether the program has done away with the open window's gradients: it left a loop in the middle."""
+        return all(parameter.grad is None for parameter in self.parameters)
+
     def open(self) -> None:
         """A window begins: gradients that are there already are laid aside, and added at its end."""
         self._aside = [parameter.grad for parameter in self.parameters]

@@ -157,6 +157,40 @@ def test_local_sgd_steps_with_each_ranks_own_gradients_and_waits_for_nobody() ->
     assert first[1] != second[1]
 
 
+def _left_in_the_middle(recovers: bool, zeroes: bool) -> list[torch.Tensor]:
+    """The gradients of a window after another one that a ``break`` cut short."""
+    training = Training.start(gradient_accumulation_steps=2)
+    accelerator, model, rank = training.accelerator, training.model, training.net.rank
+
+    def run(number: int, shortage: Shortage | None = None) -> None:
+        training.net.shortage = shortage
+        x = batch_of(6, number, rank)[0]
+        with accelerator.accumulate(model):
+            if recovers:
+                accelerator.forward_backward(lambda part: model(part).square().mean(), x)
+            else:
+                accelerator.backward(model(x).square().mean())
+
+    for _ in accelerator.prepare(DataLoader(_data(), 4)):
+        run(0)
+        break
+    if zeroes:
+        training.optimizer.zero_grad()
+    loader = accelerator.prepare(DataLoader(_data(), 4))
+    for number, _ in enumerate(loader):
+        run(number + 1, Shortage("backward", 3, (1,)) if recovers else None)
+        if number == 1:
+            return training.gradients()
+    return []
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_window_that_was_left_is_treated_as_by_backward(zeroes: bool) -> None:
+    ours, theirs = (run_ranks(2, _left_in_the_middle, recovers, zeroes) for recovers in (True, False))
+    assert relative_error(ours[0], theirs[0]) < 1e-12
+    assert all(map(torch.equal, ours[0], ours[1]))
+
+
 # -- stopping, losses that are not finite
 
 
@@ -439,6 +473,28 @@ def test_c18_a_model_that_talks_in_its_forward_is_refused_with_the_reason() -> N
     for message in (sync, ddp, sharded):
         assert "find_executable_batch_size" in message
         assert "--oom shrink" in message
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "gather"])
+def test_c18_a_loss_function_that_waits_for_other_ranks_is_refused(call: str) -> None:
+    def refused() -> str:
+        training = Training.start()
+
+        def loss(batch: Any) -> torch.Tensor:
+            value = training.loss(batch)
+            if call == "gather":
+                return value + training.accelerator.gather(value).sum()
+            torch.distributed.all_reduce(value.detach())
+            return value
+
+        with pytest.raises(CannotSplit) as caught:
+            training.accelerator.forward_backward(loss, batch_of(4, 0), labelled)
+        return str(caught.value)
+
+    first, second = run_ranks(2, refused)
+    assert first == second
+    assert ("calls allreduce" if call == "all_reduce" else "calls allgather") in first
+    assert "Exchange values after forward_backward" in first
 
 
 def test_a_model_that_was_not_prepared_is_refused() -> None:
