@@ -24,7 +24,6 @@ from nbaccel.events import Listener
 from nbaccel.launch.ending import Aborting, Ending, Killing, Running, Stopping
 from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.member import Member, Report
-from nbaccel.launch.metriclog import MetricLog
 from nbaccel.launch.openfiles import files_being_written
 from nbaccel.launch.screen.router import OutputRouter
 from nbaccel.launch.spec import LaunchSpec, RankBoot
@@ -54,7 +53,6 @@ class Ended:
     exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
-    metrics: what rank 0 logged.
     open_files: what ranks were writing to when the first of them failed.
     """
 
@@ -66,7 +64,6 @@ class Ended:
     is_timed_out: bool
     seconds: float
     steps: int | None = None
-    metrics: MetricLog = field(default_factory=MetricLog)
     open_files: list[str] = field(default_factory=list)
 
     def close(self) -> None:
@@ -101,8 +98,7 @@ class WorkerGroup:
         self._pipes: list[MarkedPipe] = []
         self._failures: list[int] = []
         self._settled_at: float | None = None
-        self._metrics = MetricLog()
-        self._telemetry = Telemetry([self._metrics, *listeners], notice)
+        self._telemetry = Telemetry(listeners, notice)
         self._open_files: list[str] = []
         self._is_bad_fork = False
         self._presses = 0
@@ -353,7 +349,6 @@ class WorkerGroup:
             is_timed_out=self._is_timed_out,
             seconds=seconds,
             steps=page.steps_before_stop,
-            metrics=self._metrics,
             open_files=self._open_files,
         )
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbaccel.errors import CannotFork, NestedLaunch, ResultsMissing
 from nbaccel.events import Listener, Restarted
@@ -31,6 +31,7 @@ from nbaccel.launch.keeper import Keeper
 from nbaccel.launch.preflight import Start, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.launch.restarting import Again, Attempt, Over, Restarting
+from nbaccel.launch.run import Run
 from nbaccel.launch.screen.audience import Audience
 from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.router import OutputRouter, Screen
@@ -40,17 +41,11 @@ from nbaccel.launch.verdict import verdict
 from nbaccel.launch.wire.parcel import unpack
 from nbaccel.launch.witness import Witness
 from nbaccel.settings import RunSettings
-from nbaccel.view.figure import draw, picture
 from nbaccel.view.history import History
-from nbaccel.view.picture import Picture
 from nbaccel.view.state import Facts
-from nbaccel.view.text import text
 from nbaccel.world import World
 
 __all__ = ["Launcher", "Outcome", "Run", "debug_launcher", "default_launcher", "launch", "notebook_launcher"]
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _LONGEST_ARGUMENT = 30
 _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel")
@@ -224,51 +219,6 @@ def _load_once(spec: LaunchSpec) -> None:
 
 
 # --- functions --------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Run:
-    """A finished `launch`.
-
-    values: what the function returned, by rank; None for a rank that failed.
-    history: the curves of all ranks, and in `history.rows` what rank 0 logged.
-    error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
-    log_path: everything the ranks printed; the file lives as long as this process.
-    seconds: wall time from the start of the ranks to the end of the last.
-    restarts: a line for each time that memory ran out and the run was started again; all else is of the last attempt.
-    """
-
-    values: list[Any]
-    history: History
-    error: BaseException | None
-    start_method: str
-    start_reason: str
-    log_path: str
-    seconds: float
-    restarts: list[str] = field(default_factory=list)
-
-    @property
-    def value(self) -> Any:
-        """What rank 0 returned."""
-        return self.values[0]
-
-    def figure(self, *names: str, size: tuple[float, float] | None = None) -> Figure:
-        """A new `matplotlib.figure.Figure` of the run: curves by rank and their mean, memory, speed.
-
-        names: the curves to draw; by default the loss.  size: in inches.
-
-        Raises:
-            KeyError: no curve has that name.
-        """
-        return draw(self.history, names=names or None, size=size)
-
-    def plot(self, *names: str) -> Picture:
-        """The figure as a notebook shows it.
-
-        Raises:
-            KeyError: no curve has that name.
-        """
-        return picture(self.figure(*names), text(self.history, Facts(), self.seconds))
 
 
 def launch(

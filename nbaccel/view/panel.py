@@ -180,8 +180,8 @@ def _swatch(rank: int) -> str:
     """A piece of the rank's line: the table is the legend."""
     dash = " ".join(f"{length:g}" for length in dashes(rank)) or "none"
     return (
-        f'<svg width="24" height="8" aria-hidden="true"><path d="M0 4H24" stroke="{colour(rank)}" stroke-width="2" '
-        f'stroke-dasharray="{dash}"/></svg> '
+        f'<svg style="width:24px;height:8px" aria-hidden="true"><path d="M0 4H24" stroke="{colour(rank)}" '
+        f'stroke-width="2" stroke-dasharray="{dash}"/></svg> '
     )
 
 

@@ -71,6 +71,7 @@ def plot(
 
     label: what a screen reader says instead.  marks: steps at which something happened.
     """
+    # Sizes are styles, not attributes: JupyterLab gives every SVG in an output `height: auto`.
     first, last = mean.step[0], max(mean.step[-1], mean.step[0] + 1)
 
     def points(steps: Iterable[int], values: Iterable[float]) -> list[tuple[int, int]]:
@@ -103,7 +104,7 @@ def plot(
     ]
     return (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" '
-        f'height="{height_px}">{"".join(parts)}</svg>'
+        f'style="height:{height_px}px">{"".join(parts)}</svg>'
     )
 
 
@@ -115,7 +116,7 @@ def spark(line: Line, scale: Scale, label: str) -> str:
         for step, value in zip(line.step, line.mean, strict=True)
     ]
     return (
-        f'<svg role="img" aria-label="{escape(label)}" width="90" height="16"><path d="{_path(points)}" '
+        f'<svg role="img" aria-label="{escape(label)}" style="width:90px;height:16px"><path d="{_path(points)}" '
         f'stroke="var(--r0)" stroke-width="1.5" {_STROKE}/></svg>'
     )
 

@@ -77,7 +77,9 @@ STYLE = (
     ".nbaccel .steps{display:flex;justify-content:space-between;padding-left:50px;height:14px}"
     ".nbaccel .ranks{flex:none;overflow:auto}"
     ".nbaccel table{border-collapse:collapse;margin:0;border:0;font:inherit;color:inherit;table-layout:auto}"
-    ".nbaccel tr,.nbaccel tbody tr:nth-child(odd),.nbaccel tbody tr:hover{background:none}"
+    # Front ends give tables stripes and rules of their own.
+    ".nbaccel thead{border:0}.nbaccel tr,.nbaccel tbody tr:nth-child(n),.nbaccel tbody tr:nth-child(n):hover"
+    "{background:none}"
     ".nbaccel th,.nbaccel td{padding:0 0 0 14px;height:22px;text-align:right;white-space:nowrap;border:0;"
     "font-weight:400;color:inherit;vertical-align:middle;background:none}"
     ".nbaccel th:first-child,.nbaccel td:first-child{padding-left:0;text-align:left}"

@@ -1,0 +1,188 @@
+"""How a run is shown, without a notebook: frames, lines and pictures on a screen that only remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbaccel.events import Loss, Progress
+from nbaccel.hardware import Platform
+from nbaccel.launch.screen import live
+from nbaccel.launch.screen.audience import Audience, runs_unattended
+from nbaccel.launch.screen.live import LivePanel, Place
+from nbaccel.launch.screen.nowandthen import NowAndThen
+from nbaccel.launch.screen.shown import ShownRun
+from nbaccel.view.state import Facts
+
+FACTS = Facts("Cell In[5]")
+
+
+@dataclass
+class Paper:
+    """A screen: what was written, and every rich message."""
+
+    text: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, stream: str, text: str) -> None:
+        self.text += text
+
+    def publish(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def report(shown: ShownRun, clock: Clock, seconds: float, every_s: float = 0.5) -> None:
+    """So many seconds of training, with a tick each half of one."""
+    until, step = clock.now + seconds, shown.history.steps
+    while clock.now < until - 1e-9:
+        clock.now += every_s
+        step += 5
+        shown.feed(0, clock.now, Loss(1.0 / step, step - 1))
+        shown.feed(0, clock.now, Progress(step, step, 1000))
+        shown.tick(clock.now)
+
+
+def test_a_panel_is_one_display_that_is_updated_and_ends_as_a_picture() -> None:
+    paper, clock = Paper(), Clock()
+    shown = LivePanel(paper, 1, FACTS, clock=clock)
+    report(shown, clock, 5.0)
+    frames = len(paper.messages)
+    assert 9 <= frames <= 10
+    shown.end("done", 5.0)
+    assert [message["kind"] for message in paper.messages] == ["display"] + ["update"] * (frames + 1)
+    assert len({message["display_id"] for message in paper.messages}) == 1
+    assert sorted(paper.messages[-1]["data"]) == ["image/png", "text/plain"]
+    assert paper.messages[-1]["metadata"]["image/png"]["alt"].startswith("Cell In[5]: done in 5.0 s, 50 steps")
+    assert paper.text.startswith("done in 5.0 s, 50 steps, loss 0.02000")
+
+
+def test_a_run_that_is_short_and_has_no_numbers_leaves_nothing() -> None:
+    paper, clock = Paper(), Clock()
+    for shown in (LivePanel(paper, 2, FACTS, clock=clock), NowAndThen(paper, 2, FACTS, clock=clock)):
+        clock.now += 1.0
+        shown.tick(clock.now)
+        shown.end("done", 1.0)
+    assert (paper.text, paper.messages) == ("", [])
+
+
+def test_a_run_without_numbers_is_shown_after_two_seconds_and_needs_no_picture() -> None:
+    paper, clock = Paper(), Clock()
+    shown = LivePanel(paper, 2, FACTS, clock=clock)
+    for now in (100.5, 101.9, 102.0):
+        shown.tick(now)
+        assert len(paper.messages) == (now == 102.0)
+    shown.end("failed", 3.0, ValueError("11 classes\nand more"), rank=1)
+    assert sorted(paper.messages[-1]["data"]) == ["text/html", "text/plain"]
+    assert paper.text == "failed after 3.0 s: rank 1, ValueError: 11 classes\n"
+
+
+def test_frames_that_cost_more_come_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper, clock, cpu = Paper(), Clock(), Clock()
+
+    def drawing_takes(message: dict[str, Any]) -> None:
+        paper.messages.append(message)
+        cpu.now += 0.06
+
+    monkeypatch.setattr(live.time, "thread_time", cpu)
+    monkeypatch.setattr(paper, "publish", drawing_takes)
+    report(LivePanel(paper, 1, FACTS, clock=clock), clock, 20.0)
+    assert len(paper.messages) == 10  # 3 % of 20 s are 0.6 s
+
+
+def test_a_bar_that_stands_on_the_last_line_is_wiped_before_the_panel_comes() -> None:
+    paper, clock = Paper(), Clock()
+    shown = LivePanel(paper, 1, FACTS, clock=clock)
+    shown.write("stderr", "text\n\r 10%|#")
+    report(shown, clock, 0.5)
+    assert paper.text == "text\n\r 10%|#\r      \r"
+
+
+def test_the_runs_of_one_place_share_its_display() -> None:
+    paper, clock, place = Paper(), Clock(), Place("cell")
+    for _ in range(3):
+        shown = LivePanel(paper, 1, FACTS, place, says_end=False, clock=clock)
+        report(shown, clock, 1.0)
+        shown.end("done", 1.0)
+    assert [message["kind"] for message in paper.messages].count("display") == 1
+    assert len(paper.messages[-1]["data"]["text/plain"].splitlines()) == 3
+    assert paper.text == ""
+
+
+def test_a_line_comes_every_half_minute_and_one_at_the_end() -> None:
+    paper, clock = Paper(), Clock()
+    shown = NowAndThen(paper, 1, FACTS, clock=clock)
+    report(shown, clock, 95.0)
+    shown.end("stopped", 95.0)
+    first, *_, last = lines = paper.text.splitlines()
+    assert len(lines) == 4
+    assert first.startswith("epoch 1, batch 300/1,000, step 300, 30 %, loss")
+    assert last.startswith("stopped after 1:35, 950 steps, epoch 1, batch 950/1,000")
+    assert paper.messages == []
+
+
+def test_where_nobody_watches_the_picture_is_kept() -> None:
+    paper, clock = Paper(), Clock()
+    shown = NowAndThen(paper, 1, FACTS, keeps_picture=True, clock=clock)
+    report(shown, clock, 5.0)
+    shown.end("done", 5.0)
+    assert [sorted(message["data"]) for message in paper.messages] == [["image/png", "text/plain"]]
+
+
+def test_a_picture_that_cannot_be_drawn_is_said_and_the_panel_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(live, "kept", fails)
+    paper, clock = Paper(), Clock()
+    shown = LivePanel(paper, 1, FACTS, clock=clock)
+    report(shown, clock, 1.0)
+    shown.end("done", 1.0)
+    assert paper.text == "this run could not be drawn (RuntimeError: no fonts)\n"
+    assert "done in 1.0 s" in paper.messages[-1]["data"]["text/html"]
+
+
+def test_a_script_sees_what_its_ranks_print_and_a_terminal_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    audience = Audience()
+    script = audience.show(None, 1, FACTS, Platform.SCRIPT)
+    assert type(script) is ShownRun
+    script.write("stdout", "hi\n")
+    script.end("done", 100.0)
+    assert capsys.readouterr().out == "hi\n"
+    assert isinstance(audience.show(_Shell(), 1, FACTS, Platform.SCRIPT), NowAndThen)
+
+
+class _Shell:
+    display_pub = None
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("/usr/bin/python3\0/usr/bin/jupyter-nbconvert\0--execute\0a.ipynb", True),
+        ("python\0-m\0nbconvert\0--to\0notebook", True),
+        ("/opt/python\0/opt/bin/papermill\0a.ipynb\0b.ipynb", True),
+        ("/usr/bin/python3\0/usr/bin/jupyter-execute\0a.ipynb", True),
+        ("/usr/bin/python3\0/usr/bin/jupyter-lab\0--port=8888\0--no-browser\0papermill.ipynb", False),
+        ("/usr/bin/python3\0-m\0jupyterlab", False),
+    ],
+)
+def test_programs_that_execute_notebooks_are_known(tmp_path: Path, command: str, expected: bool) -> None:
+    (tmp_path / "proc" / "7").mkdir(parents=True)
+    (tmp_path / "proc" / "7" / "cmdline").write_text(command)
+    assert runs_unattended(Platform.JUPYTER, parent=7, root=tmp_path) is expected
+
+
+def test_kaggle_says_that_nobody_watches() -> None:
+    assert runs_unattended(Platform.KAGGLE_BATCH)
+    assert not runs_unattended(Platform.KAGGLE, parent=7, root=Path("/nowhere"))
