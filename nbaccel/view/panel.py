@@ -34,7 +34,7 @@ _LINE_PX, _ROW_PX, _PLOT_PX, _STEPS_PX = 20, 22, 116, 14
 _PADDING_PX = 18
 _MOST_ROWS = 8
 _MOST_PLOTS = 3
-_POINTS = 960
+_POINTS = 840
 """Points that all lines of a panel share: what half a second's frame may weigh."""
 SIGNS = {"done": "✓", "failed": "✕", "stopped": "■"}
 """Beside the word, which says the same."""
