@@ -75,7 +75,7 @@ class _Census:
             self._count(f"{name}.state", _tensors(self._torch, list(thing.state.values()), self._beside))
         tensors = list(_tensors(self._torch, thing, self._beside))
         self._count(name, tensors)
-        self._count(f"{name}.grad", (tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None))
+        self._count(f"{name}.grad", map(_gradient_of, tensors))
         self._count(f"{name}.grad_fn", _saved_by(self._torch, tensors))
 
     def found(self) -> Iterator[Holding]:
@@ -84,16 +84,27 @@ class _Census:
 
     def _count(self, name: str, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
-            try:
-                storage = tensor.untyped_storage()
-                key = (str(tensor.device), storage._cdata)
-                size = storage.nbytes()
-            except (RuntimeError, NotImplementedError):  # sparse, lazy: no storage of its own
+            storage = _storage_of(tensor)
+            if storage is None:
                 continue
-            if size and tensor.device.type != "meta" and key not in self._storages:
+            key = (str(storage.device), storage._cdata)
+            if key not in self._storages:
                 self._storages.add(key)
                 place = (name, key[0])
-                self._bytes[place] = self._bytes.get(place, 0) + size
+                self._bytes[place] = self._bytes.get(place, 0) + storage.nbytes()
+
+
+def _storage_of(tensor: Any) -> Any:
+    """The memory of `tensor`; None where it has none of its own: no tensor, sparse, on "meta", around other tensors."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage if storage.nbytes() and storage.device.type != "meta" and storage.data_ptr() else None
+    except Exception:  # classes of tensors refuse it in ways of their own
+        return None
+
+
+def _gradient_of(tensor: Any) -> Any:
+    return tensor.grad if tensor.is_leaf else None
 
 
 def _tensors(torch: Any, thing: Any, beside: Collection[int]) -> Iterator[Any]:
@@ -110,7 +121,9 @@ def _tensors(torch: Any, thing: Any, beside: Collection[int]) -> Iterator[Any]:
         if type(thing) is types.FunctionType:  # its globals are everybody's
             waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
         else:
-            waiting += filter(gc.is_tracked, gc.get_referents(thing))
+            others = [other for other in gc.get_referents(thing) if gc.is_tracked(other)]
+            waiting += others
+            waiting += [other for other in others if _is(other, torch.Tensor)]  # next, whatever there is beside them
 
 
 def _is(thing: Any, kind: type | tuple[type, ...]) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from nbaccel.train.memory import Holding, holdings
@@ -123,6 +125,23 @@ def test_what_is_beside_is_not_followed() -> None:
 
 def test_tensors_without_memory_and_sparse_ones_do_no_harm() -> None:
     assert by_name({"meta": torch.zeros(100, device="meta"), "sparse": torch.eye(3).to_sparse()}) == {}
+
+
+def test_a_tensor_beside_very_many_objects_is_found() -> None:
+    assert by_name({"rows": [[number] for number in range(310_000)] + [tensor(100)]}) == {"rows": 400}
+
+
+def test_strange_tensors_and_objects_do_no_harm() -> None:
+    class Hostile:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+        __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __getattr__  # type: ignore[assignment]
+
+    with FakeTensorMode():
+        fake = torch.ones(10**9)
+    lazy = torch.nn.LazyLinear(3)
+    assert by_name({"hostile": [Hostile()], "fake": fake, "lazy": lazy, "proxy": weakref.proxy(lazy)}) == {}
 
 
 def test_the_device_is_said() -> None:
