@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -133,3 +134,12 @@ def test_free_memory_forgets_what_was_prepared_and_gives_nones() -> None:
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     assert accelerator.free_memory(model, 1) == [None, None]
     assert not accelerator._prepared
+
+
+def test_a_dropped_accelerator_is_gone_at_once_with_what_it_prepared() -> None:
+    """A circle would keep models on the device, and worker processes of loaders, until the garbage collector came."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    left = [weakref.ref(accelerator), weakref.ref(model)]
+    del accelerator, model
+    assert [reference() for reference in left] == [None, None]

@@ -22,6 +22,7 @@ from nbaccel.train.checkpoint.shelf import Choice
 from nbaccel.train.faces.checkpointing import Checkpointing
 from nbaccel.train.prepared import Prepared
 from nbaccel.train.resuming import Epochs, Remembered
+from nbaccel.train.weakly import Weakly
 
 __all__ = ["Resuming"]
 
@@ -80,7 +81,7 @@ class Resuming(Checkpointing):
     def _plan_saves(self) -> None:
         """Save and resume as was chosen for this process's world."""
         policy = CheckpointPolicy.of(self._settings)
-        self._autosave = Autosave(policy, self.world, self._save_by_itself, self._random_states)
+        self._autosave = Autosave(policy, self.world, Weakly(self._save_by_itself), Weakly(self._random_states))
         self._accumulation.clock.saver = self._autosave if policy.every is not None else None
         self._pending, self._resumed = policy.resume, None
 

@@ -1,0 +1,44 @@
+"""Weakly: a method that does not keep its object alive. Runs in ranks and scripts.
+
+A part that calls back into the Accelerator which owns it would make a circle: a dropped Accelerator would keep its
+models, and the worker processes of its loaders, until the garbage collector comes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakMethod
+
+__all__ = ["Weakly"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Weakly(Generic[_P, _T]):
+    """`method`, to be called while its object is there. It travels by pickle if the method does.
+
+    >>> class Owner:
+    ...     def greet(self) -> str:
+    ...         return "here"
+    >>> owner = Owner()
+    >>> greet = Weakly(owner.greet)
+    >>> greet()
+    'here'
+    """
+
+    def __init__(self, method: Callable[_P, _T]) -> None:
+        self._method = WeakMethod(method)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._there()(*args, **kwargs)
+
+    def _there(self) -> Callable[_P, _T]:
+        method: Callable[_P, _T] | None = self._method()
+        if method is None:
+            raise ReferenceError("the object that this method belongs to is gone")
+        return method
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._there(),)
