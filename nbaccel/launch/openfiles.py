@@ -12,6 +12,8 @@ __all__ = ["files_being_written"]
 
 _NOT_FILES = ("/dev/", "/proc/", "/memfd:", "/sys/")
 _DELETED = " (deleted)"
+_UNFINISHED = ".tmp-"
+"""In the folder's name of a checkpoint that was being written: nobody will find it under that name."""
 
 
 def files_being_written(pids: Iterable[int]) -> list[str]:
@@ -32,7 +34,12 @@ def _written_by(pid: int) -> list[str]:
     for number in numbers:
         try:
             path = os.readlink(f"/proc/{pid}/fd/{number}")
-            if not path.startswith("/") or path.startswith(_NOT_FILES) or path.endswith(_DELETED):
+            if (
+                not path.startswith("/")
+                or path.startswith(_NOT_FILES)
+                or path.endswith(_DELETED)
+                or _UNFINISHED in path
+            ):
                 continue
             with open(f"/proc/{pid}/fdinfo/{number}", encoding="utf-8") as info:
                 flags = dict(line.split(":", 1) for line in info if ":" in line)["flags"]
@@ -41,3 +48,9 @@ def _written_by(pid: int) -> list[str]:
         if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
             paths.append(path)
     return paths
+
+
+def _is_to_stay(path: str) -> bool:
+    """Whether it names a file that a person will find later."""
+    is_file = path.startswith("/") and not path.startswith(_NOT_FILES)
+    return is_file and not path.endswith(_DELETED) and _UNFINISHED not in path

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from nbaccel.events import LoopEntered
 from nbaccel.failures import Failure, classify
@@ -21,7 +21,7 @@ from nbaccel.launch.spec import SHRINK, LaunchSpec
 from nbaccel.launch.witness import Witness
 from nbaccel.settings import RunSettings
 
-__all__ = ["Again", "Attempt", "Over", "Restarting", "Resumption"]
+__all__ = ["Again", "Attempt", "Over", "Restarting"]
 
 _MOST_RESTARTS = 5
 _LONGEST_LOSS_S = 600.0
@@ -43,15 +43,13 @@ class Attempt:
     host: HostMemory
 
 
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """Where a restarted run goes on, instead of at its beginning.
+def _new_checkpoint(attempt: Attempt) -> str:
+    """The newest one of a run that saves itself and whose loop can begin in the middle; else nothing.
 
-    place: as a person would look for it.  environ: what tells the ranks.
+    Where there is none, the next attempt begins where this one did.
     """
-
-    place: str
-    environ: Mapping[str, str] = field(default_factory=dict)
+    saves_itself = RunSettings.from_env(attempt.spec.environ).checkpoint_every is not None
+    return attempt.witness.checkpoint if saves_itself and attempt.witness.announces_epochs else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +105,11 @@ class _Death:
 class Restarting:
     """Asked after every attempt of one run.
 
-    holdings: what the notebook itself holds on devices.  newest_checkpoint: where the next attempt could go on.
+    holdings: what the notebook itself holds on devices.
     """
 
-    def __init__(
-        self,
-        holdings: Callable[[], Sequence[Holding]] = tuple,
-        newest_checkpoint: Callable[[], Resumption | None] = lambda: None,
-    ) -> None:
+    def __init__(self, holdings: Callable[[], Sequence[Holding]] = tuple) -> None:
         self._holdings = holdings
-        self._newest_checkpoint = newest_checkpoint
         self._restarts = 0
         self._left_behind: dict[str, None] = {}  # in their order, each once
         self._doubts: set[str] = set()
@@ -128,16 +121,15 @@ class Restarting:
             return Over()
         loop = attempt.witness.loop(death.rank)
         held = [holding for holding in self._holdings() if holding.nbytes]
-        resumption = self._newest_checkpoint()
+        checkpoint = _new_checkpoint(attempt)
         happened = f"rank {death.rank} {death.how}{_at(loop)}{death.why and f' ({death.why})'}"
-        reason = self._reason_to_stop(attempt, death, loop, held, resumption)
+        reason = self._reason_to_stop(attempt, death, loop, held, checkpoint)
         if reason or loop is None:
             return Over("; ".join([happened, f"not started again: {reason}", *_said_of(held)]) + ".")
         self._restarts += 1
         self._doubts.add(death.doubt)
-        said = self._said(attempt, loop, "" if resumption is None else f" from {resumption.place}")
-        line = "; ".join([happened, *said, *_said_of(held)])
-        return Again(_smaller(attempt.spec, attempt.ended, loop, resumption), line)
+        spec = _smaller(attempt.spec, attempt.ended, loop, checkpoint)
+        return Again(spec, "; ".join([happened, *self._said(attempt, loop, spec), *_said_of(held)]))
 
     def _reason_to_stop(
         self,
@@ -145,7 +137,7 @@ class Restarting:
         death: _Death,
         loop: LoopEntered | None,
         held: Sequence[Holding],
-        resumption: Resumption | None,
+        checkpoint: str,
     ) -> str:
         """Why the run is not started again; empty if it is."""
         if loop is None:
@@ -165,7 +157,7 @@ class Restarting:
             return f"--oom shrink, or oom='shrink' in a launch, would go on {_in_parts(loop, 2 * loop.parts)}"
         if self._restarts >= _MOST_RESTARTS:
             return f"it was {_MOST_RESTARTS} times already"
-        if attempt.ended.seconds > _LONGEST_LOSS_S and resumption is None:
+        if attempt.ended.seconds > _LONGEST_LOSS_S and not checkpoint:
             minutes = attempt.ended.seconds / 60
             return (
                 f"{minutes:.0f} minutes of work would be lost, and there is no checkpoint to go on from (by hand: a "
@@ -173,9 +165,11 @@ class Restarting:
             )
         return ""
 
-    def _said(self, attempt: Attempt, loop: LoopEntered, whence: str) -> list[str]:
-        """What is different in the next attempt, and what the earlier ones leave behind."""
+    def _said(self, attempt: Attempt, loop: LoopEntered, spec: LaunchSpec) -> list[str]:
+        """What is different in the next attempt, that of `spec`, and what the earlier ones leave behind."""
         parts = 2 * loop.parts
+        resume = RunSettings.from_env(spec.environ).resume
+        whence = "" if resume is None else f" from {resume or 'the newest checkpoint'}"
         said = [
             f"started again{whence} {_in_parts(loop, parts)}{_effective(loop, attempt.spec.world_size)}",
             f"the loop's body runs {parts} times per batch, each loss weighed as a mean over its samples",
@@ -199,10 +193,8 @@ def _causes(links: Sequence[Link]) -> Sequence[Link]:
     return causes
 
 
-def _smaller(spec: LaunchSpec, ended: Ended, loop: LoopEntered, resumption: Resumption | None) -> LaunchSpec:
-    environ = {**spec.environ, **RunSettings(split=2 * loop.parts).environ()}
-    if resumption is not None:
-        environ |= resumption.environ
+def _smaller(spec: LaunchSpec, ended: Ended, loop: LoopEntered, checkpoint: str) -> LaunchSpec:
+    environ = {**spec.environ, **RunSettings(split=2 * loop.parts, resume=checkpoint or None).environ()}
     left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
     return replace(spec, environ=environ, timeout_s=left_s)
 

@@ -5,7 +5,7 @@ It hears the ranks' events, which outlive the ranks. What follows from them is `
 
 from __future__ import annotations
 
-from nbaccel.events import Checkpoint, Event, LoopEntered, Memory, Opened, OutOfMemory
+from nbaccel.events import Checkpoint, Event, LoopEntered, Memory, Opened, OutOfMemory, Progress
 
 __all__ = ["Witness"]
 
@@ -14,6 +14,7 @@ class Witness:
     """Keeps the loop each rank is in, what it held at last, and what the run has written.
 
     opened: trackers and checkpoints, as a person would look for them.
+    checkpoint: the newest complete one; empty for none.  announces_epochs: the program can begin in a later epoch.
     smallest: samples of a micro-batch that `forward_backward` had no smaller one for; 0 where it never came to that.
     """
 
@@ -21,6 +22,8 @@ class Witness:
         self._loops: dict[int, LoopEntered] = {}
         self._memory: dict[int, Memory] = {}
         self.opened: list[str] = []
+        self.checkpoint = ""
+        self.announces_epochs = False
         self.smallest = 0
 
     def feed(self, rank: int, at: float, event: Event) -> None:
@@ -31,7 +34,10 @@ class Witness:
         elif isinstance(event, Opened):
             self._note(event.what)
         elif isinstance(event, Checkpoint):
+            self.checkpoint = event.path
             self._note(f"checkpoint {event.path}")
+        elif isinstance(event, Progress):
+            self.announces_epochs |= event.epochs is not None
         elif isinstance(event, OutOfMemory) and not event.next_size:
             self.smallest = event.micro_batch_size
 

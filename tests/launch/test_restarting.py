@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import RankDied
-from nbaccel.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory
+from nbaccel.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory, Progress
 from nbaccel.launch.group import Ended
 from nbaccel.launch.holdings import Holding
 from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.member import Report
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.report import Link
-from nbaccel.launch.restarting import Again, Attempt, Over, Restarting, Resumption
+from nbaccel.launch.restarting import Again, Attempt, Over, Restarting
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
 from nbaccel.launch.verdict import verdict
 from nbaccel.launch.witness import Witness
@@ -145,11 +145,22 @@ def test_more_than_ten_minutes_are_not_thrown_away() -> None:
     assert "by hand: a batch_size of 32 and twice the accumulation" in report
 
 
-def test_with_a_checkpoint_the_run_goes_on_from_there_however_long_it_was() -> None:
-    from_there = Restarting(newest_checkpoint=lambda: Resumption("runs/checkpoint_3", {"RESUME": "3"}))
-    again = restarted(from_there.after(attempt(failed(OOM), LOOP, seconds=1500.0)))
-    assert "started again from runs/checkpoint_3 with 2 x 32" in again.line
-    assert again.spec.environ["RESUME"] == "3"
+def test_a_run_that_saves_itself_goes_on_from_its_newest_checkpoint_however_long_it_was() -> None:
+    spec = replace(SPEC, environ={"NBACCEL_CHECKPOINT_EVERY": "10min"})
+    saved = [Checkpoint("runs/checkpoint_3", 3), Progress(step=3, epochs=5), Checkpoint("runs/checkpoint_4", 4)]
+    again = restarted(Restarting().after(attempt(failed(OOM), LOOP, *saved, spec=spec, seconds=1500.0)))
+    assert "started again from runs/checkpoint_4 with 2 x 32" in again.line
+    assert again.spec.environ["NBACCEL_RESUME"] == "runs/checkpoint_4"
+
+
+@pytest.mark.parametrize("epochs", [None, 5])
+def test_a_program_that_cannot_go_on_in_the_middle_begins_at_its_beginning(epochs: int | None) -> None:
+    """It loops over a plain range, or saves by itself for reasons of its own."""
+    spec = replace(SPEC, environ={} if epochs else {"NBACCEL_CHECKPOINT_EVERY": "10min"})
+    events = [LOOP, Checkpoint("runs/checkpoint_3", 3), Progress(step=3, epochs=epochs)]
+    again = restarted(Restarting().after(attempt(failed(OOM), *events, spec=spec)))
+    assert "started again with 2 x 32" in again.line
+    assert "NBACCEL_RESUME" not in again.spec.environ
 
 
 def test_a_time_limit_holds_for_all_attempts_together() -> None:
