@@ -4,9 +4,9 @@
 module-level state in nbaccel: a plain variable, because threads do not inherit context variables.
 
 Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `SaveDue`, `SaveAsked`,
-`SavingAtStop`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher carries them to
-the kernel, whose `Listener`s are fed with them. What travels holds numbers, strings and None, in mappings and lists
-where need be; a tensor in `Loss` or `Metric` is a number on arrival.
+`SavesItself`, `SavingAtStop`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher
+carries them to the kernel, whose `Listener`s are fed with them. What travels holds numbers, strings and None, in
+mappings and lists where need be; a tensor in `Loss` or `Metric` is a number on arrival.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
     "Restarted",
     "SaveAsked",
     "SaveDue",
+    "SavesItself",
     "SavingAtStop",
     "Sink",
     "StepEntered",
@@ -240,6 +241,11 @@ class SaveDue(Event):
     """Rank 0 announces that all ranks save before optimizer step `step`, which none of them has reached yet."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavesItself(Event):
+    """This rank saves its training by itself, and at a stop: a session that ends shall leave it the time for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nbaccel.launch.member import Member
-from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.wire.control import SAVE_GRACE_S, ControlPage
 
-__all__ = ["SAVE_GRACE_S", "Aborting", "Ending", "Killing", "Running", "Stopping"]
+__all__ = ["Aborting", "Ending", "Killing", "Running", "Stopping"]
 
 TICK_S = 0.02
 _NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
@@ -27,7 +27,6 @@ _TERM_TO_KILL_S = 0.5
 _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
 _ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
-SAVE_GRACE_S = 20.0  # for the last checkpoint of a run that is stopped; hosted sessions grant about 30 s
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
 

@@ -30,7 +30,7 @@ from nbaccel.launch.spec import LaunchSpec, RankBoot
 from nbaccel.launch.start import StartMethod
 from nbaccel.launch.telemetry import Telemetry
 from nbaccel.launch.wire.channel import Channel
-from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.wire.control import SAVE_GRACE_S, ControlPage
 from nbaccel.launch.wire.pipes import MarkedPipe
 from nbaccel.world import World
 
@@ -104,6 +104,7 @@ class WorkerGroup:
         self._presses = 0
         self._is_timed_out = False
         self._is_over = False
+        self._has_grace = False  # whether the guardian lets the ranks outlive the kernel
         self._fds = {self._selector.fileno()}
 
     def run(self) -> Ended:
@@ -124,6 +125,7 @@ class WorkerGroup:
             owned.callback(self._remove, folder)
             self._guard(folder)
             owned.enter_context(self._interrupts())
+            owned.enter_context(self._terminations(page))
             owned.callback(self._see_everybody_out)
             self._start_ranks(page, os.path.join(folder, "store"))
             self._loop(page, began)
@@ -210,6 +212,11 @@ class WorkerGroup:
                 else:
                     ending = Stopping(self._members, now, page)
             elif isinstance(ending, Running):
+                if page.saves_itself and not self._has_grace:
+                    self._has_grace = True
+                    self._guard(f"={SAVE_GRACE_S:g}")
+                if page.stop_wanted:  # a rank was told to end
+                    self._presses += 1
                 if limit_s is not None and now > began + limit_s:
                     self._is_timed_out = True
                     ending = Stopping(self._members, now, page)
@@ -316,6 +323,8 @@ class WorkerGroup:
         for member in self._members:
             member.process.reap()
             self._guard(f"-{member.process.pid}")
+        if self._has_grace:
+            self._guard("=0")
         self._drain()
         self._telemetry.read(time.monotonic(), is_last=True)
         for member in self._members:
@@ -355,6 +364,35 @@ class WorkerGroup:
     def _remove(self, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         self._guard(f"-{folder}")
+
+    @contextlib.contextmanager
+    def _terminations(self, page: ControlPage) -> Iterator[None]:
+        """SIGTERM ends the kernel as ever; a run that saves itself is stopped first, as by a press."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.getsignal(signal.SIGTERM)
+        has_come = False
+
+        def end(number: int, frame: Any) -> None:
+            nonlocal has_come
+            if page.saves_itself and not has_come:
+                has_come = True
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                pass_on()
+
+        def pass_on() -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        signal.signal(signal.SIGTERM, end)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+            if has_come:
+                pass_on()
 
     @contextlib.contextmanager
     def _interrupts(self) -> Iterator[None]:

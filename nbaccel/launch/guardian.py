@@ -22,6 +22,8 @@ from collections.abc import Iterable
 
 __all__ = ["kill_session", "session_members"]
 
+_LOOK_S = 0.1
+
 
 def session_members(leaders: Iterable[int]) -> set[int]:
     """Every live process in the sessions of `leaders`, or descended from one of them.
@@ -84,14 +86,17 @@ class _Watch:
 
     def __init__(self) -> None:
         self.leaders: set[int] = set()
+        self.grace_s = 0.0
         self.folders: set[str] = set()
 
     def learn(self, line: str) -> None:
-        """`+pid` and `-pid` add and drop a session; `/path` and `-/path` a folder."""
+        """`+pid` and `-pid` add and drop a session; `/path` and `-/path` a folder; `=20` grants sessions 20 seconds."""
         if line.startswith("/"):
             self.folders.add(line)
         elif line.startswith("-/"):
             self.folders.discard(line[1:])
+        elif line.startswith("="):
+            self.grace_s = float(line[1:])
         elif line.startswith("+"):
             self.leaders.add(int(line[1:]))
         elif line.startswith("-"):
@@ -99,9 +104,16 @@ class _Watch:
 
     def bury(self) -> None:
         if self.leaders:
+            self._wait_for_last_checkpoints()
             kill_session(*self.leaders, wait_s=5.0)
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _wait_for_last_checkpoints(self) -> None:
+        """Ranks that save themselves end by themselves; the others watch the kernel too."""
+        deadline = time.monotonic() + self.grace_s
+        while time.monotonic() < deadline and session_members(self.leaders):
+            time.sleep(_LOOK_S)
 
 
 def main(kernel_pidfd: int, connection: socket.socket) -> None:

@@ -42,6 +42,8 @@ class Keeper:
         if line.startswith("-"):
             self._guarded.discard(line[1:] if line.startswith("-/") else f"+{line[1:]}")
         else:
+            if line.startswith("="):
+                self._guarded = {said for said in self._guarded if not said.startswith("=")}
             self._guarded.add(line)
         if self._guardian is None or self._guardian.poll() is not None:
             self._start_guardian()

@@ -16,7 +16,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from nbaccel.errors import LaunchRefused
@@ -25,6 +26,7 @@ from nbaccel.launch.process import RankProcess
 from nbaccel.launch.rank.worker import run_rank
 from nbaccel.launch.spec import RankBoot, load_named
 from nbaccel.launch.wire.channel import Channel
+from nbaccel.launch.wire.control import SAVE_GRACE_S
 from nbaccel.launch.wire.inherit import KernelState, Surroundings
 from nbaccel.launch.wire.parcel import Parcel, pack, unpack
 from nbaccel.world import World
@@ -193,14 +195,32 @@ def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
     gc.freeze()
     with contextlib.suppress(BrokenPipeError):  # the kernel let go of us
         channel.send({"op": "ready"})
-        _serve(channel, kernel_pidfd)
+        ranks = _serve(channel, kernel_pidfd)
+        _wait_for_last_checkpoints(ranks, kernel_pidfd)
     # Ranks watch the kernel themselves; this ends them also when the kernel lives and only let go of the zygote.
     me = os.getpid()
     kill_session(me, spare=me)
     os._exit(0)
 
 
-def _serve(channel: Channel, kernel_pidfd: int) -> None:
+def _wait_for_last_checkpoints(ranks: Collection[int], kernel_pidfd: int) -> None:
+    """Give ranks their time to save, if the kernel has died; those that save nothing end at once by themselves.
+
+    ranks: a pidfd for each.
+    """
+    kernel = select.poll()
+    kernel.register(kernel_pidfd, select.POLLIN)
+    if not ranks or not kernel.poll(1000):  # it closes its sockets before its pidfd tells of its end
+        return
+    deadline = time.monotonic() + SAVE_GRACE_S
+    for pidfd in ranks:
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        ended.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+
+def _serve(channel: Channel, kernel_pidfd: int) -> Collection[int]:
+    """Fork ranks and report their ends until the kernel is gone; pidfds of those that are left."""
     pids: dict[int, int] = {}
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -208,7 +228,7 @@ def _serve(channel: Channel, kernel_pidfd: int) -> None:
     while True:
         for fd, _ in poll.poll():
             if fd == kernel_pidfd:
-                return
+                return pids
             if fd != channel.fileno():
                 pid = pids.pop(fd)
                 poll.unregister(fd)
@@ -224,7 +244,7 @@ def _serve(channel: Channel, kernel_pidfd: int) -> None:
                 poll.register(pidfd[1], select.POLLIN)
                 channel.send({"op": "forked", "pid": pidfd[0]}, [pidfd[1]])
             if not channel.is_open:
-                return
+                return pids
 
 
 def _fork(channel: Channel, message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> tuple[int, int]:

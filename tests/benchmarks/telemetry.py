@@ -42,7 +42,10 @@ class _Counting(Listener):
 def record(rounds: int) -> tuple[float, float]:
     """Median microseconds of one record: into the ring alone, and as an event through the outlet."""
     fd = make_ring()
-    writer, reporter = RingWriter(fd), Reporter(RingWriter(fd), lambda event: None, lambda event: None)
+    writer, reporter = (
+        RingWriter(fd),
+        Reporter(RingWriter(fd), lambda event: None, lambda event: None, lambda event: None),
+    )
 
     def median(call: Callable[[int], object]) -> float:
         times = []
@@ -96,7 +99,7 @@ def steps(rounds: int) -> dict[str, float]:
     """Median CPU microseconds per step: raw is in `step.py`; here the same prepared loop, unheard and heard."""
     fd = make_ring()
     reader = RingReader(fd)
-    reporter = Reporter(RingWriter(fd), lambda event: None, lambda event: None)
+    reporter = Reporter(RingWriter(fd), lambda event: None, lambda event: None, lambda event: None)
 
     def heard() -> Callable[[], None]:
         turn = prepared_turn()

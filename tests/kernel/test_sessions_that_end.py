@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+from collections.abc import Callable
 
 import pytest
 
+from kernel.conftest import Kernels
 from kernel.harness import RealKernel, accelerate
+from nbaccel.train.checkpoint.manifest import Manifest
 
 TRAINS = """
 import time, torch
@@ -62,3 +67,52 @@ def test_an_interrupt_saves_before_the_cell_ends(kernel: RealKernel, start: str)
 def test_without_the_flag_nothing_is_written_to_the_working_directory(kernel: RealKernel, start: str) -> None:
     kernel.do(accelerate(QUICK, start))
     assert not (kernel.folder / "nbaccel_checkpoints").exists()
+
+
+ENDS: dict[str, Callable[[RealKernel], None]] = {
+    "SIGTERM to the kernel": lambda kernel: os.kill(kernel.pid, signal.SIGTERM),
+    "SIGTERM to a rank": lambda kernel: os.kill(rank_of(kernel, 1), signal.SIGTERM),
+    "SIGTERM to all": lambda kernel: [os.kill(pid, signal.SIGTERM) for pid in everybody(kernel)],
+    "SIGKILL to the kernel": lambda kernel: kernel.kill(),
+}
+
+
+def rank_of(kernel: RealKernel, rank: int) -> int:
+    return int((kernel.folder / f"pid-{rank}").read_text())
+
+
+def everybody(kernel: RealKernel) -> list[int]:
+    return [rank_of(kernel, 0), rank_of(kernel, 1), kernel.pid]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_a_session_that_is_ended_leaves_a_checkpoint_of_a_later_step_and_no_process(
+    new_kernel: Kernels, start: str, end: str
+) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch\n%load_ext nbaccel")
+    body = TRAINS.format(pause=0.2).replace(
+        'print("under way")',
+        "import os; from pathlib import Path; rank = accelerator.process_index; "
+        'Path(f"pid-{rank}").write_text(str(os.getpid())); print("under way", rank)',
+    )
+    flags = "--checkpoint-every 1000steps --checkpoint-dir saved"
+    running = kernel.begin(accelerate(body, start, flags=flags))
+    running.until_text("under way 0", "under way 1")
+    ENDS[end](kernel)
+    if end == "SIGTERM to a rank":
+        running.end().failed("KeyboardInterrupt")
+        kernel.kill()
+    assert kernel.survivors(within_s=15.0) == {}
+    (name,) = checkpoints(kernel, "saved")
+    assert Manifest.read(kernel.folder / "saved" / name).step >= 2
+
+
+@pytest.mark.slow
+def test_a_run_that_saves_nothing_does_not_outlive_its_kernel(new_kernel: Kernels, start: str) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch\n%load_ext nbaccel")
+    kernel.begin(accelerate(SLOW, start)).until_text("under way")
+    os.kill(kernel.pid, signal.SIGTERM)
+    assert kernel.survivors(within_s=2.0) == {}

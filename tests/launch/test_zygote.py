@@ -19,7 +19,7 @@ from nbaccel.launch import launcher as launcher_module, zygote as zygote_module
 from nbaccel.launch.guardian import session_members
 from nbaccel.launch.keeper import Keeper
 from nbaccel.launch.launcher import Launcher, launch
-from nbaccel.launch.rank.watch import start_death_watch
+from nbaccel.launch.rank.watch import DeathWatch
 
 
 def surroundings() -> dict[str, Any]:
@@ -151,7 +151,7 @@ def test_a_rank_that_its_kernel_let_go_of_ends() -> None:
     if pid == 0:
         os.setsid()
         ours.close()
-        start_death_watch(os.pidfd_open(os.getppid()), theirs.fileno())
+        DeathWatch(os.pidfd_open(os.getppid()), theirs.fileno()).start()
         time.sleep(30)
         os._exit(0)
     theirs.close()

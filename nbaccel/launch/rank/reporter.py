@@ -27,6 +27,7 @@ from nbaccel.events import (
     Metric,
     SaveAsked,
     SaveDue,
+    SavesItself,
     SavingAtStop,
     Sink,
     StepEntered,
@@ -53,7 +54,7 @@ class Reporter:
     While 10,000 wait, because the device does not come to an end, new ones are dropped; they count as lost.
     """
 
-    def __init__(self, ring: RingWriter, gate: Sink, watch: Sink) -> None:
+    def __init__(self, ring: RingWriter, gate: Sink, watch: Sink, grace: Sink) -> None:
         self._ring = ring
         self._losses: deque[tuple[float, Loss]] = deque()
         self._metrics: deque[tuple[float, Metric]] = deque()
@@ -68,6 +69,7 @@ class Reporter:
             SaveDue: gate,
             SaveAsked: gate,
             SavingAtStop: gate,
+            SavesItself: grace,
             CollectiveEntered: watch,
             GroupRenewed: watch,
             Waiting: watch,

@@ -11,26 +11,44 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 
 from nbaccel.launch.guardian import kill_session
 
-__all__ = ["start_death_watch"]
+__all__ = ["DeathWatch"]
+
+_DYING_MS = 1000
+"""A process that is killed closes its sockets before its pidfd tells of it."""
 
 
-def start_death_watch(kernel_pidfd: int, channel_fd: int) -> None:
-    """Kill this process, its session and its descendants when the kernel has died or let go of this rank.
+class DeathWatch:
+    """Kills this process, its session and its descendants when the kernel has died or let go of this rank.
 
     channel_fd: the rank's end of its channel; the kernel keeps the other end open as long as it knows of the rank.
+    when_kernel_died: called by the thread before that, if the kernel is dead; it returns when the rank may be killed.
     """
-    own_channel = os.dup(channel_fd)  # the number may be closed and used again
 
-    def wait() -> None:
-        poll = select.poll()
-        poll.register(kernel_pidfd, select.POLLIN)
-        poll.register(own_channel, 0)  # hang-up is always reported
-        poll.poll()
+    def __init__(self, kernel_pidfd: int, channel_fd: int) -> None:
+        self.when_kernel_died: Callable[[], None] = _nothing
+        self._kernel_pidfd = kernel_pidfd
+        self._channel_fd = os.dup(channel_fd)  # the number may be closed and used again
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="nbaccel-death-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        kernel = select.poll()
+        kernel.register(self._kernel_pidfd, select.POLLIN)
+        both = select.poll()
+        both.register(self._kernel_pidfd, select.POLLIN)
+        both.register(self._channel_fd, 0)  # hang-up is always reported
+        both.poll()
+        if kernel.poll(_DYING_MS if self.when_kernel_died is not _nothing else 0):
+            self.when_kernel_died()
         me = os.getpid()
         kill_session(me, spare=me)
         os.kill(me, signal.SIGKILL)
 
-    threading.Thread(target=wait, name="nbaccel-death-watch", daemon=True).start()
+
+def _nothing() -> None:
+    """A rank that keeps nothing of its own has nothing to do."""

@@ -23,11 +23,12 @@ from typing import Any, NoReturn
 from nbaccel.errors import RunStopped
 from nbaccel.events import outlet
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
+from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
-from nbaccel.launch.rank.watch import start_death_watch
+from nbaccel.launch.rank.watch import DeathWatch
 from nbaccel.launch.report import describe
 from nbaccel.launch.spec import RankBoot, Results, Task, load_named
 from nbaccel.launch.wire.channel import Channel
@@ -54,9 +55,10 @@ def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[
     code = BROKEN
     try:
         os.setsid()
-        start_death_watch(boot.kernel_pidfd, boot.channel_fd)
+        watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
+        watch.start()
         volunteer()
-        rank = _Rank(boot, close_fds, is_fork)  # kept by name: dropped, its open socket would complain
+        rank = _Rank(boot, close_fds, is_fork, watch)  # kept by name: dropped, its open socket would complain
         code = rank.live(make_task)
     except BaseException:
         with contextlib.suppress(BaseException):
@@ -96,7 +98,7 @@ class _Interrupt:
 class _Rank:
     """One rank: prologue in `__init__`, then `live`."""
 
-    def __init__(self, boot: RankBoot, close_fds: Sequence[int], is_fork: bool) -> None:
+    def __init__(self, boot: RankBoot, close_fds: Sequence[int], is_fork: bool, watch: DeathWatch) -> None:
         self.boot = boot
         self.pid = os.getpid()
         self.rank = boot.world.rank
@@ -117,7 +119,12 @@ class _Rank:
         meet_in_file(boot.store_path, boot.world)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         ring = RingWriter(boot.ring_fd)
-        self.reporter = Reporter(ring, StepGate(self.page, self.rank), PeerWatch(self.page, self.rank))
+        self.reporter = Reporter(
+            ring,
+            StepGate(self.page, self.rank),
+            PeerWatch(self.page, self.rank),
+            SaveGrace(self.page, self.rank, watch),
+        )
         attach_to_foreign_trainers()
         self.is_fork = is_fork
 

@@ -38,12 +38,14 @@ from nbaccel.events import (
     Waiting,
 )
 
-__all__ = ["ControlPage", "PeerWatch", "Position", "StepGate", "position_number"]
+__all__ = ["SAVE_GRACE_S", "ControlPage", "PeerWatch", "Position", "StepGate", "position_number"]
 
 _HEADER = 64
 _SLOT = 64
 _STOP = 0  # u8: the kernel asks every rank to stop
 _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
+_SAVES_ITSELF = 2  # u8: a rank saves itself at a stop
+_STOP_WANTED = 3  # u8: a rank asks for a stop
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
@@ -55,6 +57,9 @@ _COUNT_BITS = 40  # of that number; those above say how often the group was rene
 _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
 _SUBSTEPS = 1 << 24
+SAVE_GRACE_S = 20.0
+"""For the last checkpoint of a run that is stopped. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
+
 _VISIBLE_S = 0.001  # far longer than a store takes to leave a core's buffer (nanoseconds)
 _PARKED_POLL_S = 0.0005
 
@@ -163,6 +168,24 @@ class ControlPage:
     @save_before.setter
     def save_before(self, step: int) -> None:
         _SAVE_BEFORE.pack_into(self._map, _SAVE_BEFORE_AT, step)
+
+    @property
+    def saves_itself(self) -> bool:
+        """Whether the run saves itself when it is stopped."""
+        return bool(self._map[_SAVES_ITSELF])
+
+    @saves_itself.setter
+    def saves_itself(self, does: bool) -> None:
+        self._map[_SAVES_ITSELF] = does
+
+    @property
+    def stop_wanted(self) -> bool:
+        """Whether a rank was told to end, and asks the kernel to stop the run."""
+        return bool(self._map[_STOP_WANTED])
+
+    @stop_wanted.setter
+    def stop_wanted(self, is_wanted: bool) -> None:
+        self._map[_STOP_WANTED] = is_wanted
 
     @property
     def stop_requested(self) -> bool:

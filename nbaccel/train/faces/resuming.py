@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.errors import CannotResume
+from nbaccel.events import SavesItself, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint.autosave import Autosave
@@ -84,6 +85,8 @@ class Resuming(Checkpointing):
         self._autosave = Autosave(policy, self.world, Weakly(self._save_by_itself), Weakly(self._random_states))
         self._accumulation.clock.saver = self._autosave if policy.every is not None else None
         self._pending, self._resumed = policy.resume, None
+        if policy.every is not None:
+            emit(SavesItself())
 
     def _save_by_itself(self, target: Path, blocking: bool) -> None:
         self._save(target, blocking, self._autosave.timeline.tidy)

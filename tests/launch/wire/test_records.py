@@ -45,7 +45,10 @@ def wire() -> Iterator[_Wire]:
 def answered() -> Collection[type[Event]]:
     """Events that go no further than the rank's reporter."""
     wire = _Wire()
-    return Reporter(wire.writer, lambda event: None, lambda event: None)._routes.keys() - {Loss, Metric}
+    return Reporter(wire.writer, lambda event: None, lambda event: None, lambda event: None)._routes.keys() - {
+        Loss,
+        Metric,
+    }
 
 
 _names = st.text(max_size=20)
