@@ -62,8 +62,8 @@ class Planning(ProcessControl):
             A size found before is tried once more instead of searched for.
         meter: what measures memory, instead of what knows the device: torch's allocator on CUDA; on the CPU the
             `nbaccel.testing.MemLimit` that is entered, else the bytes of tensors, against ``ulimit`` and 80 % of the
-            free memory. Where nothing can be measured (mps), sizes are tried until one does not fit, which takes
-            more trials.
+            free memory, which does not see all: leave some room there. Where nothing can be measured (mps), sizes
+            are tried until one does not fit, which takes more trials.
 
         Raises:
             torch.OutOfMemoryError: not even one sample fits; it says what one needs, and the limit. On every rank.

@@ -24,6 +24,9 @@ _WHERE_RESERVED_COUNTS = 0.75
 _SHARE_OF_HOST = 0.8
 """Of the host's available memory, all ranks of the machine together: the rest is for the loaders, the kernel, files."""
 
+_SHARE_OF_ULIMIT = 0.9
+"""Of what ``ulimit`` leaves: malloc never gives all of it to tensors, and kernels need memory within an operation."""
+
 
 class Gauge(Protocol):
     """What a program may give to be measured by instead; `nbaccel.testing.MemLimit` is one.
@@ -109,7 +112,10 @@ class CudaMeter(Meter):
 
 
 class HostMeter(Meter):
-    """The CPU, by the bytes of the tensors that trials make; what a kernel uses within one operation is not seen.
+    """The CPU, by the bytes of the tensors that trials make.
+
+    Not seen is what a kernel uses within one operation (oneDNN's convolutions: a quarter more) and what malloc loses
+    between blocks. A size that ran in a trial may therefore fail later where a ``ulimit`` is tight.
 
     The operating system does not refuse memory before it is too late and kills a process instead, so the limit is
     kept by the meter itself: what the process may have by its own limits (``ulimit -d``, ``ulimit -v``), and a
@@ -162,5 +168,7 @@ def _rooms(world: World) -> list[tuple[int, str]]:
         if hasattr(psutil, name):  # not on macOS
             soft, _ = process.rlimit(getattr(psutil, name))
             if soft != psutil.RLIM_INFINITY:
-                rooms.append((soft - used_bytes, f"by {name}"))
+                rooms.append(
+                    (int(_SHARE_OF_ULIMIT * (soft - used_bytes)), f"{_SHARE_OF_ULIMIT:.0%} of what {name} leaves")
+                )
     return rooms

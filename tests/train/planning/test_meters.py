@@ -47,8 +47,8 @@ def test_a_limit_of_the_process_is_known() -> None:
         return meter.limit_bytes, meter.source
 
     ((limit_bytes, source),) = run_ranks(1, limited)
-    assert limit_bytes == pytest.approx(50_000_000, rel=0.2)
-    assert source == "by RLIMIT_DATA"
+    assert limit_bytes == pytest.approx(45_000_000, rel=0.1)
+    assert source == "90% of what RLIMIT_DATA leaves"
 
 
 def test_a_gauge_of_the_program_is_believed() -> None:
