@@ -2,8 +2,8 @@
 
 An exception holds its traceback, that holds the frames, and they hold what a failed step had made. In a notebook a
 failure is held long after it was shown: by `sys.last_value`, by IPython's last result, by its traceback printer,
-by a variable. Here the frames are emptied; the exceptions stay, and still print where they were raised. Not covered: what
-an exception carries itself (its arguments), and the bodies of classes and of ``exec`` with a dict of its own.
+by a variable. Here the frames are emptied; the exceptions stay, and still print where they were raised. Not covered:
+what an exception carries itself (its arguments), and the bodies of classes and of ``exec`` with a dict of its own.
 """
 
 from __future__ import annotations
