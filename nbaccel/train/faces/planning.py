@@ -57,7 +57,7 @@ class Planning(ProcessControl):
             batch[1])``, with prepared models. What it remembers by itself is not undone.
         example: the loader that will train, of which some hundred samples are looked at for the longest ones; or one
             batch. A sample longer than those can still be too large: see `forward_backward`, which survives it.
-        max_batch_size: the largest size worth having.
+        max_batch_size: the largest size worth having, such as a rank's share of a small dataset.
         cache: a folder where sizes are kept from run to run. Without it they are kept as long as this Accelerator.
             A size found before is tried once more instead of searched for.
         meter: what measures memory, instead of what knows the device: torch's allocator on CUDA; on the CPU the

@@ -97,6 +97,7 @@ class Rehearsal:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+        release_unused()  # what the last trial left in the allocator's cache
 
     @property
     def signature(self) -> str:
