@@ -327,8 +327,8 @@ def emit(event: Event) -> None:
 
 
 @contextmanager
-def outlet(sink: Sink) -> Iterator[None]:
-    """Send every event of this process to `sink` while the block runs.
+def outlet(sink: Sink) -> Iterator[Sink]:
+    """Send every event of this process to `sink` while the block runs; gives the outlet that was there before.
 
     >>> seen = []
     >>> with outlet(seen.append):
@@ -339,6 +339,6 @@ def outlet(sink: Sink) -> Iterator[None]:
     global _current
     previous, _current = _current, sink
     try:
-        yield
+        yield previous
     finally:
         _current = previous

@@ -96,8 +96,8 @@ class _Search:
         shortage = ""
         while size > 0:
             tried.append(size)
-            self._peers.watch(size)
-            attempt = Attempt(self._function, size, self._args, self._kwargs)
+            with self._peers.watching(size):
+                attempt = Attempt(self._function, size, self._args, self._kwargs)
             if self._peers.is_done(attempt):
                 self._sizes.fitted(size, attempt.used)
                 return attempt.value

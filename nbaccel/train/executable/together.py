@@ -12,14 +12,16 @@ Every wait in here is in the store, never in a collective: some peer has left th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nbaccel.errors import NbaccelError, PeerFailed
+from nbaccel.errors import CollectiveMismatch, NbaccelError, PeerFailed
+from nbaccel.events import Event, Sink, Waiting, outlet
 from nbaccel.train.executable.attempt import Attempt
 from nbaccel.train.executable.board import Board, Failed
 from nbaccel.train.executable.watcher import Watcher, backends
@@ -57,8 +59,9 @@ class Alone:
         """The size to begin with. Collective."""
         return batch_size
 
-    def watch(self, batch_size: int) -> None:
-        """An attempt begins."""
+    def watching(self, batch_size: int) -> AbstractContextManager[None]:
+        """Entered around an attempt."""
+        return nullcontext()
 
     def is_done(self, attempt: Attempt) -> bool:
         """Whether it succeeded on all ranks; False if memory ran out on one of them.
@@ -101,18 +104,22 @@ class Together(Alone):
         everyones = self._collectives.announce(f"find_executable_batch_size of {self._name}", str(batch_size))
         return min(map(int, everyones))
 
-    def watch(self, batch_size: int) -> None:
+    @contextmanager
+    def watching(self, batch_size: int) -> Iterator[None]:
         self._attempts += 1
         self._inner_calls = 0
         self._call = f"{self._name}(batch_size={batch_size})"
         place = self._place.within(f"attempt{self._attempts}")
         self._board = Board(place.store, self._rank, self._world_size)
         self._watcher = Watcher(Board(place.store_for_thread, self._rank, self._world_size), place.port)
+        ear = _Ear(self._board, self._call)
+        with outlet(ear) as ear.next:
+            yield
 
     def is_done(self, attempt: Attempt) -> bool:
         error = attempt.error
         if error is None:
-            self._board.post("done", True)
+            self._board.post("done", _calls())
             if self._board.wait("done", f"the end of {self._call}", lambda _: self._is_given_up):
                 return True
         elif attempt.shortage is not None:
@@ -214,6 +221,39 @@ class Together(Alone):
         if mine.shortage:
             return torch.OutOfMemoryError(f"{mine.shortage}\n  {text}")
         return PeerFailed(f"another rank ran out of memory, and {text}")
+
+
+class _Ear:
+    """Hears that this rank waits in a collective of ours, and ends that if a peer is done with the attempt already.
+
+    next: where events went before.
+    """
+
+    next: Sink
+
+    def __init__(self, board: Board, attempt: str) -> None:
+        self._board = board
+        self._attempt = attempt
+
+    def __call__(self, event: Event) -> None:
+        if type(event) is Waiting:
+            self._look(event)
+        self.next(event)
+
+    def _look(self, event: Waiting) -> None:
+        gone = [rank for rank in self._board.posted("done") if self._board.read("done", rank) < _calls()]
+        if gone:
+            sides = "\n".join(f"  rank {rank}: is done with {self._attempt}" for rank in gone)
+            raise CollectiveMismatch(
+                f"rank {self._board.rank} of {self._board.world_size} waits in a collective that can never be "
+                f"complete.\n  rank {self._board.rank}: {event.call}\n{sides}\n  Every rank must make the same calls: "
+                "look for a `return`, a `break` or an `if is_main_process` that only some ranks take."
+            )
+
+
+def _calls() -> int:
+    """How many collectives of ours this rank has entered in the group as it is."""
+    return 0 if process_group.talk is None else process_group.talk.calls
 
 
 def _text(error: BaseException) -> str:

@@ -207,6 +207,29 @@ def test_groups_that_cannot_be_made_again_are_named() -> None:
     assert reason in peer[1]
 
 
+def _one_rank_returns_early() -> tuple[str, str]:
+    accelerator = Accelerator()
+
+    @find_executable_batch_size
+    def train(batch_size: int) -> None:
+        if accelerator.is_main_process:
+            accelerator.reduce(torch.ones(()))
+
+    try:
+        train()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_22_a_rank_that_is_done_early_ends_the_wait_of_the_others() -> None:
+    waiting, done = run_ranks(2, _one_rank_returns_early)
+    assert waiting[0] == "CollectiveMismatch"
+    assert "  rank 0: reduce sum" in waiting[1]
+    assert "\n  rank 1: is done with train(batch_size=128)\n" in waiting[1]
+    assert done[0] == PeerFailed.__name__
+
+
 def _one_rank_does_not_come_back(patience_s: float) -> tuple[str, str]:
     together._PATIENCE_S = patience_s
     accelerator = Accelerator()
