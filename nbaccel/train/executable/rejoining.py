@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["rejoin_at_next_forward"]
 
@@ -27,7 +28,10 @@ def rejoin_at_next_forward(module: DistributedDataParallel) -> None:
 
     def forward(*inputs: Any, **kwargs: Any) -> Any:
         del module.forward  # the class's own is seen again
-        _rejoin(module)
+        # Every rank comes here once, at its first forward, so this is also sound within forward_backward, which
+        # refuses collectives of a loss function because a rank may repeat that alone.
+        with _disable_current_modes():
+            _rejoin(module)
         return module.forward(*inputs, **kwargs)
 
     vars(module)["forward"] = forward

@@ -161,7 +161,8 @@ class Together(Alone):
             self._watcher.stop()
 
     def _wake(self) -> None:
-        if self._watcher is not None:
+        """Wake the peers, if it is this attempt that is over, and not only the one around it."""
+        if self._watcher is not None and self._board.is_flagged:
             self._watcher.wake_everybody()
 
     def _place_within(self) -> Any:
