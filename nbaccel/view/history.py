@@ -120,7 +120,7 @@ class History:
             del self.marks[_MOST_MARKS // 2]
 
     def _take_loss(self, rank: int, at_s: float, event: Loss) -> None:
-        phase = self._phase(rank)
+        phase = self._phase(rank, at_s)
         if phase.loss is None:
             phase.loss = Series(self._points)
         self._add(phase.loss, rank, event.step, event.value)
@@ -128,7 +128,7 @@ class History:
     def _take_metric(self, rank: int, at_s: float, event: Metric) -> None:
         if rank == 0:
             self.rows.add(event.step, event.values)
-        metrics = self._phase(rank).metrics
+        metrics = self._phase(rank, at_s).metrics
         for name, value in event.values.items():
             if not isinstance(value, int | float):
                 continue
@@ -145,9 +145,16 @@ class History:
         if is_new:
             self._share_points()
 
-    def _phase(self, rank: int) -> PhaseRecord:
-        """The phase that `rank` is in: ranks are read in turn, so one may be in the next phase already."""
-        return self.phases[self._phase_of.get(rank, 0)]
+    def _phase(self, rank: int, at_s: float) -> PhaseRecord:
+        """The phase that `rank` was in at `at_s`.
+
+        Ranks are read in turn, so one may be in the next phase already; and a loss that was computed before a phase
+        may come after it, because a tensor has to be waited for.
+        """
+        at = self._phase_of.get(rank, 0)
+        while at > self._first_phase and self.phases[at].entered.get(rank, 0.0) > at_s:
+            at -= 1
+        return self.phases[at]
 
     def _share_points(self) -> None:
         """There is one curve more: all together stay within `_ALL_POINTS`."""
@@ -159,7 +166,7 @@ class History:
                 series.shrink(points)
 
     def _take_progress(self, rank: int, at_s: float, event: Progress) -> None:
-        phase = self._phase(rank)
+        phase = self._phase(rank, at_s)
         if not event.is_training:
             phase.evaluation[rank] = event
             return
@@ -187,13 +194,13 @@ class History:
         """Every rank says it. The first opens the phase, unless nothing was recorded before; the others enter it."""
         at = self._phase_of.get(rank, 0)
         here = self.phases[at]
-        if here.is_empty or (here.name == event.name and rank not in here.entered):
+        if rank not in here.entered and (here.is_empty or here.name == event.name):
             here.name = event.name
         else:
             at += 1
             if at == len(self.phases):
                 self.phases.append(PhaseRecord(event.name, at_s))
-        self.phases[at].entered.add(rank)
+        self.phases[at].entered[rank] = at_s
         self._phase_of[rank] = at
 
     def _take_lost(self, rank: int, at_s: float, event: RecordsLost) -> None:

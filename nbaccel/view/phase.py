@@ -34,7 +34,7 @@ class PhaseRecord:
     name: as the user called it; empty for a run without phases.  began_s: since the run began.
     loss: what `backward` was given, None until it was.  metrics: what was logged, by name.
     training, evaluation: the newest word of each rank on its loop over a loader.
-    pace: of the leader.  entered: the ranks that named this phase.
+    pace: of the leader.  entered: when each rank named this phase, since the run began.
     """
 
     name: str = ""
@@ -44,7 +44,7 @@ class PhaseRecord:
     training: dict[int, Progress] = field(default_factory=dict)
     evaluation: dict[int, Progress] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
-    entered: set[int] = field(default_factory=set)
+    entered: dict[int, float] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:

@@ -137,6 +137,15 @@ def test_a_phase_has_curves_of_its_own_though_ranks_are_read_in_turn() -> None:
     assert history.steps == 2
 
 
+def test_a_loss_that_was_waited_for_belongs_to_the_phase_that_computed_it() -> None:
+    history = History(1)
+    history.feed(0, 1.0, Phase("fold 1"))
+    history.feed(0, 3.0, Phase("fold 2"))
+    for at, value in ((2.0, 1.0), (4.0, 2.0)):
+        history.feed(0, at, Loss(value, 0))
+    assert [(phase.name, phase.series["loss"].latest) for phase in history.phases] == [("fold 1", 1.0), ("fold 2", 2.0)]
+
+
 def test_a_phase_of_the_same_name_is_a_new_one() -> None:
     history = History(1)
     for value in (1.0, 2.0):
