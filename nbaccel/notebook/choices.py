@@ -23,6 +23,7 @@ from nbaccel.settings import PRECISIONS
 __all__ = [
     "Offer",
     "batch_size_of",
+    "checkpoint_intervals",
     "effective_batch_size",
     "memory_policies",
     "overview",
@@ -83,6 +84,11 @@ def memory_policies(options: Options, survey: Survey) -> list[Offer]:
 def seeds(options: Options, survey: Survey) -> list[Offer]:
     """None is better than another; the default is drawn."""
     return [Offer("drawn for each run")]
+
+
+def checkpoint_intervals(options: Options, survey: Survey) -> list[Offer]:
+    """How often a training saves itself, by time or by steps; the default comes first."""
+    return [Offer("never"), Offer("10min"), Offer("30min"), Offer("500steps")]
 
 
 def world_size(options: Options, survey: Survey) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nbaccel.notebook.config_command import SAVE
-from nbaccel.notebook.options import COMMANDS, keys
+from nbaccel.notebook.mistakes import COMMANDS
+from nbaccel.notebook.options import keys
 
 __all__ = ["Completer", "candidates"]
 

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 
 from nbaccel.hardware import Survey
 from nbaccel.launch.spec import SHRINK
-from nbaccel.notebook.choices import Offer, memory_policies, precisions, process_counts, seeds
+from nbaccel.notebook.choices import Offer, checkpoint_intervals, memory_policies, precisions, process_counts, seeds
 from nbaccel.notebook.options import AUTO, Options
 
 __all__ = ["INDENT", "LABEL_WIDTH", "Field", "make_fields", "number"]
@@ -118,6 +118,7 @@ def make_fields() -> list[Field]:
         Number("accumulate", number("Batches per optimizer step", 1), "1"),
         Entry("seed", "Seed", seeds),
         Choice("oom", "Out of memory", memory_policies, SHRINK),
+        Entry("checkpoint-every", "Checkpoint every", checkpoint_intervals),
     ]
 
 

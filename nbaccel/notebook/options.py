@@ -7,7 +7,6 @@ is checked where it is read; what it means on this machine is decided later, in 
 from __future__ import annotations
 
 import argparse
-import difflib
 import keyword
 import re
 import shlex
@@ -19,14 +18,14 @@ from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicHelpFormatter, argument, construct_parser, kwds
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.intervals import parse_interval, parse_seconds
+from nbaccel.intervals import parse_interval, parse_seconds, said
 from nbaccel.launch.preflight import START_METHODS
 from nbaccel.launch.spec import OOM_CHOICES
+from nbaccel.notebook.mistakes import in_our_words, near, what_is_unknown
 from nbaccel.settings import PRECISIONS
 
 __all__ = [
     "AUTO",
-    "COMMANDS",
     "Limit",
     "Options",
     "chosen",
@@ -282,10 +281,6 @@ _FLAGS = (
           help="end well after 11h30m: finish the step, save, bring --out back; default never"),
 )  # fmt: skip
 
-COMMANDS = ("config", "doctor", "memory")
-"""What follows `%accelerate`."""
-
-_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 _HELP_WIDTH, _HELP_COLUMN = 120, 32
 
 
@@ -325,9 +320,9 @@ def parse(parser: argparse.ArgumentParser, line: str) -> Options:
     try:
         known, unknown = parser.parse_known_args(arguments)
     except UsageError as error:
-        raise UsageError(_in_our_words(str(error))) from None
+        raise UsageError(in_our_words(str(error))) from None
     if unknown:
-        raise UsageError(f"{_what_is_unknown(parser, unknown[0])} %accelerate? lists every flag.")
+        raise UsageError(f"{what_is_unknown(parser, unknown[0])} %accelerate? lists every flag.")
     return Options(**vars(known))
 
 
@@ -351,7 +346,9 @@ def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before:
         key = key.replace("_", "-")  # as it is spelled in Python
         action = _action(parser, key)
         if action is None or not is_given:
-            what = f"{key!r} needs a value: {key}=…" if action else f"there is no setting {key!r}{_near(key, parser)}"
+            what = (
+                f"{key!r} needs a value: {key}=…" if action else f"there is no setting {key!r}{near(key, keys(parser))}"
+            )
             raise UsageError(f"{what}; settings are KEY=VALUE with one of {', '.join(keys(parser))}.")
         before = replace(before, **{action.dest: _value(parser, action, key, text) if text else None})
     return before
@@ -363,9 +360,15 @@ def keys(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def chosen(parser: argparse.ArgumentParser, options: Options) -> dict[str, Any]:
-    """Setting to value, for everything that `options` choose."""
-    values = ((key, getattr(options, action.dest)) for key, action in zip(keys(parser), parser._actions, strict=True))
+    """Setting to value, as it would be given, for everything that `options` choose."""
+    values = ((key, _given(action, options)) for key, action in zip(keys(parser), parser._actions, strict=True))
     return {key: value for key, value in values if value is not None}
+
+
+def _given(action: argparse.Action, options: Options) -> Any:
+    """A flag's value as it would be given: a time that is kept in seconds gets its units back."""
+    value = getattr(options, action.dest)
+    return said(value).replace(" ", "") if action.dest == "time_limit" and value is not None else value
 
 
 def described(parser: argparse.ArgumentParser, options: Options) -> str:
@@ -377,7 +380,7 @@ def command_line(parser: argparse.ArgumentParser, options: Options) -> str:
     """The first line of a cell that chooses `options` by itself."""
     words = ["%%accelerate"]
     for action in parser._actions:
-        value = getattr(options, action.dest)
+        value = _given(action, options)
         if value is None or value is False:  # no flag turns another off
             continue
         words += [action.option_strings[0]] + ([] if action.nargs == 0 else [shlex.quote(text_of(value))])
@@ -409,43 +412,4 @@ def _value(parser: argparse.ArgumentParser, action: argparse.Action, key: str, t
     try:
         return getattr(parser.parse_args([f"{action.option_strings[-1]}={text}"]), action.dest)
     except UsageError as error:
-        raise UsageError(_in_our_words(str(error))) from None
-
-
-# --- what is wrong ----------------------------------------------------------------------------------------------
-
-_ARGPARSE = {
-    r"^argument (\S+): expected one argument$": r"\1 needs a value. %accelerate? lists every flag.",
-    r"^argument (\S+): ignored explicit argument (.*)$": r"\1 takes no value; got \2.",
-    r"^argument (\S+): (.*)$": r"\1: \2.",
-    r"^ambiguous option: (.*)$": r"\1; write it out.",
-}
-"""What argparse says, and how we do."""
-
-
-def _in_our_words(message: str) -> str:
-    for theirs, ours in _ARGPARSE.items():
-        if re.search(theirs, message):
-            return re.sub(theirs, ours, message)
-    return message
-
-
-def _near(key: str, parser: argparse.ArgumentParser) -> str:
-    near = difflib.get_close_matches(key.lstrip("-"), keys(parser), n=1)
-    return f" (did you mean {near[0]}=…?)" if near else ""
-
-
-def _what_is_unknown(parser: argparse.ArgumentParser, word: str) -> str:
-    """About the first word that argparse could not place."""
-    flag = word.partition("=")[0]
-    if flag.startswith("-"):
-        every = [name for action in parser._actions for name in action.option_strings]
-        near = difflib.get_close_matches(flag.replace("_", "-"), every, n=1)
-        return f"there is no flag {flag}{f'; did you mean {near[0]}?' if near else '.'}"
-    if flag.startswith(_DASHES):
-        return f"{word!r} begins with a dash that is no hyphen, as texts on the web do; write - or --."
-    if word in COMMANDS:
-        return f"{word!r} is a command: %accelerate {word}, with one percent sign."
-    if word.isdecimal():
-        return f"{word!r} belongs to no flag; for {word} ranks it is -n {word}."
-    return f"{word!r} belongs to no flag; lists are written with commas, such as --out model,history."
+        raise UsageError(in_our_words(str(error))) from None

@@ -66,6 +66,7 @@ def test_the_keyboard_alone_is_enough(open_notebook: OpenNotebook, front_end: Fr
     type_("7")
     press("Tab")  # out of memory: shrink, stop
     press("Tab")
+    press("Tab")  # checkpoint every
     press("Tab")
     type_("8")  # in the place of 32, which Tab has selected
     press("Tab")

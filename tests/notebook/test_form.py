@@ -61,6 +61,9 @@ def test_a_choice_holds_at_once(form: Form, configuration: Configuration) -> Non
     field(form, "Out of memory").value = "stop"
     assert configuration.options == Options(2, "fp16", 4, seed=7, oom="stop")
     field(form, "Out of memory").value = "shrink"
+    field(form, "Checkpoint every").value = "10min"
+    assert configuration.options.checkpoint_every == "10min"
+    field(form, "Checkpoint every").value = ""
     field(form, "Ranks").value = ""
     field(form, "Seed").value = ""
     field(form, "Batches per optimizer step").value = 1

@@ -104,6 +104,16 @@ def test_a_value_may_be_written_in_capitals() -> None:
     assert options("-p BF16 --start Fork") == Options(mixed_precision="bf16", start="fork")
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["-n auto -p no", "-t 90 --time-limit 11h30m", "--checkpoint-every 500steps --keep 2 --resume here", "--plot a,b"],
+)
+def test_what_is_described_is_read_as_the_same(line: str) -> None:
+    chosen = options(line)
+    assert configured(PARSER, described(PARSER, chosen).split(), Options()) == chosen
+    assert options(command_line(PARSER, chosen).removeprefix("%%accelerate")) == chosen
+
+
 def test_the_command_line_chooses_the_same() -> None:
     line = "-n 2 -p fp16 -a 4 -o model,history -d GPU-5eA,1 --cpu -t 1.5 --seed 7"
     assert command_line(PARSER, options(line)) == f"%%accelerate {line}"

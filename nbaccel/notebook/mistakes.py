@@ -1,0 +1,64 @@
+"""Mistakes on the line of a magic, each answered in one sentence that says what to write instead. Runs in the kernel.
+
+What is right is decided in `options`; this file only words what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable
+
+__all__ = ["COMMANDS", "in_our_words", "near", "what_is_unknown"]
+
+COMMANDS = ("config", "doctor", "memory")
+"""What follows `%accelerate`."""
+
+_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
+
+_ARGPARSE = {
+    r"^argument (\S+): expected one argument$": r"\1 needs a value. %accelerate? lists every flag.",
+    r"^argument (\S+): ignored explicit argument (.*)$": r"\1 takes no value; got \2.",
+    r"^argument (\S+): (.*)$": r"\1: \2.",
+    r"^ambiguous option: (.*)$": r"\1; write it out.",
+}
+"""What argparse says, and how we do."""
+
+
+def in_our_words(message: str) -> str:
+    """A sentence of argparse's, as one of ours.
+
+    >>> in_our_words("argument -n/--num-processes: expected one argument")
+    '-n/--num-processes needs a value. %accelerate? lists every flag.'
+    """
+    for theirs, ours in _ARGPARSE.items():
+        if re.search(theirs, message):
+            return re.sub(theirs, ours, message)
+    return message
+
+
+def near(key: str, keys: Iterable[str]) -> str:
+    """The setting that was meant, perhaps.
+
+    >>> near("sed", ["seed", "out"])
+    ' (did you mean seed=…?)'
+    """
+    alike = difflib.get_close_matches(key.lstrip("-"), list(keys), n=1)
+    return f" (did you mean {alike[0]}=…?)" if alike else ""
+
+
+def what_is_unknown(parser: argparse.ArgumentParser, word: str) -> str:
+    """About the first word that argparse could not place."""
+    flag = word.partition("=")[0]
+    if flag.startswith("-"):
+        every = [name for action in parser._actions for name in action.option_strings]
+        alike = difflib.get_close_matches(flag.replace("_", "-"), every, n=1)
+        return f"there is no flag {flag}{f'; did you mean {alike[0]}?' if alike else '.'}"
+    if flag.startswith(_DASHES):
+        return f"{word!r} begins with a dash that is no hyphen, as texts on the web do; write - or --."
+    if word in COMMANDS:
+        return f"{word!r} is a command: %accelerate {word}, with one percent sign."
+    if word.isdecimal():
+        return f"{word!r} belongs to no flag; for {word} ranks it is -n {word}."
+    return f"{word!r} belongs to no flag; lists are written with commas, such as --out model,history."
