@@ -49,7 +49,7 @@ def test_type_checkers_see_the_same_names() -> None:
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module.startswith("nbaccel.")]
     seen = {alias.asname: node.module for node in imports for alias in node.names}
-    assert seen == nbaccel._HOME | {"launch": "nbaccel.launch.launcher"}
+    assert seen == nbaccel._HOME | {"launch": "nbaccel.launch.functions"}
 
 
 @pytest.mark.parametrize("name", nbaccel.__all__)

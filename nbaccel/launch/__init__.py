@@ -1,7 +1,7 @@
 """The room that starts, feeds, interrupts and buries processes; it runs any torch code, ours or not.
 
 The public function `nbaccel.launch` shares its name with this room, and Python keeps only one of them as an
-attribute of `nbaccel`. So the room can be called, and calling it is `nbaccel.launch.launcher.launch`.
+attribute of `nbaccel`. So the room can be called, and calling it is `nbaccel.launch.functions.launch`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 class _CallableRoom(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a function in ranks; see `nbaccel.launch.launcher.launch`."""
-        from nbaccel.launch.launcher import launch
+        """Run a function in ranks; see `nbaccel.launch.functions.launch`."""
+        from nbaccel.launch.functions import launch
 
         return launch(*args, **kwargs)
 

@@ -1,53 +1,40 @@
 """Launching: a task becomes a finished run. Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
 
-`launch` runs a function and returns a `Run`; `notebook_launcher` and `debug_launcher` have Accelerate's signatures.
-The notebook's cells go through `Launcher.run` too.
+The notebook's cells and the functions of `functions.py` go through it alike.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import inspect
 import os
 import threading
 import time
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nbaccel.errors import CannotFork, NestedLaunch, ResultsMissing
+from nbaccel.errors import CannotFork, NestedLaunch
 from nbaccel.events import Listener, Restarted
-from nbaccel.hardware import Survey
 from nbaccel.launch.group import BadFork, Ended, WorkerGroup
-from nbaccel.launch.here import ProcessState
 from nbaccel.launch.holdings import held_here
 from nbaccel.launch.hostmemory import HostMemory
-from nbaccel.launch.inline import run_inline
 from nbaccel.launch.keeper import Keeper
-from nbaccel.launch.preflight import Start, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.preflight import Start
 from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.launch.restarting import Again, Attempt, Over, Restarting
-from nbaccel.launch.run import Run
 from nbaccel.launch.screen.audience import Audience
-from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.router import OutputRouter, Screen
-from nbaccel.launch.spec import STOP, FunctionTask, LaunchSpec, Task, load_named
+from nbaccel.launch.spec import LaunchSpec, Task, load_named
 from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launch.verdict import verdict
 from nbaccel.launch.wire.parcel import unpack
 from nbaccel.launch.witness import Witness
-from nbaccel.settings import RunSettings
-from nbaccel.view.history import History
-from nbaccel.view.state import Facts
 from nbaccel.world import World
 
-__all__ = ["Launcher", "Outcome", "Run", "debug_launcher", "default_launcher", "launch", "notebook_launcher"]
+__all__ = ["Launcher", "Outcome", "default_launcher", "refuse_nested_launch"]
 
-_LONGEST_ARGUMENT = 30
 _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel")
 
 
@@ -216,246 +203,3 @@ def _load_once(spec: LaunchSpec) -> None:
 
     with ThreadPoolExecutor(1, "nbaccel-import") as loader:
         loader.submit(load).result()
-
-
-# --- functions --------------------------------------------------------------------------------------------------
-
-
-def launch(
-    function: Callable[..., Any],
-    num_processes: int | None = None,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    mixed_precision: str | None = None,
-    gradient_accumulation_steps: int | None = None,
-    seed: int | None = None,
-    devices: str | None = None,
-    cpu: bool = False,
-    debug: bool | None = None,
-    start_method: str = "auto",
-    setup: str | None = None,
-    timeout_s: float | None = None,
-    oom: str = STOP,
-    check: bool = True,
-) -> Run:
-    """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return what came of it.
-
-    num_processes: ranks to start; None for one per GPU, or one.
-    start_method: "fork", "zygote", "inline" or "auto" (see the README); the choice and its reason are in the `Run`.
-    devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after so many seconds.
-    setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
-    oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
-    into parts, see the README. Everything before the loop is then done again.
-    check: raise the run's error; with False it is in `Run.error`.
-
-    Raises:
-        The error of the first rank that failed, in its own class, with the rank's traceback.
-        KeyboardInterrupt: the run was interrupted; TimeoutError: `timeout_s` was over.
-        LaunchRefused: nothing was started; the message says why.
-
-    >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
-    [32, 32]
-    """
-    kwargs = dict(kwargs or {})
-    _check_call(function, args, kwargs)
-    refuse_nested_launch()
-    survey = Survey.take()
-    chosen = choose_devices(num_processes, devices, cpu, survey)
-    settings = RunSettings(
-        mixed_precision=mixed_precision,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        seed=seed,
-        cpu=None if chosen.gpus else True,
-        debug=debug,
-    )
-    here = ProcessState.now()
-    start = choose_start(
-        start_method,
-        world_size=chosen.num_processes,
-        platform_can_fork=here.can_fork,
-        cuda_initialized=here.cuda_initialized,
-    )
-    spec = LaunchSpec(
-        task=FunctionTask(function, args, kwargs),
-        world_size=chosen.num_processes,
-        start=start,
-        environ=settings.environ() | chosen.environ(),
-        setup=setup,
-        threads=threads_per_rank(survey.cpu_count, chosen.num_processes),
-        timeout_s=timeout_s,
-        oom=oom,
-    )
-    if start.method == "inline":
-        return _launch_inline(spec, check)
-    launcher = default_launcher()
-    facts = Facts(_call_in_words(function, args, kwargs), str(chosen), chosen.names())
-    shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
-    outcome = launcher.run(spec, shown, listeners=[shown])
-    try:
-        error, word = _how_it_ended(outcome)
-        run = _as_run(outcome, shown.history, error)
-    finally:
-        outcome.close()
-    shown.end(word, run.seconds, error, outcome.ended.first_failed)
-    if error is not None and check:
-        raise error
-    return run
-
-
-def _how_it_ended(outcome: Outcome) -> tuple[BaseException | None, str]:
-    """What the run raises, and its end in a word."""
-    ended = outcome.ended
-    if ended.is_interrupted:
-        return KeyboardInterrupt("the run was interrupted"), "stopped"
-    if ended.is_timed_out:
-        return TimeoutError(f"the run was stopped after its time limit, {ended.seconds:.1f} s"), "stopped"
-    error = outcome.error or _missing_value(outcome)
-    return error, "done" if error is None else "failed"
-
-
-def _call_in_words(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """
-    >>> _call_in_words(pow, (2, 5), {"mod": 7})
-    'pow(2, 5, mod=7)'
-    """
-    values = [*map(_briefly, args), *(f"{name}={_briefly(value)}" for name, value in kwargs.items())]
-    return f"{getattr(function, '__name__', type(function).__name__)}({', '.join(values)})"
-
-
-def _briefly(value: Any) -> str:
-    return repr(value) if isinstance(value, int | float | str) and len(repr(value)) < _LONGEST_ARGUMENT else "…"
-
-
-def _as_run(outcome: Outcome, history: History, error: BaseException | None) -> Run:
-    ended = outcome.ended
-    return Run(
-        values=[outcome.values(rank).get("value") for rank in range(len(ended.reports))],
-        history=history,
-        error=error,
-        start_method=outcome.start.method,
-        start_reason=outcome.start.reason,
-        log_path=outcome.log_path,
-        seconds=ended.seconds,
-        restarts=outcome.restarts,
-    )
-
-
-def _missing_value(outcome: Outcome) -> ResultsMissing | None:
-    report = outcome.ended.reports[0]
-    if report is None or not report.missing:
-        return None
-    reason = next(iter(report.missing.values()))
-    return ResultsMissing(
-        f"the function finished, but rank 0 could not send its value back: {reason}. "
-        "Return tensors, arrays, modules or plain data.",
-        report.missing,
-    )
-
-
-def _launch_inline(spec: LaunchSpec, check: bool) -> Run:
-    history = History(1, time.monotonic())
-    seconds, error = run_inline(spec, check, [history])
-    assert isinstance(spec.task, FunctionTask)
-    return Run([spec.task.value], history, error, spec.start.method, spec.start.reason, "", seconds)
-
-
-def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if not callable(function):
-        raise TypeError(
-            f"the first argument must be the function that the ranks run, got {type(function).__name__}. "
-            "Pass the function itself and its arguments apart: notebook_launcher(train, args=(1, 2))"
-        )
-    if not isinstance(args, tuple | list):
-        raise TypeError(f"args must be a tuple, got {type(args).__name__}; for one argument write args=({args!r},)")
-    with contextlib.suppress(ValueError):  # some builtins have no signature to check against
-        try:
-            inspect.signature(function).bind(*args, **kwargs)
-        except TypeError as error:
-            name = getattr(function, "__name__", "the function")
-            raise TypeError(
-                f"{name}{inspect.signature(function)} cannot be called with args={tuple(args)!r}: {error}. "
-                "Nothing was started."
-            ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Ignored:
-    """Arguments of Accelerate's launcher that mean nothing here, with their defaults and the reason."""
-
-    defaults: Mapping[str, Any] = field(
-        default_factory=lambda: {
-            "use_port": "29500",
-            "master_addr": "127.0.0.1",
-            "rdzv_backend": "static",
-            "rdzv_endpoint": "",
-            "rdzv_conf": None,
-            "rdzv_id": "none",
-            "max_restarts": 0,
-            "monitor_interval": 0.1,
-            "log_line_prefix_template": None,
-        }
-    )
-
-    def explain(self, given: Mapping[str, Any]) -> None:
-        changed = sorted(name for name, value in given.items() if value != self.defaults[name])
-        if changed:
-            warnings.warn(
-                f"{', '.join(changed)}: accepted and not used. The ranks of one machine meet in a private file, are "
-                "watched without polling and do not restart by themselves.",
-                stacklevel=3,
-            )
-
-
-def notebook_launcher(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    num_processes: int | None = None,
-    mixed_precision: str = "no",
-    use_port: str = "29500",
-    master_addr: str = "127.0.0.1",
-    node_rank: int = 0,
-    num_nodes: int = 1,
-    rdzv_backend: str = "static",
-    rdzv_endpoint: str = "",
-    rdzv_conf: dict[str, Any] | None = None,
-    rdzv_id: str = "none",
-    max_restarts: int = 0,
-    monitor_interval: float = 0.1,
-    log_line_prefix_template: str | None = None,
-    oom: str = STOP,
-) -> Any:
-    """Run ``function(*args)`` in `num_processes` ranks, with Accelerate's signature; returns what rank 0 returned.
-
-    Works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
-    mixed_precision: "no", "fp16" or "bf16": what `Accelerator()` in the function uses unless it says otherwise.
-    num_processes: None for one per GPU, or one.
-    oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
-
-    The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
-
-    >>> notebook_launcher(train, args=(3,), num_processes=2)  # doctest: +SKIP
-    """
-    if num_nodes != 1 or node_rank != 0:
-        raise ValueError(
-            f"num_nodes={num_nodes}, node_rank={node_rank}: a notebook starts ranks on its own machine only. "
-            "Write the function to a script and start that on every machine with torchrun."
-        )
-    given = {
-        "use_port": use_port,
-        "master_addr": master_addr,
-        "rdzv_backend": rdzv_backend,
-        "rdzv_endpoint": rdzv_endpoint,
-        "rdzv_conf": rdzv_conf,
-        "rdzv_id": rdzv_id,
-        "max_restarts": max_restarts,
-        "monitor_interval": monitor_interval,
-        "log_line_prefix_template": log_line_prefix_template,
-    }
-    _Ignored().explain(given)
-    return launch(function, num_processes, args, mixed_precision=str(mixed_precision).lower(), oom=oom).value
-
-
-def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
-    """Run ``function(*args)`` in `num_processes` CPU ranks, whatever devices there are; returns rank 0's value."""
-    return launch(function, num_processes, args, cpu=True).value

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from nbaccel.launch.launcher import launch
+from nbaccel.launch.functions import launch
 
 
 def empty() -> None:

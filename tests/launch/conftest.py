@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbaccel.launch.launcher import Launcher, default_launcher, launch
+from nbaccel.launch.functions import launch
+from nbaccel.launch.launcher import Launcher, default_launcher
 
 
 @pytest.fixture(scope="session", autouse=True)

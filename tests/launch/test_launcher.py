@@ -15,8 +15,8 @@ import pytest
 
 from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
 from nbaccel.launch import ending
+from nbaccel.launch.functions import debug_launcher, launch, notebook_launcher
 from nbaccel.launch.guardian import session_members
-from nbaccel.launch.launcher import debug_launcher, launch, notebook_launcher
 
 
 def rank() -> int:
@@ -140,7 +140,7 @@ def test_input_raises_a_sentence_at_once(start_method: str) -> None:
 
 def test_a_rank_cannot_launch_ranks(start_method: str) -> None:
     def nested() -> None:
-        from nbaccel.launch.launcher import launch
+        from nbaccel.launch.functions import launch
 
         launch(print, 2)
 

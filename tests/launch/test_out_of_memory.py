@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotCut, RankDied
-from nbaccel.launch.launcher import Run, launch, notebook_launcher
+from nbaccel.launch.functions import Run, launch, notebook_launcher
 from nbaccel.testing import Faults, MemLimit
 
 LIMIT_BYTES = 40_000

@@ -26,8 +26,9 @@ from nbaccel.events import (
     emit,
 )
 from nbaccel.hardware import Survey
+from nbaccel.launch.functions import launch
 from nbaccel.launch.inline import run_inline
-from nbaccel.launch.launcher import Launcher, Outcome, launch
+from nbaccel.launch.launcher import Launcher, Outcome
 from nbaccel.launch.preflight import Start, threads_per_rank
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec

@@ -16,9 +16,10 @@ import pytest
 
 from nbaccel.errors import CannotSend, LaunchRefused
 from nbaccel.launch import launcher as launcher_module, zygote as zygote_module
+from nbaccel.launch.functions import launch
 from nbaccel.launch.guardian import session_members
 from nbaccel.launch.keeper import Keeper
-from nbaccel.launch.launcher import Launcher, launch
+from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.rank.watch import DeathWatch
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.launcher import launch
+from nbaccel.launch.functions import launch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="not Linux")
 
