@@ -96,6 +96,8 @@ _TABLE = (
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
              r"\bInvalid buffer size\b|\bINT_MAX\b|\bcanUse32BitIndexMath\b",
              "MPS, and kernels with 32-bit indices: torch-max-mem"),
+    _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
+             r"^could not (create|execute) a (primitive|memory)", "oneDNN: scratch memory, seen under RLIMIT_DATA"),
     _symptom(Failure.PEER_LOST, Recovery.NO,
              "RuntimeError DistBackendError DistNetworkError DistStoreError ConnectionError",
              r"(?i:connection (closed|reset) by peer|connection refused|broken pipe|socket (closed|timeout)"

@@ -48,6 +48,8 @@ ROWS = [
     (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("Invalid buffer size: 20.52 GB")),
     (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("input tensor must have fewer than INT_MAX elements")),
     (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false.")),
+    (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("could not create a primitive")),
+    (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("could not create a memory object")),
     # -- restart the process
     (Recovery.RESTART, RuntimeError("!handles_.at(i) INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:412")),
     (Recovery.RESTART, RuntimeError("CUDA driver error: device not ready")),
