@@ -85,3 +85,17 @@ def test_training_goes_on_where_memory_runs_out(
     assert "held by names of the notebook:\n" in said
     assert "freed; model is None" in said
     assert "image/png" in {mime for output in outputs(notebook) for mime in output.get("data", {})}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_a_training_that_is_ended_twice_ends_like_one_that_never_was(
+    environment: Environment, num_processes: int, tmp_path: Path
+) -> None:
+    notebook = run("06_never_lose_a_run.ipynb", environment, tmp_path, num_processes)
+    said = text(notebook)
+    assert "at the time limit of 2 s; --resume goes on from its checkpoint" in said
+    assert [output.ename for output in outputs(notebook) if output.output_type == "error"] == ["RankDied"]
+    assert re.search(r"model\.safetensors is damaged: its checksum is \w+, .* Loading .*checkpoint_\d+ instead", said)
+    assert "weights are equal, bit for bit:     True" in said
+    assert not list(tmp_path.glob("nbaccel*"))

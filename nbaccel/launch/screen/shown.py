@@ -6,6 +6,7 @@ nothing else, and keeps the history; others add a panel, or a line now and then.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -82,4 +83,4 @@ def _who(rank: int | None) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f": {lines[0][:_LONGEST_WHY]}" if lines else ""
+    return f": {textwrap.shorten(lines[0], _LONGEST_WHY, placeholder=' …')}" if lines else ""
