@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from nbaccel.errors import NotPrepared
 from nbaccel.settings import RunSettings
@@ -30,8 +27,8 @@ from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
 from nbaccel.train.faces.checkpointing import ON_SAVE_ERROR, Registered
 from nbaccel.train.faces.exchange import Exchange
-from nbaccel.train.faces.loading import Loading
 from nbaccel.train.faces.planning import Planning
+from nbaccel.train.faces.preparing import Preparing
 from nbaccel.train.faces.profiling import Profiling
 from nbaccel.train.faces.recovering import Recovering
 from nbaccel.train.faces.resuming import Resuming
@@ -42,11 +39,10 @@ from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
 from nbaccel.train.memory import Freed, free
 from nbaccel.train.microbatch.sizes import MicroBatches
-from nbaccel.train.models import admit, backend_name, compiled, keep_compiled, may_move
-from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
+from nbaccel.train.models import backend_name, keep_compiled
 from nbaccel.train.planning.found import Found
 from nbaccel.train.precision import Precision, make_precision, restore_forward
-from nbaccel.train.prepared import Prepared, remembered
+from nbaccel.train.prepared import Prepared
 from nbaccel.train.project import ProjectConfiguration
 from nbaccel.train.resuming import Epochs, Remembered
 from nbaccel.train.state import AcceleratorState
@@ -63,7 +59,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Resuming, Tracking, Recovering, Loading, Profiling, Planning):
+class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling, Planning):
     """Trains one model on every process of the run, with the loop written as for one.
 
     mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
@@ -193,102 +189,6 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Loading, Profiling, 
     def mixed_precision(self) -> str:
         self._bind()
         return self._settings.mixed_precision or "no"
-
-    # -- prepare
-
-    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Models, optimizers, loaders and schedulers made ready for this run, in the order given; collective.
-
-        Other objects pass through, and so does what is prepared already. One argument gives one object.
-        device_placement: for each object, whether to move it to the device.
-        """
-        if device_placement is not None and len(device_placement) != len(objects):
-            raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
-        self._join_world()
-        moves = device_placement or [self.device_placement] * len(objects)
-        prepared = [self._prepare_one(thing, move) for thing, move in zip(objects, moves, strict=True)]
-        # Schedulers come last: they follow prepared optimizers, which may stand behind them in the call.
-        prepared = [self._prepare_scheduler(thing) for thing in prepared]
-        self._resume_if_complete()
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
-
-    def _prepare_one(self, thing: Any, move: bool) -> Any:
-        if isinstance(thing, Module):
-            return self._prepare_model(thing, move)
-        if isinstance(thing, Optimizer):
-            return self._prepare_optimizer(thing)
-        if isinstance(thing, DataLoader):
-            return self._prepare_loader(thing, move)
-        return thing
-
-    def prepare_model(
-        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Module:
-        """`model` on the device, in the run's precision, spread by its strategy. Collective where there are peers.
-
-        device_placement: whether to move it; by default as the Accelerator was told. Quantised models and those
-        that lie on several devices stay where they are.
-        evaluation_mode: for inference only: gradients will not synchronise, and no rank waits for another.
-
-        Raises:
-            ValueError: a model spread over several devices, in several processes.
-        """
-        self._join_world()
-        return self._prepare_model(
-            model, self.device_placement if device_placement is None else device_placement, evaluation_mode
-        )
-
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """`optimizer` as one that steps when gradients are synchronised. On every rank.
-
-        device_placement: accepted as Accelerate does; an optimizer's state follows its parameters.
-        """
-        self._join_world()
-        return self._prepare_optimizer(optimizer)
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        """`scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
-        self._join_world()
-        prepared: PreparedScheduler = self._prepare_scheduler(scheduler)
-        return prepared
-
-    def _prepare_model(self, model: Module, move: bool, evaluation_mode: bool = False) -> Module:
-        if any(model is known for known in self._prepared.models):
-            return model
-        model = admit(model, self.world, self.device)
-        if move and may_move(model):
-            model.to(self.device)
-        restore_forward(self._strategy.unwrap(model))  # of another precision, before
-        self._precision.wrap_forward(self._strategy.unwrap(model))
-        if not evaluation_mode:
-            self.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
-            model = self._strategy.setup(model)
-        model = compiled(model, self._dynamo_backend)
-        self._prepared.models.append(model)
-        return model
-
-    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        if isinstance(optimizer, PreparedOptimizer):
-            if optimizer.accumulation is self._accumulation:
-                return remembered(optimizer, self._prepared.optimizers)
-            optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
-        return remembered(
-            PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy, self._watch),
-            self._prepared.optimizers,
-        )
-
-    def _prepare_scheduler(self, thing: Any) -> Any:
-        if isinstance(thing, PreparedScheduler):
-            if thing.accumulation is self._accumulation:
-                return remembered(thing, self._prepared.schedulers)
-            thing = thing.scheduler
-        if not isinstance(thing, LRScheduler):
-            return thing
-        moves = 1 if self.split_batches else self.num_processes
-        if not self.step_scheduler_with_optimizer:
-            moves = 0
-        scheduler = PreparedScheduler(thing, self._prepared.optimizers, self._accumulation, moves)
-        return remembered(scheduler, self._prepared.schedulers)
 
     # -- accumulation, as it was chosen
 

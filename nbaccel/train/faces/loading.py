@@ -35,6 +35,10 @@ class Loading(ProcessControl):
     def _join_world(self) -> None:
         """Take part in the world as it is now. Collective where the process group is formed."""
 
+    @abstractmethod
+    def _resume_if_complete(self) -> None:
+        """Continue from a checkpoint, once everything that it holds is prepared. Collective."""
+
     @property
     def split_batches(self) -> bool:
         """Whether a loader's batch is that of all ranks together, instead of each rank's."""
@@ -91,7 +95,9 @@ class Loading(ProcessControl):
         """
         self._join_world()
         moves = self.device_placement if device_placement is None else device_placement
-        return self._prepare_loader(data_loader, moves, slice_fn_for_dispatch)
+        prepared = self._prepare_loader(data_loader, moves, slice_fn_for_dispatch)
+        self._resume_if_complete()
+        return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """`dataloader` without the first `num_batches` of this rank; its length shrinks by as many. On every rank.

@@ -171,6 +171,21 @@ def test_the_state_is_restored_with_the_last_thing_that_is_prepared(tmp_path: Pa
     assert not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+def test_things_that_are_prepared_one_by_one_are_restored_with_the_last_of_them(tmp_path: Path) -> None:
+    _saved(tmp_path, epochs=1)
+    fresh = Trained.start()
+    optimizer = fresh.optimizer.optimizer
+    accelerator = Accelerator(resume=tmp_path)
+    model = accelerator.prepare_model(fresh.model)
+    accelerator.prepare_optimizer(optimizer)
+    accelerator.prepare_scheduler(torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6]))
+    before = fresh.weights()
+    loader = accelerator.prepare_data_loader(fresh.loader.loader)
+    assert fresh.weights() != before
+    assert list(accelerator.epochs(1)) == []
+    assert (model, loader.iteration) == (fresh.model, 1)
+
+
 @pytest.mark.parametrize(("ranks", "later"), [(1, 2), (2, 1), (2, 3)])
 def test_another_number_of_ranks_goes_on_at_the_same_step_and_sees_the_rest_of_the_epoch(
     tmp_path: Path, ranks: int, later: int

@@ -1,0 +1,132 @@
+"""Preparing: the user's methods that make models, optimizers, loaders and schedulers ready for a run. Run in ranks.
+
+Each kind is prepared by its own part of the room; here is only the order, and what is asked of whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nbaccel.train.faces.loading import Loading
+from nbaccel.train.finite import LossWatch
+from nbaccel.train.models import admit, compiled, may_move
+from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
+from nbaccel.train.precision import Precision, restore_forward
+from nbaccel.train.prepared import remembered
+from nbaccel.train.strategies import Strategy
+
+__all__ = ["Preparing"]
+
+
+class Preparing(Loading):
+    """`prepare`, and the same for one object of a known kind."""
+
+    step_scheduler_with_optimizer: bool
+    _dynamo_backend: str | None
+    _precision: Precision
+    _strategy: Strategy
+    _watch: LossWatch
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Models, optimizers, loaders and schedulers made ready for this run, in the order given; collective.
+
+        Other objects pass through, and so does what is prepared already. One argument gives one object.
+        device_placement: for each object, whether to move it to the device.
+        """
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
+        self._join_world()
+        moves = device_placement or [self.device_placement] * len(objects)
+        prepared = [self._prepare_one(thing, move) for thing, move in zip(objects, moves, strict=True)]
+        # Schedulers come last: they follow prepared optimizers, which may stand behind them in the call.
+        prepared = [self._prepare_scheduler(thing) for thing in prepared]
+        self._resume_if_complete()
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _prepare_one(self, thing: Any, move: bool) -> Any:
+        if isinstance(thing, Module):
+            return self._prepare_model(thing, move)
+        if isinstance(thing, Optimizer):
+            return self._prepare_optimizer(thing)
+        if isinstance(thing, DataLoader):
+            return self._prepare_loader(thing, move)
+        return thing
+
+    def prepare_model(
+        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Module:
+        """`model` on the device, in the run's precision, spread by its strategy. Collective where there are peers.
+
+        device_placement: whether to move it; by default as the Accelerator was told. Quantised models and those
+        that lie on several devices stay where they are.
+        evaluation_mode: for inference only: gradients will not synchronise, and no rank waits for another.
+
+        Raises:
+            ValueError: a model spread over several devices, in several processes.
+        """
+        self._join_world()
+        move = self.device_placement if device_placement is None else device_placement
+        prepared = self._prepare_model(model, move, evaluation_mode)
+        self._resume_if_complete()
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """`optimizer` as one that steps when gradients are synchronised. On every rank.
+
+        device_placement: accepted as Accelerate does; an optimizer's state follows its parameters.
+        """
+        self._join_world()
+        prepared = self._prepare_optimizer(optimizer)
+        self._resume_if_complete()
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        """`scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
+        self._join_world()
+        prepared: PreparedScheduler = self._prepare_scheduler(scheduler)
+        self._resume_if_complete()
+        return prepared
+
+    def _prepare_model(self, model: Module, move: bool, evaluation_mode: bool = False) -> Module:
+        if any(model is known for known in self._prepared.models):
+            return model
+        model = admit(model, self.world, self.device)
+        if move and may_move(model):
+            model.to(self.device)
+        restore_forward(self._strategy.unwrap(model))  # of another precision, before
+        self._precision.wrap_forward(self._strategy.unwrap(model))
+        if not evaluation_mode:
+            self.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
+            model = self._strategy.setup(model)
+        model = compiled(model, self._dynamo_backend)
+        self._prepared.models.append(model)
+        return model
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        if isinstance(optimizer, PreparedOptimizer):
+            if optimizer.accumulation is self._accumulation:
+                return remembered(optimizer, self._prepared.optimizers)
+            optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
+        return remembered(
+            PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy, self._watch),
+            self._prepared.optimizers,
+        )
+
+    def _prepare_scheduler(self, thing: Any) -> Any:
+        if isinstance(thing, PreparedScheduler):
+            if thing.accumulation is self._accumulation:
+                return remembered(thing, self._prepared.schedulers)
+            thing = thing.scheduler
+        if not isinstance(thing, LRScheduler):
+            return thing
+        moves = 1 if self.split_batches else self.num_processes
+        if not self.step_scheduler_with_optimizer:
+            moves = 0
+        scheduler = PreparedScheduler(thing, self._prepared.optimizers, self._accumulation, moves)
+        return remembered(scheduler, self._prepared.schedulers)
