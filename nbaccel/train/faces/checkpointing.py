@@ -241,8 +241,11 @@ class Checkpointing(Exporting):
             return
         if self._registered.save_hooks:
             self._run_save_hooks(training, training.weights(), target)
-        with sayable(target):
-            generators.add(target, self.process_index, training.stamp, training.generators())
+        try:
+            with sayable(target):
+                generators.add(target, self.process_index, training.stamp, training.generators())
+        except CannotSave as error:
+            self._go_on_without(error)
 
     def _write(self, target: Path, training: Training, blocking: bool, then: Callable[[], None] | None) -> None:
         """In rank 0: the whole folder, now or in the background; `then` once it is complete."""
@@ -284,9 +287,7 @@ class Checkpointing(Exporting):
             if then is not None:
                 then()
         except CannotSave as error:
-            if self._on_save_error == "raise":
-                raise
-            warnings.warn(f"{error} The training goes on without this checkpoint.", stacklevel=5)
+            self._go_on_without(error)
             return
         for reason in reasons:
             warnings.warn(
@@ -294,6 +295,12 @@ class Checkpointing(Exporting):
                 "else needs load_state(..., trust=True).",
                 stacklevel=5,
             )
+
+    def _go_on_without(self, error: CannotSave) -> None:
+        """A warning instead of `error`, where ``on_save_error="warn"`` asks for that."""
+        if self._on_save_error == "raise":
+            raise error
+        warnings.warn(f"{error} The training goes on without this checkpoint.", stacklevel=6)
 
     def _run_save_hooks(self, training: Training, weights: list[dict[str, Any]], folder: Path) -> None:
         for hook in self._registered.save_hooks.values():
