@@ -64,11 +64,12 @@ class Recovering(Stepping):
         batch ends a step.
 
         Raises:
-            torch.OutOfMemoryError: the smallest micro-batch does not fit; on all ranks, if on one.
-            PeerFailed: `loss_fn` raised on another rank in this step. There it is that error.
+            torch.OutOfMemoryError: the smallest micro-batch does not fit; on all ranks, if on one, in the call that
+            ends the accumulation window. The rank's calls before that one return NaN.
+            PeerFailed: `loss_fn` raised on another rank in this step. There it is that error, in the call that raised.
             CannotSplit: the batch, or the model (SyncBatchNorm, FSDP), cannot be taken in parts.
 
-        In none of these cases has a weight changed, and the next step works.
+        In none of these cases has a weight changed, and the next step works, begun on all ranks with the same batch.
 
         >>> import torch
         >>> from nbaccel import Accelerator
@@ -106,8 +107,10 @@ class Recovering(Stepping):
             ends_step=ends_step,
             exchanges=not accumulation.is_local,
         )
-        loss = self._step_engine().run(task)
-        emit(Loss(self._watch.see(loss), accumulation.clock.step))
+        engine = self._step_engine()
+        loss = engine.run(task)
+        if not engine.is_unfit:
+            emit(Loss(self._watch.see(loss), accumulation.clock.step))
         if ends_step:
             accumulation.clock.train()
         return loss

@@ -12,6 +12,7 @@ The engine holds no optimizer, counts no windows, and knows no Accelerator.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,13 +55,22 @@ class _Attempt:
     is_unfit: bool = False
 
 
+def _unfit() -> _Attempt:
+    """A batch that has no loss."""
+    return _Attempt(torch.full((), math.nan), 0.0, is_unfit=True)
+
+
 @dataclass(slots=True)
 class _Window:
-    """What the open accumulation window holds of this rank: calls, batches (parts of batches count as such), weight."""
+    """What the open accumulation window holds of this rank: calls, batches (parts of batches count as such), weight.
+
+    is_unfit: a batch of it did not fit. Peers are told at its end, where they listen: so all raise in the same call.
+    """
 
     calls: int = 0
     batches: float = 0.0
     weight: float = 0.0
+    is_unfit: bool = False
 
     def with_weight(self, weight: float) -> float:
         """The weight of one batch, on average, once a batch of `weight` has been added."""
@@ -126,7 +136,7 @@ class StepEngine:
     # -- one batch
 
     def _run(self, task: Task, gradients: Gradients) -> Tensor:
-        if self._window.weight and gradients.were_zeroed:
+        if (self._window.weight or self._window.is_unfit) and gradients.were_zeroed:
             self._window = _Window()
         window = self._window
         with self._telling_peers(task, gradients):
@@ -139,7 +149,10 @@ class StepEngine:
         while True:
             gradients.begin()
             with self._telling_peers(task, gradients):
-                attempt = self._attempt(work, gradients, kept, overlaps)
+                attempt = _unfit() if window.is_unfit else self._attempt(work, gradients, kept, overlaps)
+            window.is_unfit = attempt.is_unfit and task.exchanges and gradients.has_peers
+            if window.is_unfit and not task.ends_step:
+                return attempt.loss
             weight = window.with_weight(attempt.weight)
             if not (task.ends_step or attempt.is_unfit):
                 break
@@ -192,8 +205,10 @@ class StepEngine:
             following = 0 if gives_up else next_size or size
             emit(OutOfMemory(self._clock.step, outcome.phase, size, following, work.count, outcome.message))
             release_unused(only_young=not is_last_try)
-            if gives_up or gradients.has_launched:
-                return _Attempt(torch.zeros(()), 0.0, needs_repeat=not gives_up, is_unfit=gives_up)
+            if gives_up:
+                return _unfit()
+            if gradients.has_launched:
+                return _Attempt(torch.zeros(()), 0.0, needs_repeat=True)
             if outcome.phase == "forward":  # gradients of the parts before are complete
                 (self._at_part if done else self._at_start).restore()
                 continue
@@ -298,6 +313,11 @@ class StepEngine:
         if self._needs_unit():
             self._unit = float(self._collectives.reduce(torch.tensor(expected, dtype=torch.float64))) or 1.0
         gradients.open()
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether a batch of the open window did not fit: its loss is NaN, and the window will end with an error."""
+        return self._window.is_unfit
 
     @property
     def _least(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from nbaccel.errors import PeerFailed
-from nbaccel.events import Event, OutOfMemory, outlet
+from nbaccel.events import Event, Loss, OutOfMemory, outlet
 from nbaccel.testing import run_ranks
 from shortages import Collected, Shortage, Training, batch_of, labelled, relative_error, whole_gradients
 
@@ -132,13 +133,18 @@ def _unfit(phase: str, accumulation: int) -> tuple[str, str, float, bool]:
     before = training.weights()
     start = time.monotonic()
     seen: list[Event] = []
-    with outlet(seen.append), pytest.raises(torch.OutOfMemoryError) as caught:
-        for _ in range(accumulation):
+    with outlet(seen.append):
+        for _ in range(accumulation - 1):
+            loss = training.step(batch_of(8, 1, training.net.rank), Shortage(phase, 0, (1,)))
+            assert math.isnan(loss) is (training.net.rank == 1)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
             training.step(batch_of(8, 1, training.net.rank), Shortage(phase, 0, (1,)))
+    assert not any(math.isnan(event.value) for event in seen if isinstance(event, Loss))
     seconds = time.monotonic() - start
     unchanged = torch.equal(before, training.weights())
-    if accumulation == 1:
+    for _ in range(accumulation):
         training.step(batch_of(8, 2, training.net.rank))
+    assert not torch.equal(before, training.weights())
     if training.net.rank == 1:  # the last size is tried once more after a thorough collection
         sizes = [event.next_size for event in seen if isinstance(event, OutOfMemory)]
         assert sizes[-3:] == [1, 1, 0]
