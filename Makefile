@@ -8,7 +8,7 @@ VENV := .venv
 COLAB := .venv-colab
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test format lint types unit soak coverage clean
+.PHONY: demo test format lint types unit soak coverage bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -32,6 +32,15 @@ unit: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 # What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels.
 soak: $(VENV)/.dev $(COLAB)/.stamp
 	$(VENV)/bin/python -m pytest -m soak
+
+# What a step, a batch, a launch... cost beside raw PyTorch, Accelerate and Fabric: `make bench ROWS=step,loader ROUNDS=5`.
+ROWS ?=
+ROUNDS ?= 3
+BENCH_JSON ?= build/bench.json
+
+bench: $(VENV)/.dev
+	@mkdir -p $(dir $(BENCH_JSON))
+	PYTHONPATH=tests $(VENV)/bin/python -m benchmarks --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_JSON)
 
 coverage: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)

@@ -3,26 +3,23 @@
 1. A record, in the rank: the median of many.
 2. Reading, in the kernel: eight ranks report 1000 losses per second each; every half second they are read, made
    into events and given to a listener that counts them. Processor time of the kernel's side, and what was lost.
-3. A prepared step with nobody listening, and with the ring, its reporter and its thread. Turns come in random order.
+
+What it costs a prepared step is in the rows of `rows/step.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable
-
-import torch
-from step import prepared_turn
 
 from nbaccel.events import Event, Listener, Loss, emit, outlet
 from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.telemetry import TICK_S, Telemetry
 from nbaccel.launch.wire.records import write_loss
-from nbaccel.launch.wire.ring import RingReader, RingWriter, make_ring
+from nbaccel.launch.wire.ring import RingWriter, make_ring
 
 _RANKS = 8
 _PER_SECOND = 1000
@@ -95,49 +92,15 @@ def _writing_child(fd: int, count: int) -> int:
     return child
 
 
-def steps(rounds: int) -> dict[str, float]:
-    """Median CPU microseconds per step: raw is in `step.py`; here the same prepared loop, unheard and heard."""
-    fd = make_ring()
-    reader = RingReader(fd)
-    reporter = Reporter(RingWriter(fd), lambda event: None, lambda event: None, lambda event: None)
-
-    def heard() -> Callable[[], None]:
-        turn = prepared_turn()
-
-        def listened() -> None:
-            with outlet(reporter):
-                turn()
-
-        return listened
-
-    rows = {"unheard": prepared_turn, "heard": heard, "unheard again": prepared_turn}
-    seconds: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(rounds):
-        for name in random.sample(list(rows), len(rows)):
-            turn = rows[name]()
-            turn()
-            start = time.process_time()
-            turn()
-            turn()
-            seconds[name].append((time.process_time() - start) / 600)
-            for _record in reader.read():
-                pass
-    return {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     share, written, lost = reading(options.seconds)
     print(f"reading {_RANKS} ranks x {_PER_SECOND}/s every {TICK_S} s: {share:.2%} of a core, {lost} of {written} lost")
     ring, event = record(options.rounds)
     print(f"a record: {ring:.2f} us in the ring, {event:.2f} us as an event")
-    rows = steps(options.rounds)
-    for name, microseconds in rows.items():
-        print(f"step {name:14} {microseconds:8.1f} us   {microseconds / rows['unheard']:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""The command: ``python -m benchmarks``, which ``make bench`` runs. It measures, prints a table and writes JSON.
+
+    make bench                                    every row, three rounds of fresh processes
+    make bench ROWS=step,loader ROUNDS=5          some rows, more rounds
+    make bench ROWS=planner                       a report with a table of its own
+
+It ends with 1 where a cell was refused or a target was missed by more than the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import measure
+from benchmarks.rows import GROUPS, REPORTS, rows
+from benchmarks.table import document, lines, machine
+
+__all__ = ["main"]
+
+_HERE = Path(__file__).parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    about = machine()
+    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+    documents, is_well = [], True
+    for group in options.groups:
+        if group in REPORTS:
+            is_well &= _report(group)
+            continue
+        for row in rows(group):
+            measured = measure(row, options.rounds)
+            text = "\n".join(lines(measured))
+            print(f"\n{text}", flush=True)
+            documents.append(document(measured))
+            is_well &= not measured.refused and "FALLS SHORT" not in text
+    if options.json and documents:
+        whole = {"machine": about, "rounds": options.rounds, "rows": documents}
+        Path(options.json).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        print(f"\nwritten to {options.json}")
+    return 0 if is_well else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    known = (*GROUPS, *REPORTS)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="nbaccel beside its peers.")
+    parser.add_argument("--rows", default="", help=f"names, separated by commas: {', '.join(known)}")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of fresh processes")
+    parser.add_argument("--json", default="", help="file to write the results to")
+    options = parser.parse_args(arguments)
+    options.groups = [name for name in options.rows.replace(" ", "").split(",") if name] or list(GROUPS)
+    unknown = [name for name in options.groups if name not in known]
+    if unknown:
+        parser.error(f"no rows called {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    return options
+
+
+def _report(name: str) -> bool:
+    print(f"\n{name}", flush=True)
+    path = os.pathsep.join([str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return (
+        subprocess.run([sys.executable, _HERE / f"{name}.py"], env={**os.environ, "PYTHONPATH": path}).returncode == 0
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

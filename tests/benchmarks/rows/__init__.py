@@ -1,0 +1,24 @@
+"""The rows of the comparison, by the name that ``make bench ROWS=...`` knows them by. Names only: nothing is imported.
+
+A group is a module with a function ``rows()``. Reports are scripts that print a table of their own, since what they
+find is not a ratio to raw: batch sizes and trials, or a share of a core.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from benchmarks.harness import Row
+
+__all__ = ["GROUPS", "REPORTS", "rows"]
+
+GROUPS = ("step", "ranks", "loader", "collectives", "microbatch")
+
+REPORTS = ("planner", "executable", "telemetry")
+
+
+def rows(group: str) -> Sequence[Row]:
+    """The rows of one of `GROUPS`."""
+    made: Sequence[Row] = importlib.import_module(f"benchmarks.rows.{group}").rows()
+    return made

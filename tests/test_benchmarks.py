@@ -1,0 +1,163 @@
+"""The harness compares what is comparable: a wrong loop gets no numbers, and a contender that fails harms no other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks.__main__ import main
+from benchmarks.harness import Row, measure
+from benchmarks.loops import Training, contenders, nbaccel, raw
+from benchmarks.party import Bout, ContenderFailed, Party, Sample
+from benchmarks.rows import GROUPS, rows
+from benchmarks.table import cells, document, lines
+
+TINY = Training(batches=4, accumulation=2, width=4)
+
+
+def undivided(training: Training) -> Bout:
+    """The loop that forgot to divide by the length of the window."""
+    model, optimizer, loader = training.things()
+
+    def turn() -> None:
+        for index, (x,) in enumerate(loader):
+            model(x).square().mean().backward()
+            if index % training.accumulation:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Bout(turn, lambda: torch.cat([parameter.flatten() for parameter in model.parameters()]))
+
+
+def working(seconds: float = 1.0, result: float = 0.0) -> Callable[[], Bout]:
+    """A contender that says how long it took, on both clocks."""
+    return lambda: Bout(lambda: Sample(seconds, seconds), lambda: torch.tensor([result]))
+
+
+@pytest.mark.slow
+def test_a_loop_with_other_parameters_than_raws_is_refused() -> None:
+    row = Row("step", {"raw": lambda: raw(TINY), "undivided": lambda: undivided(TINY)}, units=4, turns=1)
+    measured = measure(row, rounds=1)
+    assert measured.refused["undivided"].startswith("WRONG RESULT: differs from raw's by 0.0")
+    assert list(measured.samples) == ["raw", "raw again"]
+    assert "REFUSED: WRONG RESULT" in "\n".join(lines(measured))
+
+
+def test_a_result_that_is_not_a_number_is_refused() -> None:
+    measured = measure(Row("nan", {"raw": working(), "nan": working(result=float("nan"))}, turns=1), rounds=1)
+    assert "nan" in measured.refused
+
+
+@pytest.mark.slow
+def test_our_loop_ends_with_raws_parameters_and_gets_numbers() -> None:
+    row = Row("step", {"raw": lambda: raw(TINY), "nbaccel": lambda: nbaccel(TINY)}, units=4, turns=2)
+    measured = measure(row, rounds=2)
+    assert not measured.refused
+    assert [len(samples) for samples in measured.samples.values()] == [4, 4, 4]
+    assert all(sample.wall_s > 0 for samples in measured.samples.values() for sample in samples)
+
+
+@pytest.mark.slow
+def test_all_toolkits_train_alike_in_two_ranks() -> None:
+    row = Row("ranks", contenders(TINY), units=4, world_size=2, turns=1, judged="wall")
+    measured = measure(row, rounds=1)
+    assert not measured.refused
+    assert list(measured.samples) == ["raw", "raw again", "Accelerate", "Fabric", "nbaccel", "nbaccel, reporting"]
+
+
+def test_a_contender_that_raises_is_refused_with_its_traceback_and_the_others_go_on() -> None:
+    def broken() -> Bout:
+        raise RuntimeError("no such loop")
+
+    measured = measure(Row("broken", {"raw": working(), "broken": broken, "fine": working(2.0)}, turns=1), rounds=1)
+    assert "RuntimeError: no such loop" in measured.refused["broken"]
+    assert list(measured.samples) == ["raw", "raw again", "fine"]
+
+
+def test_a_contender_that_dies_in_a_turn_is_refused() -> None:
+    def dying() -> Bout:
+        turns = iter([Sample(1, 1)])
+        return Bout(lambda: next(turns, None) or os._exit(3), lambda: torch.zeros(1))
+
+    measured = measure(Row("dying", {"raw": working(), "dying": dying}, turns=2), rounds=1)
+    assert measured.refused == {"dying": "dying: rank 0 died"}
+
+
+def test_without_raw_there_is_no_comparison() -> None:
+    def broken() -> Bout:
+        raise RuntimeError("no such loop")
+
+    with pytest.raises(ContenderFailed, match=r"row 'r' cannot be compared with anything: (?s:.*)no such loop"):
+        measure(Row("r", {"raw": broken, "fine": working()}), rounds=1)
+    with pytest.raises(ValueError, match="row 'r' has no contender 'raw' to compare with"):
+        Row("r", {"fine": working()})
+    with pytest.raises(ValueError, match="row 'r' is judged by 'luck'; it must be 'cpu' or 'wall'"):
+        Row("r", {"raw": working()}, judged="luck")
+
+
+def test_a_party_counts_its_slowest_rank() -> None:
+    def ranked() -> Bout:
+        rank = int(os.environ["RANK"])
+        return Bout(lambda: Sample(1.0 + rank, 1.0 + rank), lambda: torch.tensor([float(rank)]))
+
+    party = Party("ranked", ranked, 2, ())
+    try:
+        assert party.turn() == Sample(2.0, 1.5)
+        assert party.result().tolist() == [0.0, 1.0]
+    finally:
+        party.close()
+
+
+def test_a_ratio_is_the_median_of_the_turns_and_a_target_is_missed_only_beyond_the_noise() -> None:
+    row = Row(
+        "r", {"raw": working(2.0), "close": working(2.1), "slow": working(5.0)}, targets={"close": 1.06, "slow": 2}
+    )
+    raw_cell, again, close, slow = cells(measure(row, rounds=1))
+    assert (raw_cell.verdict, again.verdict) == ("", "")
+    assert again.cpu_ratio.median == 1.0
+    assert close.cpu_ratio.median == pytest.approx(1.05)
+    assert close.verdict == "holds 1.06"
+    assert slow.verdict == "FALLS SHORT of 2"
+
+
+def test_the_document_is_json_with_every_cell() -> None:
+    told = json.loads(json.dumps(document(measure(Row("r", {"raw": working(), "one": working(3.0)}), rounds=1))))
+    assert [cell["contender"] for cell in told["cells"]] == ["raw", "raw again", "one"]
+    assert told["cells"][2]["wall_ratio"]["median"] == 3.0
+    assert told["turns"] == 10
+
+
+def test_the_command_names_the_rows_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--rows", "stepp"])
+    assert "no rows called 'stepp'; there are step, ranks, loader" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--rounds", "0"])
+    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_every_name_of_a_row_has_its_rows() -> None:
+    for group in GROUPS:
+        for row in rows(group):
+            assert row.targets.keys() <= row.contenders.keys(), row.name
+
+
+@pytest.mark.parametrize(("result", "status"), [(0.0, 0), (1.0, 1)])
+def test_the_command_prints_and_writes_what_it_measured_and_fails_with_a_wrong_result(
+    result: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Row("quick", {"raw": working(), "other": working(3.0, result)}, turns=2)
+    monkeypatch.setattr(command, "rows", lambda group: [row] if group == "step" else [])
+    assert main(["--rows", "step", "--rounds", "1", "--json", str(tmp_path / "told.json")]) == status
+    printed = capsys.readouterr().out
+    assert "quick -- 1 process, judged by cpu time, 2 turns" in printed
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["rounds"] == 1
+    assert told["machine"]["torch"] == torch.__version__
+    assert bool(told["rows"][0]["refused"]) is bool(status)
