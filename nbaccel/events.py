@@ -271,7 +271,12 @@ class SaveAsked(Event):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEntered(Event):
-    """The rank enters a collective of ours. Every rank enters the same ones, so counting them compares ranks."""
+    """The rank enters a collective of ours. Every rank enters the same ones, so counting them compares ranks.
+
+    call: the collective in words.
+    """
+
+    call: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 from nbaccel.failures import Failure as Kind, classify
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.report import Link
+from nbaccel.launch.snapshot import Snapshot
 from nbaccel.launch.wire.channel import Channel
 
 __all__ = ["Member", "Report"]
@@ -21,7 +22,7 @@ class Report:
     """What a rank said when its work was over.
 
     status: "ok", "stopped" (by our stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
-    parcel_fd: memfd of its values; whoever takes the report closes it.
+    parcel_fd: memfd of its values; whoever takes the report closes it.  snapshot: what it was doing.
     """
 
     status: str
@@ -30,11 +31,20 @@ class Report:
     facts: dict[str, Any] = field(default_factory=dict)
     links: list[Link] = field(default_factory=list)
     exit_code: Any = None
+    snapshot: Snapshot = field(default_factory=Snapshot)
 
     @classmethod
     def from_frame(cls, message: dict[str, Any], fds: list[int]) -> Report:
         links = [Link(**link | {"places": [tuple(place) for place in link["places"]]}) for link in message["chain"]]
-        return cls(message["status"], fds[0], message["missing"], message["facts"], links, message["exit_code"])
+        return cls(
+            message["status"],
+            fds[0],
+            message["missing"],
+            message["facts"],
+            links,
+            message["exit_code"],
+            Snapshot.from_json(message["snapshot"]),
+        )
 
     @property
     def is_failure(self) -> bool:

@@ -74,6 +74,10 @@ class Task(ABC):
     def unpack(cls, fd: int) -> Self:
         """The task out of its parcel, in a rank."""
 
+    def left_behind(self) -> tuple[str, dict[str, Any]]:
+        """A file, and the names that its top level has bound, in a rank whose work is over."""
+        return "", {}
+
     def anchors(self) -> dict[int, str]:
         """Classes and functions that the kernel has too, by id; they go back by name."""
         return {}

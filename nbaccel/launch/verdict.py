@@ -17,7 +17,7 @@ from nbaccel.launch.report import Failure, Naming, signal_name
 from nbaccel.launch.spec import Task
 from nbaccel.launch.wire.parcel import unpack
 
-__all__ = ["verdict"]
+__all__ = ["ranks_in_words", "verdict"]
 
 
 def verdict(
@@ -96,9 +96,9 @@ def _peers(ended: Ended, cause: int) -> str:
     stopped = [rank for rank in _others(ended, cause) if rank not in same and not _is_done(ended.reports[rank])]
     parts = []
     if same:
-        parts.append(f"the same on {_ranks(same)}")
+        parts.append(f"the same on {ranks_in_words(same)}")
     if stopped:
-        parts.append(f"{_ranks(stopped)} had to be stopped")
+        parts.append(f"{ranks_in_words(stopped)} had to be stopped")
     return "; ".join(parts)
 
 
@@ -114,7 +114,7 @@ def _is_done(report: Report | None) -> bool:
     return report is not None and report.status == "ok"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """ "rank 1", "ranks 1-3", "ranks 0, 2"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -18,6 +18,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
+from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.config_command import ConfigCommand
 from nbaccel.notebook.memory import Processes, held_by_names, memory_report
@@ -26,6 +27,7 @@ from nbaccel.notebook.options import flags, joined, parse
 from nbaccel.notebook.session import Session, briefly
 from nbaccel.notebook.source import comments_below_magic
 from nbaccel.notebook.status import doctor_report, status_line
+from nbaccel.notebook.why import why_report
 
 __all__ = ["AccelerateMagics", "panel", "register", "unregister"]
 
@@ -55,7 +57,8 @@ class AccelerateMagics(Magics):
 
         %accelerate alone is a status line, %accelerate config shows what is set for the notebook, as a form where there
         can be one, %accelerate config KEY=VALUE … sets flags (the keys are the long ones without dashes), with --save
-        for later notebooks too, %accelerate doctor says what this machine offers, %accelerate memory who holds what.
+        for later notebooks too, %accelerate doctor says what this machine offers, %accelerate memory who holds what,
+        %accelerate why what the ranks of a failed or interrupted run were doing, side by side.
         """
         try:
             if cell is None:
@@ -86,6 +89,8 @@ class AccelerateMagics(Magics):
                 session.say(doctor_report(session.survey(), session.cuda.first_cell))
             case ["memory"]:
                 session.say(memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names()))
+            case ["why"]:
+                session.say(why_report(session.post_mortem, cell_name))
             case [word, *_]:
                 raise UsageError(
                     f"%accelerate {word} is no command: there is %accelerate alone, or with {_either(COMMANDS)}. "

@@ -30,6 +30,7 @@ from nbaccel.notebook.options import Options
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.results import install
 from nbaccel.notebook.source import read_cell
+from nbaccel.notebook.why import PostMortem
 
 __all__ = ["LastRun", "Session", "briefly"]
 
@@ -83,6 +84,7 @@ class Session:
         self.cuda = CudaWatch()
         self.last_run: LastRun | None = None
         self.rank_memory = RankMemory()
+        self.post_mortem: PostMortem | None = None
         self._audience = Audience()
         self._launcher = launcher
         self._setup = setup
@@ -126,8 +128,10 @@ class Session:
             self.shell, spec.world_size, plan.facts(source.name), survey.platform, is_plain=bool(options.plain)
         )
         self.rank_memory.begin(source.name)
+        self.post_mortem = None
         outcome = self.launcher.run(spec, shown, shown_ranks=shown_ranks, listeners=[shown, self.rank_memory])
         error, end = _how_it_ended(outcome, plan)
+        self.post_mortem = None if error is None else PostMortem.of(source.name, end, error, outcome.ended)
         try:
             return self._conclude(outcome, plan, source, task, error, end)
         finally:

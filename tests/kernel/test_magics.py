@@ -31,7 +31,7 @@ def test_help_names_every_flag_and_command(kernel: RealKernel) -> None:
         "flags = get_ipython().magics_manager.registry['AccelerateMagics'].accelerate.parser._option_string_actions"
     )
     shown = kernel.value("get_ipython().object_inspect_text('%accelerate') or ''")
-    for word in [*kernel.value("list(flags)"), "config", "doctor", "memory", "--save"]:
+    for word in [*kernel.value("list(flags)"), "config", "doctor", "memory", "why", "--save"]:
         assert word in shown
 
 

@@ -161,6 +161,10 @@ class CellTask(Task):
             and not _is_loader(self.namespace[name])
         ][:_HINTED_NAMES]
 
+    def left_behind(self) -> tuple[str, dict[str, Any]]:
+        names = sorted(names_assigned(self._parts))
+        return self.source.name, {name: self.namespace[name] for name in names if name in self.namespace}
+
     def anchors(self) -> dict[int, str]:
         return self._anchors
 

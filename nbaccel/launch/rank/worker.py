@@ -18,18 +18,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, NoReturn
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import outlet
+from nbaccel.launch.rank.calls import CallLog
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
+from nbaccel.launch.rank.look import left_behind, scenes
 from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.rank.watch import DeathWatch
 from nbaccel.launch.report import describe
+from nbaccel.launch.snapshot import Snapshot
 from nbaccel.launch.spec import RankBoot, Results, Task, load_named
 from nbaccel.launch.wire.channel import Channel
 from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate
@@ -118,11 +122,12 @@ class _Rank:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         meet_in_file(boot.store_path, boot.world)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
+        self.calls = CallLog(PeerWatch(self.page, self.rank))
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(
             ring,
             StepGate(self.page, self.rank),
-            PeerWatch(self.page, self.rank),
+            self.calls,
             SaveGrace(self.page, self.rank, watch),
         )
         attach_to_foreign_trainers()
@@ -142,6 +147,7 @@ class _Rank:
     def _work(self, make_task: Callable[[], Task]) -> str:
         status = "ok"
         error: BaseException | None = None
+        trace: TracebackType | None = None
         task: Task | None = None
         try:
             task = make_task()
@@ -149,12 +155,12 @@ class _Rank:
                 load_named(self.boot.setup)(task.namespace)
             with self.interrupt:
                 task.run()
-        except (RunStopped, KeyboardInterrupt):
-            status = "stopped"
+        except (RunStopped, KeyboardInterrupt) as stop:
+            status, trace = "stopped", stop.__traceback__
         except SystemExit as exit_:
-            status, error = "exited", exit_
+            status, error, trace = "exited", exit_, exit_.__traceback__
         except BaseException as failure:
-            status, error = "failed", failure
+            status, error, trace = "failed", failure, failure.__traceback__
         if os.getpid() != self.pid:
             _end_as_a_child(status, error)
         if status != "failed":
@@ -162,10 +168,10 @@ class _Rank:
                 flush_figures()
         self.reporter.flush()
         self.page.finish(self.rank)
-        self._report(status, error, task)
+        self._report(status, error, task, _snapshot(task, trace, self.calls))
         return status
 
-    def _report(self, status: str, error: BaseException | None, task: Task | None) -> None:
+    def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:
         """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""
         results = Results() if task is None else _results_of(task, self.rank)
         namespace = None if task is None else task.namespace
@@ -188,6 +194,7 @@ class _Rank:
             "facts": dict(results.facts),
             "exit_code": error.code if isinstance(error, SystemExit) else None,
             "chain": [] if error is None else describe(error),
+            "snapshot": snapshot.to_json(),
         }
         self.channel.send(message, [parcel.fd])
         os.close(parcel.fd)
@@ -269,6 +276,15 @@ def _end_as_a_child(status: str, error: BaseException | None) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code & 0xFF)
+
+
+def _snapshot(task: Task | None, trace: TracebackType | None, calls: CallLog) -> Snapshot:
+    """Where the user's code ended.  trace: of what ended it; None if it came to its own end."""
+    try:
+        top = task.left_behind() if task is not None else ("", {})
+        return Snapshot(left_behind(*top) if trace is None else scenes(trace, *top), calls.last())
+    except Exception:  # it explains how a run ended, and must not change that
+        return Snapshot()
 
 
 def _results_of(task: Task, rank: int) -> Results:

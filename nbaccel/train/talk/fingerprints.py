@@ -26,7 +26,6 @@ CHECKED_CALLS = 16
 
 _TEXT_BYTES = 512
 _DIGEST_BYTES = 8
-_ENTERED = CollectiveEntered()
 
 
 class Shape(Enum):
@@ -66,7 +65,7 @@ class Fingerprints:
 
     def enter(self, operation: str) -> None:
         """Count a collective that is not compared."""
-        emit(_ENTERED)
+        emit(CollectiveEntered(operation))
         self._transport.call = operation
         self._transport.calls += 1
 

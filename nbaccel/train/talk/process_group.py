@@ -240,7 +240,7 @@ def _meet(store: Any, world: World, timeout: timedelta) -> None:
 
     torch would wait for them too, but silently and for half an hour, also for a rank that has finished already.
     """
-    emit(CollectiveEntered())
+    emit(CollectiveEntered("forming the process group"))
     store.set(f"here/{world.rank}", "1")
     everyone = [f"here/{rank}" for rank in range(world.world_size)]
     waited = timedelta(0)

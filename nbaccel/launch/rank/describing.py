@@ -1,0 +1,158 @@
+"""What a value is, in a few words: for snapshots of ranks that failed. Runs in ranks, after the user's code has ended.
+
+It runs none of the user's code, no `repr` and no `len` of a class of theirs, reads no device memory, and looks into
+tensors on the host only where they are small. Strings under names such as `token` or `api_key` are masked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from nbaccel.launch.snapshot import Value
+
+__all__ = ["described"]
+
+_TEXT = 60
+_FORM = 240
+_ENTRIES = 8
+_DEPTH = 2
+_READ_ELEMENTS = 1 << 20  # 1 ms of reading
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SECRETS = frozenset({
+    *("token", "tokens", "key", "keys", "apikey", "auth", "secret", "secrets"),
+    *("password", "passwords", "passwd", "pwd", "credential", "credentials"),
+})  # fmt: skip
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_LOOKS_SECRET = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|AKIA|xox[bp]-|glpat-)\w{8,}")
+_MASKED = "<masked>"
+
+
+def described(name: str, value: Any) -> Value:
+    """`value` under its `name` of the user's.
+
+    >>> described("lr", 0.5)
+    Value(name='lr', form='float', text='0.5', flaw='')
+    >>> described("api_key", "abc")
+    Value(name='api_key', form='str', text='<masked>', flaw='')
+    """
+    try:
+        form = _form(value)[:_FORM]
+    except Exception as error:  # whatever a foreign class does when it is looked at
+        return Value(name, f"{type(value).__qualname__}, which cannot be looked at ({type(error).__name__})")
+    try:
+        return Value(name, form, _MASKED if _hides(name, value) else _text(value), _flaw(value))
+    except Exception:  # reading takes some memory, which may be what the rank has run out of
+        return Value(name, form)
+
+
+def _form(value: Any, depth: int = 0) -> str:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind} {tuple(value.shape)}" + (f" on {value.device}, {_size(value.nbytes)}" if not depth else "")
+    if torch is not None and isinstance(value, torch.nn.Module):
+        parameters = list(value.parameters())
+        count = sum(each.numel() for each in parameters)
+        return f"{type(value).__qualname__} of {count} parameters, {_size(sum(each.nbytes for each in parameters))}"
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return f"array {value.dtype} {value.shape}" + (f", {_size(value.nbytes)}" if not depth else "")
+    if type(value) in (list, tuple, dict, set, frozenset):
+        return _container(value, depth)
+    return type(value).__qualname__
+
+
+def _container(value: Any, depth: int) -> str:
+    kind = f"{type(value).__qualname__} of {len(value)}"
+    if depth >= _DEPTH or isinstance(value, set | frozenset):
+        return kind
+    parts = [(name, child) for name, child in _first(value) if type(child) not in _PLAIN]
+    inside = ", ".join(f"{name}: {_form(child, depth + 1)}" for name, child in parts)
+    return f"{kind} {{{inside}}}" if inside else kind
+
+
+def _first(value: Any) -> Iterator[tuple[str, Any]]:
+    """The first entries of a container with their names."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for at, (key, child) in enumerate(entries):
+        if at == _ENTRIES:
+            return
+        yield (str(key)[:_TEXT] if type(key) in _PLAIN else type(key).__qualname__), child
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    """A repr of plain data, and of one number in a tensor on the host."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        is_one = value.numel() == 1 and value.device.type == "cpu" and not depth
+        return f"{value.detach().item():.6g}" if is_one and not value.is_complex() else ""
+    if type(value) in (str, bytes):
+        shown = repr(value[:_TEXT]) + ("..." if len(value) > _TEXT else "")
+        return _MASKED if _LOOKS_SECRET.search(shown) else shown
+    if type(value) in _PLAIN:
+        return repr(value)[:_TEXT]
+    if type(value) in (list, tuple, dict) and depth < _DEPTH:
+        parts = [
+            (name, _MASKED if isinstance(value, dict) and _hides(name, child) else _text(child, depth + 1))
+            for name, child in _first(value)
+        ]
+        if any(not text for _, text in parts):
+            return ""
+        inside = ", ".join(f"{name}: {text}" if isinstance(value, dict) else text for name, text in parts)
+        return f"{inside[: 2 * _TEXT]}{', ...' if len(value) > _ENTRIES else ''}"
+    return ""
+
+
+def _flaw(value: Any) -> str:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else ("NaN" if math.isnan(value) else "inf")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _flaw_of_tensor(value)
+    if torch is not None and isinstance(value, torch.nn.Module):
+        read = 0
+        for name, parameter in value.named_parameters():
+            read += parameter.numel()
+            if read > _READ_ELEMENTS:
+                break
+            if flaw := _flaw_of_tensor(parameter):
+                return f"{flaw} in {name}"
+    if (
+        numpy is not None
+        and isinstance(value, numpy.ndarray)
+        and value.dtype.kind == "f"
+        and value.size < _READ_ELEMENTS
+    ):
+        return _flaw_of_tensor(sys.modules["torch"].from_numpy(value)) if torch is not None else ""
+    if type(value) in (list, tuple, dict):
+        for name, child in _first(value):
+            if type(child) not in (list, tuple, dict) and (flaw := _flaw(child)):
+                return f"{flaw} in {name}"
+    return ""
+
+
+def _flaw_of_tensor(tensor: Any) -> str:
+    is_safe = tensor.device.type == "cpu" and tensor.numel() <= _READ_ELEMENTS and not tensor.is_sparse
+    if not is_safe or not (tensor.is_floating_point() or tensor.is_complex()):
+        return ""
+    numbers = tensor.detach()
+    if bool(numbers.isnan().any()):
+        return "NaN"
+    return "inf" if bool(numbers.isinf().any()) else ""
+
+
+def _hides(name: str, value: Any) -> bool:
+    """Whether a value under this name may be a secret. Numbers are token ids or lengths; tensors are never shown."""
+    is_number = type(value) in (bool, int, float, type(None))
+    return not is_number and any(word.lower() in _SECRETS for word in _WORD.findall(name))
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

@@ -1,0 +1,158 @@
+"""Why: the answer of `%accelerate why`, what the ranks of a run that ended badly were doing. Runs in the kernel.
+
+It is made of the snapshots that the ranks left in their reports: no process of the run need be there any more, and no
+tensor is kept. A rank that died, or that did not hear the interrupt, has left none, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from nbaccel.launch.group import Ended
+from nbaccel.launch.member import Report
+from nbaccel.launch.report import signal_name
+from nbaccel.launch.snapshot import Call, Scene, Snapshot, Value
+from nbaccel.launch.verdict import ranks_in_words
+from nbaccel.notebook.differences import Difference, differences, last_line
+
+__all__ = ["PostMortem", "why_report"]
+
+_MOST_DIFFERENCES = 6
+_MOST_CALLS = 4
+_WIDTH = 240
+
+Naming = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PostMortem:
+    """What is kept of a run that ended badly.
+
+    cell, end, headline: "Cell In[5]", "failed", the error in one line.  first: the rank that failed first, if one did.
+    fates: what became of each rank, in words.  snapshots: by rank, of those that left one.
+    """
+
+    cell: str
+    end: str
+    headline: str
+    first: int | None
+    fates: tuple[str, ...]
+    snapshots: Mapping[int, Snapshot]
+
+    @classmethod
+    def of(cls, cell: str, end: str, error: BaseException, ended: Ended) -> PostMortem:
+        text = str(error).strip().partition("\n")[0]
+        return cls(
+            cell,
+            end,
+            f"{type(error).__name__}{text and ': '}{text}"[:_WIDTH],
+            None if ended.is_interrupted or ended.is_timed_out else ended.first_failed,
+            tuple(map(_fate, ended.reports, ended.exit_codes, ended.killed_by_us)),
+            {rank: report.snapshot for rank, report in enumerate(ended.reports) if report is not None},
+        )
+
+
+def why_report(post_mortem: PostMortem | None, cell_name: Naming) -> str:
+    """The text: the suspects first, then where every rank was, its last collectives, and all its names."""
+    if post_mortem is None:
+        return "nothing to explain: no cell has run in ranks yet, or the last one ended well."
+    return "\n".join(_Text(post_mortem, cell_name).lines())
+
+
+def _fate(report: Report | None, exit_code: int, was_killed: bool) -> str:
+    if report is None and was_killed:
+        return "did not hear the interrupt in time and was killed; it left no snapshot"
+    if report is None:
+        how = f"was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        return f"{how}; it left no snapshot"
+    if report.status == "ok":
+        return "had finished"
+    if report.status == "stopped":
+        return "was interrupted"
+    if report.is_consequence:
+        return "lost its peer"
+    return "exited" if report.status == "exited" else f"raised {report.links[-1].type_name}"
+
+
+class _Text:
+    """The lines of one answer."""
+
+    def __init__(self, post_mortem: PostMortem, cell_name: Naming) -> None:
+        self._of = post_mortem
+        self._cell_name = cell_name
+        self._world_size = len(post_mortem.fates)
+        first = post_mortem.first
+        self._order = sorted(range(self._world_size), key=lambda rank: (rank != first, rank))
+
+    def lines(self) -> Iterator[str]:
+        of = self._of
+        on = "" if of.first is None else f" on rank {of.first} of {self._world_size}"
+        yield f"{of.cell} {of.end}{on}: {of.headline}"
+        found = differences(of.snapshots, of.first)
+        if found:
+            yield "to look at first:"
+        yield from (self._difference(each) for each in found[:_MOST_DIFFERENCES])
+        yield "where the ranks were:"
+        yield from self._together(self._where(rank) for rank in self._order)
+        calls = [(rank, self._calls(snapshot.calls)) for rank, snapshot in of.snapshots.items() if snapshot.calls]
+        if calls:
+            yield "their last collectives, the latest first:"
+            yield from self._together(dict(calls).get(rank, "none") for rank in self._order)
+        yield from self._names()
+
+    def _difference(self, each: Difference) -> str:
+        groups: dict[str, list[int]] = {}
+        for rank in self._order:
+            if rank in each.values:
+                groups.setdefault(_shown(each.values[rank]), []).append(rank)
+        sides = [f"{self._who(sorted(ranks))}: {each.name} {shown}" for shown, ranks in groups.items()]
+        return f"  {' | '.join([*sides, self._place(each.scene)])}"
+
+    def _where(self, rank: int) -> str:
+        snapshot, fate = self._of.snapshots.get(rank), self._of.fates[rank]
+        line = None if snapshot is None else last_line(snapshot)
+        if line is None or not line.line:
+            return fate
+        return f"{fate} at {self._place(line)}{f': {line.source}' if line.source else ''}"
+
+    def _calls(self, calls: Iterable[Call]) -> str:
+        """The latest first; repeated ones, as of a loop, once."""
+        told = [
+            f"{call.operation} at {self._named(call.file)}, line {call.line}" if call.file else call.operation
+            for call in calls
+        ][::-1]
+        shown = list(dict.fromkeys(told))[:_MOST_CALLS]
+        return "; ".join(f"{text} ({count} times)" if (count := told.count(text)) > 1 else text for text in shown)
+
+    def _names(self) -> Iterator[str]:
+        """Every rank's frames of the user's, with all names."""
+        for rank in self._order:
+            snapshot = self._of.snapshots.get(rank)
+            scenes = [scene for scene in snapshot.scenes if scene.is_users] if snapshot is not None else []
+            for scene in scenes:
+                yield f"rank {rank}, {self._place(scene)}{f': {scene.source}' if scene.source else ''}"
+                yield from (f"    {value.name}  {_shown(value)}" for value in scene.values)
+
+    def _together(self, texts: Iterable[str]) -> Iterator[str]:
+        """One line for the ranks of which the same is to be said; `texts` is in the order of ranks shown."""
+        groups: dict[str, list[int]] = {}
+        for rank, text in zip(self._order, texts, strict=True):
+            groups.setdefault(text, []).append(rank)
+        yield from (f"  {self._who(sorted(ranks))}: {text}" for text, ranks in groups.items())
+
+    def _who(self, ranks: list[int]) -> str:
+        is_everyone = len(ranks) == self._world_size > 1
+        return "all ranks" if is_everyone else ranks_in_words(ranks)
+
+    def _place(self, scene: Scene) -> str:
+        inside = "" if scene.function == "<module>" else f", in {scene.function}"
+        return f"{self._named(scene.file)}{f', line {scene.line}' if scene.line else ''}{inside}"
+
+    def _named(self, file: str) -> str:
+        return self._cell_name(file) or file
+
+
+def _shown(value: Value) -> str:
+    text = f"{value.form}{f' = {value.text}' if value.text else ''}"
+    return f"{text}, holds {value.flaw}" if value.flaw else text

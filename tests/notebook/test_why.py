@@ -1,0 +1,105 @@
+"""`%accelerate why`: after a run of two real ranks ended badly, the suspect stands in the first lines."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from typing import Any
+
+import torch
+
+MISMATCH = """%%accelerate --cpu -n 2
+import torch
+def train():
+    model = accelerator.prepare(torch.nn.Linear(10, 3))
+    api_key = "abc-123-secret"
+    for step in range(3):
+        rows = 7 if accelerator.process_index == 1 and step == 1 else 8
+        inputs, labels = torch.randn(8, 10), torch.zeros(rows, dtype=torch.long)
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        accelerator.backward(loss)
+train()
+"""
+
+EARLY = """%%accelerate --cpu -n 2
+import torch
+for step in range(4):
+    if accelerator.process_index == 1 and step == 2:
+        break
+    accelerator.gather(torch.ones(2))
+"""
+
+NOT_A_NUMBER = """%%accelerate --cpu -n 2
+import torch
+from nbaccel import Accelerator
+accelerator = Accelerator(on_nan="stop")
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+scale = float("nan") if accelerator.process_index == 1 else 1.0
+loss = model(torch.ones(4, 2)).sum() * scale
+accelerator.backward(loss)
+optimizer.step()
+"""
+
+
+def why(notebook: Any) -> list[str]:
+    answer = notebook.run("%accelerate why")
+    assert answer.error is None, answer.error
+    lines: list[str] = answer.stdout.splitlines()
+    return lines
+
+
+def tensors() -> int:
+    return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+
+def test_a_shape_that_differs_is_shown_side_by_side_in_the_first_lines(notebook: Any) -> None:
+    assert isinstance(notebook.run(MISMATCH).error, ValueError)
+    lines = why(notebook)
+    assert lines[0].startswith("Cell In[1] failed on rank 1 of 2: ValueError: Expected input batch_size (8)")
+    (suspect,) = [line for line in lines[:10] if ": labels " in line]
+    rank_1, rank_0, place = suspect.split(" | ")
+    assert (rank_1, rank_0) == (
+        "  rank 1: labels int64 (7,) on cpu, 56 B",
+        "rank 0: labels int64 (8,) on cpu, 64 B",
+    )
+    assert place == "Cell In[1], line 9, in train"
+    assert "  rank 1: raised ValueError at Cell In[1], line 9, in train: loss = torch.nn" in "\n".join(lines[:10])
+    assert "abc-123" not in "\n".join(lines)
+    assert "    api_key  str = <masked>" in lines
+    assert "    model  Linear of 33 parameters, 132 B" in lines
+
+
+def test_a_rank_that_left_early_is_named_with_where_it_stood_and_what_it_entered_last(notebook: Any) -> None:
+    notebook.run(EARLY)
+    lines = why(notebook)
+    assert "  rank 1: had finished" in lines[:10]
+    assert "CollectiveMismatch at Cell In[1], line 6: accelerator.gather" in "\n".join(lines[:10])
+    assert "  rank 0: gather at Cell In[1], line 6 (3 times)" in "\n".join(lines[:10])
+    assert "  rank 1: gather at Cell In[1], line 6 (2 times)" in "\n".join(lines[:10])
+
+
+def test_a_value_that_is_not_a_number_is_named(notebook: Any) -> None:
+    assert isinstance(notebook.run(NOT_A_NUMBER).error, FloatingPointError)
+    first = "\n".join(why(notebook)[:10])
+    assert "loss float32 () on cpu, 4 B = nan, holds NaN" in first
+
+
+def test_after_a_run_that_ended_well_there_is_nothing_to_explain(notebook: Any) -> None:
+    nothing = ["nothing to explain: no cell has run in ranks yet, or the last one ended well."]
+    assert why(notebook) == nothing
+    notebook.run("%%accelerate --cpu -n 2\nraise ValueError('once')")
+    assert re.fullmatch(r"Cell In\[2\] failed on rank [01] of 2: ValueError: once", why(notebook)[0])
+    notebook.run("%%accelerate --cpu -n 2\nx = 1")
+    assert why(notebook) == nothing
+
+
+def test_the_answer_comes_at_once_from_text_alone(notebook: Any) -> None:
+    notebook.run(MISMATCH)
+    gc.collect()
+    before = tensors()
+    began = time.monotonic()
+    why(notebook)
+    assert time.monotonic() - began < 0.5
+    assert tensors() <= before
