@@ -24,9 +24,10 @@ __all__ = ["Guard", "Hand", "paced"]
 
 
 class Hand(Protocol):
-    """What the loop has in hand."""
+    """What the loop has in hand: part of a batch, and so many batches of its accumulation window before that one."""
 
     part: Part
+    position: int
 
 
 class Guard:
@@ -52,6 +53,13 @@ class Guard:
 
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
+        if self._has_weighed and not (self._hand.part.is_last or self._hand.position):
+            self._drop_begun_batch()
+
+    def _drop_begun_batch(self) -> None:
+        """The loop was left in the middle of a batch, whose `zero_grad` was to come: the next loop begins without."""
+        for prepared in self._prepared.optimizers:
+            prepared.optimizer.zero_grad()
 
     def next_part(self, part: Part) -> None:
         """`part` is about to be handed out."""
@@ -68,7 +76,10 @@ class Guard:
     def before_backward(self, in_accumulate: bool) -> None:
         """A backward of ours comes: gradients of the batch's earlier parts must be there, as they were."""
         if self._has_stepped:
-            self._refuse("the loop takes several steps for each batch, and none comes before the last part", None)
+            self._refuse(
+                "the loop takes several steps for each batch, and none comes before the last part",
+                "loss = accelerator.forward_backward(loss_fn, batch)",
+            )
         if self._has_weighed and all(parameter.grad is None for parameter in self._parameters()):
             self._refuse(
                 "the gradients of the first parts are gone: the loop drops them in every round, as model.zero_grad() "

@@ -81,7 +81,7 @@ class WholeBatches(Gate):
         if not prepared.optimizers:
             return "no optimizer is prepared, so none would wait for the last part of a batch"
         if not torch.is_grad_enabled() or not any(model.training for model in prepared.models or [torch.nn.Identity()]):
-            return "the loop does not train, and an evaluation is not cut"
+            return "the loop does not train, and an evaluation is not cut (give its loader a smaller batch_size)"
         return ""
 
     def _cut(self, loader: PreparedLoader) -> Cut:

@@ -64,8 +64,8 @@ class Recovering(Stepping):
         batch ends a step.
 
         Raises:
-            torch.OutOfMemoryError: the smallest micro-batch does not fit; on all ranks, if on one, in the call that
-            ends the accumulation window. The rank's calls before that one return NaN.
+            torch.OutOfMemoryError: the smallest micro-batch does not fit. On all ranks, if on one: where there are
+            several, in the call that ends the accumulation window; until then that rank's calls return NaN.
             PeerFailed: `loss_fn` raised on another rank in this step. There it is that error, in the call that raised.
             CannotSplit: the batch, or the model (SyncBatchNorm, FSDP), cannot be taken in parts.
 
