@@ -48,11 +48,13 @@ class Bout:
     """What one rank of a contender does.
 
     turn: one turn; it may return a `Sample` of the part that counts, else all of it does.
-    result: what the first turn led to; that of every contender must equal raw's.
+    result: what the turns so far led to; after the first, that of every contender must equal raw's.
+    close: what is to be cleared away in the end.
     """
 
     turn: Callable[[], Sample | None]
     result: Callable[[], Tensor]
+    close: Callable[[], object] = lambda: None
 
 
 class Party:
@@ -168,6 +170,7 @@ def _serve(
             while True:
                 connection.send((True, orders[connection.recv()]()))
         finally:
+            bout.close()
             _leave_group()
     except (EOFError, ConnectionError):
         return

@@ -66,7 +66,7 @@ def prepared_loop(**options: Any) -> Loop:
 
 
 class Calls(Counter[str]):
-    """The calls of some steps in the middle of an epoch: Python functions by qualified name, C functions after ``C``."""
+    """Calls of some steps in the middle of an epoch: Python functions by qualified name, C functions with a ``C``."""
 
     @classmethod
     def of(cls, loop: Loop) -> Calls:

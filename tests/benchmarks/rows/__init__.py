@@ -13,9 +13,9 @@ from benchmarks.harness import Row
 
 __all__ = ["GROUPS", "REPORTS", "rows"]
 
-GROUPS = ("step", "ranks", "loader", "collectives", "microbatch")
+GROUPS = ("step", "ranks", "loader", "collectives", "microbatch", "starts", "imports")
 
-REPORTS = ("planner", "executable", "telemetry")
+REPORTS = ("launch", "planner", "executable", "telemetry", "checkpoints")
 
 
 def rows(group: str) -> Sequence[Row]:
