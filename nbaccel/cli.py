@@ -53,9 +53,10 @@ def _parser() -> argparse.ArgumentParser:
 def _doctor(_: argparse.Namespace) -> int:
     from nbaccel.hardware import Survey
     from nbaccel.launch.doctor import Facts, report
+    from nbaccel.settings import RunSettings
 
     survey = Survey.take()
-    print(report(survey, Facts.of_this_process(survey)))
+    print(report(survey, Facts.of_this_process(survey, checkpoint_dir=RunSettings.from_env().checkpoint_dir)))
     return 0
 
 

@@ -11,9 +11,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-__all__ = ["PRECISIONS", "RunSettings"]
+__all__ = ["CHECKPOINT_DIR", "PRECISIONS", "RunSettings"]
 
 PRECISIONS = ("no", "fp16", "bf16")
+
+CHECKPOINT_DIR = "nbaccel_checkpoints"
+"""In the working directory, where Kaggle keeps what shall outlive a session; only made when one asks to save."""
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 

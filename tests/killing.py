@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+_CALLS = ((os, "fsync"), (os, "rename"), (os, "truncate"), (shutil, "rmtree"), (Path, "write_text"))
+
 
 class Points:
     """Every call by which a save changes the disk for good, by name; the process dies before the chosen one."""
@@ -20,7 +22,7 @@ class Points:
         self.passed: list[str] = []
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        for module, name in ((os, "fsync"), (os, "rename"), (shutil, "rmtree"), (Path, "write_text")):
+        for module, name in _CALLS:
             patch.setattr(module, name, self._watched(name, getattr(module, name)))
 
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
     **dict.fromkeys(["configfile", "errors", "events", "failures", "hardware", "intervals", "settings"], 0),
-    **dict.fromkeys(["tracking", "view", "world"], 0),
+    **dict.fromkeys(["storage", "tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py

@@ -12,8 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from nbaccel.hardware import Gpu, Survey, best_precision
+from nbaccel.settings import CHECKPOINT_DIR
+from nbaccel.storage import Storage
 
 __all__ = ["Facts", "report"]
 
@@ -34,6 +37,7 @@ class Facts:
     versions: of the packages that are installed.  torch_is_imported: somebody here has imported it.
     cuda_is_initialized: this process holds a CUDA context.  cuda_cell: where it came from, "cell [7]", if known.
     limits: name to value, already text.  holders: names of processes that hold GPU memory, by process id.
+    saves_to: where a training that saves itself would write its checkpoints.
     """
 
     python: str = ""
@@ -44,10 +48,14 @@ class Facts:
     limits: Mapping[str, str] = field(default_factory=dict)
     open_files: int = sys.maxsize
     holders: Mapping[int, str] = field(default_factory=dict)
+    saves_to: Storage = field(default_factory=lambda: Storage(Path(CHECKPOINT_DIR), ""))
 
     @classmethod
-    def of_this_process(cls, survey: Survey, cuda_cell: str | None = None) -> Facts:
-        """Collect them; imports nothing that is not imported yet."""
+    def of_this_process(cls, survey: Survey, cuda_cell: str | None = None, checkpoint_dir: str | None = None) -> Facts:
+        """Collect them; imports nothing that is not imported yet.
+
+        checkpoint_dir: what was chosen; None for the default.
+        """
         return cls(
             python=f"{platform.python_version()} ({sys.executable})",
             versions=_versions(("nbaccel", "torch", *PACKAGES)),
@@ -61,6 +69,7 @@ class Facts:
             },
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             holders=_names({pid for gpu in survey.gpus for pid, _ in gpu.processes}),
+            saves_to=Storage.of(Path(checkpoint_dir or CHECKPOINT_DIR)),
         )
 
 
@@ -112,6 +121,7 @@ def _machine(survey: Survey, facts: Facts) -> Iterator[str]:
     yield _row("CPU", f"{survey.cpu_count} usable {'core' if survey.cpu_count == 1 else 'cores'}")
     yield _row("RAM", f"{_gb(survey.ram.available_bytes)} of {_gb(survey.ram.total_bytes)} available")
     yield _row("/dev/shm", "none" if survey.shm_bytes is None else _gb(survey.shm_bytes))
+    yield _row("saves to", f"{facts.saves_to.folder}, which {facts.saves_to.fate(survey.platform)}")
     yield _row("limits", ", ".join(f"{name} {value}" for name, value in facts.limits.items()))
 
 

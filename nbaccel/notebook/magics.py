@@ -86,7 +86,7 @@ class AccelerateMagics(Magics):
             case ["config", *settings]:
                 self._configure.run(settings)
             case ["doctor"]:
-                session.say(doctor_report(session.survey(), session.cuda.first_cell))
+                session.say(doctor_report(session.survey(), session.configured(), session.cuda.first_cell))
             case ["memory"]:
                 session.say(memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names()))
             case ["why"]:

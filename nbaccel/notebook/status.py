@@ -33,5 +33,5 @@ def next_cell(survey: Survey, config: Options) -> str:
     return f"{devices}, default precision {precision}{why}, accumulate {config.accumulate or 1}"
 
 
-def doctor_report(survey: Survey, cuda_cell: str | None) -> str:
-    return report(survey, Facts.of_this_process(survey, cuda_cell))
+def doctor_report(survey: Survey, config: Options, cuda_cell: str | None) -> str:
+    return report(survey, Facts.of_this_process(survey, cuda_cell, config.checkpoint_dir))

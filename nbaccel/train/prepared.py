@@ -73,6 +73,16 @@ class Prepared:
     def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
         return [strategy.state_dict(model) for model in self.models]
 
+    def frozen(self, strategy: Strategy) -> list[frozenset[str]]:
+        """For each model the names of its parameters that need no gradient."""
+        modules = [strategy.unwrap(model) for model in self.models]
+        return [
+            frozenset(
+                name for name, weight in module.named_parameters(remove_duplicate=False) if not weight.requires_grad
+            )
+            for module in modules
+        ]
+
     def loader_states(self, window: Window, since: int | None = None) -> list[dict[str, Any]]:
         """Where each loader stands; the batches of an open accumulation `window` count as not yet handed out.
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from fakes import GB, FakeGpu, FakeNvml, two_t4s
 from nbaccel.hardware import Memory, Platform, Survey, visible_gpus
 from nbaccel.launch.doctor import Facts, report
+from nbaccel.storage import Storage
 
 SURVEY = Survey(
     gpus=visible_gpus(two_t4s(), None, "FASTEST_FIRST"),
@@ -29,6 +31,7 @@ FACTS = Facts(
     versions={"nbaccel": "0.1.0", "torch": "2.10.0+cu128", "IPython": "7.34.0", "ipywidgets": "8.1.5"},
     limits={"open files": "1048576", "locked memory": "64 kB"},
     holders={4321: "python3"},
+    saves_to=Storage(Path("/kaggle/working/nbaccel_checkpoints"), "ext4"),
 )
 
 REPORT = """\
@@ -48,6 +51,8 @@ GPUs      2, in CUDA's order
 CPU       4 usable cores
 RAM       28.0 GB of 31.0 GB available
 /dev/shm  16.0 GB
+saves to  /kaggle/working/nbaccel_checkpoints, which outlives the session: Kaggle keeps /kaggle/working with \
+"Save Version", as the output of that version
 limits    open files 1048576, locked memory 64 kB"""
 
 
@@ -109,6 +114,16 @@ def test_holders_are_named_by_program() -> None:
     nvml = FakeNvml([FakeGpu(processes=[(os.getpid(), GB), (2**22 + 1, GB)])])
     survey = Survey(gpus=visible_gpus(nvml, None, "FASTEST_FIRST"))
     assert Facts.of_this_process(survey).holders == {os.getpid(): psutil.Process().name()}
+
+
+def test_where_checkpoints_would_go_and_what_becomes_of_them_is_said() -> None:
+    facts = Facts.of_this_process(SURVEY, checkpoint_dir="/dev/shm/runs")
+    assert "saves to  /dev/shm/runs, which does NOT outlive the session: it is in memory (tmpfs)" in report(
+        SURVEY, facts
+    )
+    by_default = Facts.of_this_process(SURVEY).saves_to.folder
+    assert by_default == Path.cwd() / "nbaccel_checkpoints"
+    assert not by_default.exists(), "asking makes nothing"
 
 
 def test_asking_is_quick_imports_no_torch_and_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
     checkpoint_3/
       model.safetensors  model.json          weights under their own names; what of a state dict is no tensor
+      model.frozen.safetensors               weights that need no gradient, if any; checkpoints share this file
       optimizer.json     optimizer.safetensors     structure, and tensors by dotted name; scheduler, custom_0 alike
       training.json                          step, seed, gradient scaler, positions of loaders
       generators_0.json  generators_1.json   random states, one sealed file per rank
@@ -9,7 +10,8 @@
 
 Nothing in it is a pickle, unless a registered object's state is more than data. Other files in it are those of the
 program's hooks. The modules from bottom to top: `files` (sealed JSON), `manifest`, `folder` (atomic replacement),
-`place` (other people's files stay), `packing` and `parts` (states to files), `content` (what a checkpoint holds),
+`place` (other people's files stay), `recycling` (what becomes of old folders), `frozen` (weights that do not change),
+`packing` and `parts` (states to files), `content` (what a checkpoint holds),
 `generators`, `foreign` (Accelerate's folders), `shelf` (names, choice, limits), `training` (the parts of an
 Accelerator). `weights` is the other format, one model for Hugging Face's libraries.
 """

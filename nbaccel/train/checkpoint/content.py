@@ -35,6 +35,7 @@ class Content:
 
     progress: step, seed, gradient scaler, the epoch and the positions of loaders.
     remembered: the program's own values, by name.
+    frozen: for each model, names of its tensors that need no gradient.
     """
 
     models: list[dict[str, Any]] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Content:
     customs: list[Any] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
     remembered: dict[str, Any] = field(default_factory=dict)
+    frozen: list[frozenset[str]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -55,8 +57,11 @@ class Content:
 
         staging: holds copies of all of them, so that the training may go on before they are written.
         """
+        is_complete = len(self.frozen) == len(self.models)  # hooks may have taken some of them out
+        frozen = {numbered("model", index): names for index, names in enumerate(self.frozen) if is_complete}
         for name, state in self._named():
-            yield Part.of(name, state, on_host if staging is None else partial(staging.copy, name))
+            to_host = on_host if staging is None else partial(staging.copy, name)
+            yield Part.of(name, state, to_host, frozen.get(name, frozenset()))
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest, trust: bool) -> Content:

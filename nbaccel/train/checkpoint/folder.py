@@ -1,8 +1,9 @@
 """Folders that are whole or not there, whenever the process is killed. Runs in rank 0.
 
 A folder is written beside its name as ``.<name>.tmp-<pid>``, brought to the disk and renamed; the older folder of
-that name steps aside as ``.<name>.old-<pid>`` and is deleted after that. What a killed process left behind is
-put right by the next save: a complete folder whose name is free gets it, everything else of a dead process goes.
+that name steps aside as ``.<name>.old-<pid>`` and is disposed of after that, as `recycling` says. What a killed
+process left behind is put right by the next save: a complete folder whose name is free gets it, everything else of a
+dead process goes.
 
 Not covered: two programs that save under one name at the same time (the later one wins), and file systems whose
 rename is not atomic.
@@ -21,6 +22,7 @@ from pathlib import Path
 from nbaccel.errors import CannotSave, CheckpointCorrupt
 from nbaccel.train.checkpoint.files import aside, sync
 from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.recycling import disposal_in
 
 __all__ = ["complete_leftovers", "delete_dead", "delete_whole", "in_units", "may_write_below", "replacing", "sayable"]
 
@@ -45,13 +47,14 @@ def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
     with sayable(target, needed_bytes):
         target.parent.mkdir(parents=True, exist_ok=True)
         _put_right(target)
-        _refuse_full_disk(target, needed_bytes)
-        unfinished.mkdir()
+        disposal = disposal_in(target.parent)
         try:
+            disposal.make(unfinished)  # which may free the space that is asked for next
+            _refuse_full_disk(target, needed_bytes)
             yield unfinished
             _take_name(target, unfinished)
         finally:
-            _clear(unfinished)
+            disposal.clear(unfinished)
 
 
 def may_write_below(folder: Path) -> bool:
@@ -63,14 +66,14 @@ def delete_whole(folder: Path) -> None:
     """Delete `folder`; a process killed meanwhile leaves no half folder of that name."""
     outdated = _own_name(folder, "old")
     os.rename(folder, outdated)
-    _clear(outdated)
+    disposal_in(outdated.parent).clear(outdated)
 
 
 def delete_dead(leftovers: Iterable[Path]) -> None:
     """Delete those of `leftovers` whose process, the number at the end of the name, is gone."""
     for leftover in leftovers:
         if not _is_alive(leftover.name.rpartition("-")[2]):
-            _clear(leftover)
+            disposal_in(leftover.parent).clear(leftover)
 
 
 def complete_leftovers(target: Path) -> list[Path]:
@@ -158,7 +161,7 @@ def _take_name(target: Path, complete: Path) -> None:
     os.rename(target, outdated)
     os.rename(complete, target)
     sync(target.parent)
-    _clear(outdated)
+    disposal_in(outdated.parent).clear(outdated)
 
 
 def _put_right(target: Path) -> None:
@@ -168,11 +171,6 @@ def _put_right(target: Path) -> None:
             os.rename(complete, target)
             sync(target.parent)
     delete_dead([*aside(target, "tmp-*"), *aside(target, "old-*")])
-
-
-def _clear(folder: Path) -> None:
-    """Delete what no longer has a checkpoint's name. What cannot be deleted now (NFS keeps open files) goes later."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_alive(pid: str) -> bool:

@@ -104,6 +104,7 @@ class Manifest:
         with ThreadPoolExecutor(1, "nbaccel-sync") as disk:  # checksums are computed while the disk writes
             synced = disk.map(sync, paths)
             listed = [path for path in paths if path.is_file() and not path.match(_SEALED_THEMSELVES)]
+            listed = [path for path in listed if path != folder / MANIFEST]  # of an earlier checkpoint in this folder
             names = [path.relative_to(folder).as_posix() for path in listed]
             files = {name: records.get(name) or FileRecord.of(folder / name) for name in names}
             list(synced)  # raises what it raised

@@ -1,8 +1,8 @@
 """Parts: one object's state in a folder, as safetensors and JSON. Written by rank 0, read by all.
 
 ``optimizer`` is two files: `optimizer.json`, its structure, and `optimizer.safetensors`, its tensors (where it has
-any). A state that is more than data (an object of the user's own class) becomes ``optimizer.pkl``, which is only
-read back with ``trust=True``.
+any); frozen ones of a model have a file of their own, see `frozen`. A state that is more than data (an object of the
+user's own class) becomes ``optimizer.pkl``, which is only read back with ``trust=True``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
+from nbaccel.train.checkpoint.frozen import frozen_file, write_once
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
 from nbaccel.train.checkpoint.packing import CannotPack, Packed, ToHost, on_host, pack, unpack
 from nbaccel.train.checkpoint.tensors import knows_dtypes_of, write_tensors
@@ -37,24 +39,29 @@ class Part:
 
     packed: its structure and tensors; None where only a pickle can hold it.
     pickled: that pickle.  reason: why it has to be one.
+    frozen: names of tensors that need no gradient.
     """
 
     name: str
     packed: Packed | None
     pickled: bytes = b""
     reason: str = ""
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, name: str, state: Any, to_host: ToHost = on_host) -> Part:
+    def of(cls, name: str, state: Any, to_host: ToHost = on_host, frozen: frozenset[str] = frozenset()) -> Part:
         try:
-            return cls(name, pack(state, to_host))
+            return cls(name, pack(state, to_host), frozen=frozen)
         except CannotPack as error:
             pickled = io.BytesIO()
             torch.save(state, pickled)
             return cls(name, None, pickled.getvalue(), str(error))
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
-        """Write it, not brought to the disk yet; the records of files that are checksummed already, by name."""
+    def write(self, folder: Path, earlier: Path | None = None) -> dict[str, FileRecord]:
+        """Write it, not brought to the disk yet; the records of files that are checksummed already, by name.
+
+        earlier: the checkpoint before, which may hold the frozen tensors already.
+        """
         if self.packed is None:
             (folder / f"{self.name}.pkl").write_bytes(self.pickled)
             return {}
@@ -62,11 +69,22 @@ class Part:
         tensors, path = self.packed.tensors, folder / f"{self.name}.safetensors"
         if not tensors:
             return {}
-        metadata = {"format": "pt", **self.packed.aliases}  # tied weights, where safetensors looks for their names
+        records = {}
+        frozen = {key: tensor for key, tensor in tensors.items() if key in self.frozen}
+        if frozen and knows_dtypes_of(frozen):
+            shared = folder / frozen_file(self.name)
+            records[shared.name] = write_once(shared, frozen, _metadata(self.packed, frozen), earlier)
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in frozen}
+        metadata = _metadata(self.packed, tensors)
         if knows_dtypes_of(tensors):
-            return {path.name: write_tensors(path, tensors, metadata)}
+            return {**records, path.name: write_tensors(path, tensors, metadata)}
         save_file(tensors, path, metadata=metadata)
-        return {}
+        return records
+
+
+def _metadata(packed: Packed, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What the header of a file with `tensors` says: names of tied weights too, where safetensors looks for them."""
+    return {"format": "pt", **{alias: kept for alias, kept in packed.aliases.items() if kept in tensors}}
 
 
 def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
@@ -78,9 +96,11 @@ def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
     """
     if f"{name}.json" not in manifest.files:
         return load_pickle(folder / f"{name}.pkl", trust)
-    structure, with_tensors = folder / f"{name}.json", f"{name}.safetensors" in manifest.files
+    structure = folder / f"{name}.json"
+    tensors: dict[str, torch.Tensor] = {}
     try:
-        tensors = load_tensors(folder / f"{name}.safetensors") if with_tensors else {}
+        for file in (f"{name}.safetensors", frozen_file(name)):
+            tensors |= load_tensors(folder / file) if file in manifest.files else {}
         return unpack(json.loads(structure.read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointCorrupt(f"{structure} cannot be read: {error!r}", str(structure)) from error

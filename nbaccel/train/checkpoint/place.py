@@ -15,14 +15,16 @@ from pathlib import Path
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.manifest import Manifest
 
-__all__ = ["SUBFOLDER", "place_for", "place_of"]
+__all__ = ["OURS", "SUBFOLDER", "place_for", "place_of"]
 
 SUBFOLDER = "nbaccel_checkpoint"
 
-_OURS = re.compile(
-    r"(model|optimizer|scheduler|custom)(_\d+)?\.(json|safetensors|pkl)|(training|remembered|manifest|generators_\d+)\.json"
+OURS = re.compile(
+    r"(model|optimizer|scheduler|custom)(_\d+)?(\.frozen)?\.(json|safetensors|pkl)|(training|remembered|manifest|generators_\d+)\.json"
     rf"|\.{SUBFOLDER}\..*"
 )
+"""Names of what a checkpoint's folder holds, without the files of hooks."""
+
 _NOBODYS = re.compile(r"\.ipynb_checkpoints|\.DS_Store|__pycache__")
 """What Jupyter and systems put into any folder that somebody has looked into."""
 
@@ -46,7 +48,7 @@ def _holds_other_things(folder: Path) -> bool:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    strange = {name for name in names if not (_OURS.fullmatch(name) or _NOBODYS.fullmatch(name))}
+    strange = {name for name in names if not (OURS.fullmatch(name) or _NOBODYS.fullmatch(name))}
     return bool(strange) and not strange <= _listed(folder)
 
 

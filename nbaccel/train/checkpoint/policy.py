@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbaccel.intervals import Period, Steps, parse_interval
-from nbaccel.settings import RunSettings
+from nbaccel.settings import CHECKPOINT_DIR, RunSettings
 
 __all__ = ["CheckpointPolicy"]
-
-_FOLDER = "nbaccel_checkpoints"
-"""In the working directory, where Colab and Kaggle keep what shall outlive a cell; only made when one asks to save."""
 
 _KEPT = 3
 
@@ -38,7 +35,7 @@ class CheckpointPolicy:
         Raises:
             ValueError: a choice means nothing.
         """
-        folder = Path(settings.checkpoint_dir or _FOLDER).expanduser()
+        folder = Path(settings.checkpoint_dir or CHECKPOINT_DIR).expanduser()
         keep = _KEPT if settings.keep is None else settings.keep
         if keep < 1:
             raise ValueError(f"keep must be at least 1 (checkpoints to keep), got {keep}")

@@ -15,9 +15,11 @@ from pathlib import Path
 from nbaccel.events import Checkpoint, emit
 from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.folder import replacing
+from nbaccel.train.checkpoint.frozen import shareable_bytes
 from nbaccel.train.checkpoint.generators import Stamp, State
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
 from nbaccel.train.checkpoint.parts import Part
+from nbaccel.train.checkpoint.recycling import sweep
 
 __all__ = ["Save", "Writer"]
 
@@ -29,6 +31,7 @@ class Save:
     target: its folder.  parts: made one after the other while they are written, where they are not staged.
     nbytes: of all tensors.  generators: random states of this rank, whose number is `rank`.
     manifest: where the training stands; the names of the parts are added to it.
+    earlier: the checkpoint before, in which frozen weights may be already.
     """
 
     target: Path
@@ -38,6 +41,7 @@ class Save:
     stamp: Stamp
     generators: State
     manifest: Manifest
+    earlier: Path | None = None
 
     def write(self, into_folder: Callable[[Path], None] = lambda folder: None) -> list[str]:
         """Bring it to the disk; for each part that only a pickle can hold, the reason.
@@ -50,14 +54,16 @@ class Save:
         names: list[str] = []
         reasons: list[str] = []
         records: dict[str, FileRecord] = {}
-        with replacing(self.target, self.nbytes) as folder:
+        needed = max(0, self.nbytes - shareable_bytes(self.earlier, self.target.parent))
+        with replacing(self.target, needed) as folder:
             into_folder(folder)
             for part in self.parts:
-                records |= part.write(folder)
+                records |= part.write(folder, self.earlier)
                 names.append(part.name)
                 if part.reason:
                     reasons.append(part.reason)
             generators.write(folder, self.rank, str(self.stamp), self.generators)
+            sweep(folder)
             generators.carry(self.target, folder, str(self.stamp))
             replace(self.manifest, parts=names).seal(folder, records)
         generators.adopt(self.target, self.stamp)

@@ -37,10 +37,14 @@ class Choice:
 
 
 class Shelf:
-    """The checkpoints of one project."""
+    """The checkpoints of one project.
+
+    latest: what this process has written or loaded last, if anything.
+    """
 
     def __init__(self, project: ProjectConfiguration) -> None:
         self.project = project
+        self.latest: Path | None = None
 
     def next_folder(self, output_dir: str | os.PathLike[str] | None, stamp: str) -> Path:
         """Where the next checkpoint goes: `output_dir`, or the next number in the project's folder.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nbaccel.train.checkpoint.manifest import FileRecord
 
-__all__ = ["knows_dtypes_of", "write_tensors"]
+__all__ = ["knows_dtypes_of", "record_of", "write_tensors"]
 
 _ALIGNMENT = 8
 _CHUNK_BYTES = 8 << 20
@@ -51,11 +51,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     metadata: texts for the file's header.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
     crc, size = 0, 0
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1, "nbaccel-crc") as checker:
         checked = checker.submit(zlib.crc32, b"")
-        for chunk in _chunks(ordered, metadata):
+        for chunk in _chunks(tensors, metadata):
             crc = checked.result()
             checked = checker.submit(zlib.crc32, chunk, crc)  # computed while the same bytes are being written
             written = 0
@@ -66,7 +65,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return FileRecord(size, f"{crc:08x}")
 
 
-def _chunks(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+def record_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
+    """Size and checksum of the file that `write_tensors` would write; nothing is written."""
+    crc, size = 0, 0
+    for chunk in _chunks(tensors, metadata):
+        crc = zlib.crc32(chunk, crc)
+        size += len(chunk)
+    return FileRecord(size, f"{crc:08x}")
+
+
+def _chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    ordered = sorted(tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
     yield memoryview(_header(ordered, metadata))
     for _, tensor in ordered:
         if tensor.numel():

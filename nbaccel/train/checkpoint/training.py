@@ -83,6 +83,7 @@ class Training:
                 "loaders": prepared.loader_states(accumulation.window, epochs.passes_before if is_inside else None),
             },
             self.remembered.state_dict(),
+            prepared.frozen(self.strategy),
         )
 
     def manifest(self, content: Content) -> Manifest:

@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from nbaccel.train.checkpoint.files import sync
 from nbaccel.train.checkpoint.folder import sayable
+from nbaccel.train.checkpoint.frozen import frozen_file
 from nbaccel.train.checkpoint.packing import pack
 from nbaccel.train.checkpoint.parts import load_pickle, load_tensors
 
@@ -101,7 +102,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         return _read_file(path)
     for name in _NAMES.values():
         if (path / name).is_file():
-            return _read_file(path / name)
+            frozen = path / frozen_file("model")  # beside it in a checkpoint of ours
+            return _read_file(path / name) | (_read_file(frozen) if frozen.is_file() else {})
         if (path / f"{name}.index.json").is_file():
             places = json.loads((path / f"{name}.index.json").read_text())["weight_map"]
             state: dict[str, Tensor] = {}

@@ -269,6 +269,7 @@ class Checkpointing(Exporting):
             training.stamp,
             state,
             training.manifest(content),
+            self._shelf.latest,
         )
         if blocking:
             # Hooks may take weights out, before the parts are made of what is left.
@@ -284,6 +285,7 @@ class Checkpointing(Exporting):
     ) -> None:
         try:
             reasons = save.write(into_folder)
+            self._shelf.latest = save.target
             if then is not None:
                 then()
         except CannotSave as error:
@@ -324,6 +326,7 @@ class Checkpointing(Exporting):
         for thing, state in zip(self._registered.objects, content.customs, strict=True):
             thing.load_state_dict(state)
         seed = content.progress.get("seed", torch.initial_seed())
+        self._shelf.latest = choice.folder
         missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after it
         self._say_who_draws_anew(missing)
         if self.is_main_process and choice.manifest is not None:
