@@ -146,8 +146,8 @@ class Restarting:
             return f"nothing of ours can be cut, since {loop.obstacle}"
         if loop.parts < (RunSettings.from_env(attempt.spec.environ).split or 1):
             return "batches of this loop came whole all the same"
-        if attempt.witness.smallest == 1:
-            return "forward_backward has cut the batches down to single samples already"
+        if attempt.witness.smallest:
+            return f"forward_backward has cut the batches down to {_samples(attempt.witness.smallest)} already"
         large = [holding for holding in held if holding.share > _KERNEL_IS_TO_BLAME]
         if large:
             return f"smaller batches do not help where the notebook itself holds {large[0].share:.0%} of the device"
@@ -212,6 +212,10 @@ def _in_parts(loop: LoopEntered, parts: int) -> str:
 def _sizes(loop: LoopEntered, parts: int) -> str:
     samples = loop.samples or 0
     return str(samples) if parts == 1 else f"{min(parts, samples)} x {-(-samples // parts)}"
+
+
+def _samples(count: int) -> str:
+    return "single samples" if count == 1 else f"{count} samples"  # with BatchNorm it takes two
 
 
 def _half(loop: LoopEntered) -> str:

@@ -39,7 +39,7 @@ class Witness:
         elif isinstance(event, Progress):
             self.announces_epochs |= event.epochs is not None
         elif isinstance(event, OutOfMemory) and not event.next_size:
-            self.smallest = event.micro_batch_size
+            self.smallest = max(self.smallest, event.micro_batch_size)  # 0 from an optimizer
 
     def tick(self, now: float) -> None:
         """Nothing to do in between."""

@@ -111,6 +111,10 @@ def test_batch_norm_layers_are_named() -> None:
         ([], "no batch of a loader from accelerator.prepare had been handed out"),
         ([replace(LOOP, obstacle="the loop does not train")], "nothing of ours can be cut, since the loop does not"),
         ([LOOP, OutOfMemory(0, "forward", 1, 0, 64)], "forward_backward has cut the batches down to single samples"),
+        (
+            [LOOP, OutOfMemory(0, "forward", 2, 0, 64), OutOfMemory(0, "optimizer")],
+            "forward_backward has cut the batches down to 2 samples already",
+        ),
     ],
 )
 def test_where_nothing_of_ours_can_be_cut_the_reason_is_said(events: list[Event], reason: str) -> None:

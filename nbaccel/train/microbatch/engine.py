@@ -333,7 +333,7 @@ class StepEngine:
             f"batches of {count} run in micro-batches of {size} on {where}, and this model has BatchNorm layers: each "
             "micro-batch is normalised by its own statistics, so the numbers are not quite those of whole batches. "
             "GroupNorm and LayerNorm have no such difference.",
-            stacklevel=6,
+            stacklevel=7,  # the line that calls forward_backward
         )
 
 

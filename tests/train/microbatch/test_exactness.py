@@ -198,8 +198,9 @@ def test_a_model_with_batch_norm_is_told_once_that_micro_batches_are_normalised_
     def step() -> None:
         accelerator.forward_backward(lambda x: model(x).square().mean(), torch.randn(9, 3), micro_batch_size=4)
 
-    with pytest.warns(UserWarning, match="batches of 9 run in micro-batches of 3.*BatchNorm layers"):
+    with pytest.warns(UserWarning, match="batches of 9 run in micro-batches of 3.*BatchNorm layers") as caught:
         step()
+    assert caught[0].filename == __file__
     step()
 
 
