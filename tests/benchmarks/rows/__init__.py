@@ -13,9 +13,9 @@ from benchmarks.harness import Row
 
 __all__ = ["GROUPS", "REPORTS", "rows"]
 
-GROUPS = ("step", "ranks", "loader", "collectives", "microbatch", "starts", "imports")
+GROUPS = ("step", "ranks", "loader", "collectives", "microbatch", "starts", "imports", "saves", "logs")
 
-REPORTS = ("launch", "planner", "executable", "telemetry", "checkpoints")
+REPORTS = ("launch", "planner", "executable", "telemetry")
 
 
 def rows(group: str) -> Sequence[Row]:
