@@ -7,6 +7,7 @@ to be asked, so it is written here, as of 2026. Not covered: how much space ther
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,9 +32,12 @@ class Mount(Protocol):
 
 
 def _mounts() -> Iterable[Mount]:
+    """The table of mounts; empty where it may not be read."""
     import psutil
 
-    rows: Iterable[Mount] = psutil.disk_partitions(all=True)
+    rows: list[Mount] = []
+    with suppress(OSError):
+        rows += psutil.disk_partitions(all=True)
     return rows
 
 

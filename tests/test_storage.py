@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from nbaccel.hardware import Platform
@@ -55,3 +56,11 @@ def test_of_two_mounts_on_one_place_the_later_one_is_seen() -> None:
 
 def test_the_real_table_knows_memory() -> None:
     assert Storage.of(Path("/dev/shm")).kind == "tmpfs"
+
+
+def test_without_a_table_of_mounts_a_folder_is_on_some_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(all: bool) -> None:
+        raise PermissionError(13, "Permission denied", "/proc/self/mounts")
+
+    monkeypatch.setattr(psutil, "disk_partitions", forbidden)
+    assert Storage.of(Path("/dev/shm")) == Storage(Path("/dev/shm"), "")

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import struct
 import tempfile
 import threading
 import zlib
@@ -23,6 +24,9 @@ from nbaccel.utils import ProjectConfiguration
 from trainings import Trained
 
 KEPT = 2
+
+_GREETING = struct.Struct("<2i")
+"""Rank and process number."""
 
 
 def project(folder: Path) -> ProjectConfiguration:
@@ -72,7 +76,7 @@ class Program:
     def run(self, victim: int = -1, point: int | None = None, started: int | None = None) -> None:
         """On a rank.
 
-        victim: the rank that dies at `point` of the last save.  started: pipe for this process's number.
+        victim: the rank that dies at `point` of the last save.  started: pipe for this process's greeting.
         """
         training = Trained.start(project_config=project(self.folder))
         accelerator, written = training.accelerator, -1
@@ -88,7 +92,7 @@ class Program:
             if accelerator.is_main_process and complete >= 0:
                 self.diary.write("complete", complete)
             if number == KEPT and started is not None:
-                os.write(started, os.getpid().to_bytes(4, "little"))
+                os.write(started, _GREETING.pack(accelerator.process_index, os.getpid()))
             if number == self.saves:
                 return
 
@@ -136,13 +140,16 @@ def kill_any_time(program: Program, chance: random.Random) -> None:
     """Run `program` in two ranks until one of them, or both, are killed from outside."""
     reading, writing = os.pipe()
     victims = chance.choice([[0], [0], [1], [0, 1]])
-    moment = threading.Event()
+    delay_s = chance.uniform(0, 0.08)  # any moment of the next few saves
+    is_over = threading.Event()
 
     def kill() -> None:
-        pids = [int.from_bytes(os.read(reading, 4), "little") for _ in range(2)]
-        moment.wait(chance.uniform(0, 0.08))  # nothing to wait for: any moment of the next few saves
+        greetings = [os.read(reading, _GREETING.size) for _ in range(2)]
+        if not all(greetings) or is_over.wait(delay_s):
+            return  # they failed before; their numbers may be others' by now
+        pids = dict(map(_GREETING.unpack, greetings))
         for victim in victims:
-            os.kill(pids[victim], signal.SIGKILL)  # not waited for yet, so the number is theirs
+            os.kill(pids[victim], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -150,9 +157,10 @@ def kill_any_time(program: Program, chance: random.Random) -> None:
         with pytest.raises(RanksFailed):
             run_ranks(2, program.run, -1, None, writing)
     finally:
+        is_over.set()
+        os.close(writing)
         killer.join()
         os.close(reading)
-        os.close(writing)
 
 
 def kill_often(times: int, places: tuple[Path, Path]) -> None:
