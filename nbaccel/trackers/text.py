@@ -52,7 +52,7 @@ class JsonLines(_TextFile):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         assert self._file is not None, "start() comes first"
-        self._file.write(json.dumps({"step": step, **values}, default=_plain) + "\n")
+        self._file.write(_encode({"step": step, **values}) + "\n")
 
     def finish(self) -> None:
         if self._file is not None:
@@ -112,3 +112,7 @@ class Csv(_TextFile):
 def _plain(value: Any) -> Any:
     """What JSON can hold of a tensor, an array, a path, or anything else."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+# `json.dumps` makes an encoder in every call that has options.
+_encode = json.JSONEncoder(default=_plain).encode

@@ -16,6 +16,9 @@ from nbaccel.train.talk.nested import map_children
 
 __all__ = ["Reading"]
 
+_PLAIN = frozenset({bool, float, int, str, type(None)})
+"""Types that need no look inside, as most values are: looking for containers in them costs a microsecond each."""
+
 
 class Reading:
     """Values by name: numbers, strings, tensors of any device, nested in any containers.
@@ -28,7 +31,7 @@ class Reading:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._arrival: torch.cuda.Event | None = None
-        self._values = {name: self._send(value) for name, value in values.items()}
+        self._values = {name: value if type(value) in _PLAIN else self._send(value) for name, value in values.items()}
         if self._arrival is not None:
             self._arrival.record()
 
@@ -40,7 +43,7 @@ class Reading:
         """Tensors of one element as numbers, other tensors on the CPU; waits for those that have not arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return {name: _number(value) for name, value in self._values.items()}
+        return {name: value if type(value) in _PLAIN else _number(value) for name, value in self._values.items()}
 
     def _send(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

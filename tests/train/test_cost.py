@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -212,3 +213,18 @@ def test_a_step_of_two_ranks_makes_a_few_calls_more_than_ddp() -> None:
     for raw, prepared in run_ranks(2, counted):
         assert prepared.per_step("in python") - raw <= 35
         assert (prepared.reads_of_environment, prepared.searches_for_packages) == (0, 0)
+
+
+def test_a_log_of_numbers_makes_a_few_calls(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+
+    def loop() -> Iterator[None]:
+        for step in range(3 * STEPS):
+            accelerator.log({"loss": 0.5, "accuracy": 0.25, "epoch": 1, "part": "a"}, step=step)
+            yield
+
+    calls = Calls.of(loop)
+    accelerator.end_training()
+    assert calls.per_step("in python") <= 26
+    assert calls["map_children"] == 0, "numbers and texts have nothing inside"
