@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from nbaccel import Accelerator
 from nbaccel.errors import PeerFailed
 from nbaccel.events import Event, Loss, OutOfMemory, outlet
-from nbaccel.testing import run_ranks
+from nbaccel.testing import MemLimit, run_ranks
 from shortages import Collected, Shortage, Training, batch_of, labelled, relative_error, whole_gradients
 
 RECOVERY_S = 2.0
@@ -162,6 +164,23 @@ def test_c11_where_a_single_sample_does_not_fit_all_ranks_raise_the_same_error(p
     assert f"in step {1}" in message
     assert "gradient_checkpointing" in message
     assert all(seconds < 5 and unchanged for _, _, seconds, unchanged in ranks)
+
+
+def test_garbage_goes_before_the_smallest_micro_batch_is_given_up() -> None:
+    accelerator = Accelerator()
+    net = torch.nn.Linear(64, 64)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    batch = torch.ones(1, 64)
+    with MemLimit() as limit:
+        accelerator.forward_backward(lambda x: model(x).square().mean(), batch)
+        cycle = [torch.zeros(10_000)]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        gc.collect()  # so that it is old
+        del cycle
+        limit.limit_bytes = limit.live_bytes + 12_000  # the gradient of the weights takes 16,384
+        loss = accelerator.forward_backward(lambda x: model(x).square().mean(), batch)
+    assert limit.refusals
+    assert loss.isfinite()
 
 
 def _user_error(when: str) -> tuple[str, str, float, float]:
