@@ -5,7 +5,7 @@ they have said and how long they have had. It never waits itself.
 
     Running    nothing to do until every rank has reported; then all are released together
     Stopping   the user asked, or the time limit came: finish the step, keep the results
-    Aborting   a rank failed: the others cannot go on
+    Aborting   a rank failed: the others cannot go on; BreakingHang: no rank gets on
     Killing    the user asked twice: now
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from nbaccel.launch.member import Member
 from nbaccel.launch.wire.control import SAVE_GRACE_S, ControlPage
 
-__all__ = ["Aborting", "Ending", "Killing", "Running", "Stopping"]
+__all__ = ["Aborting", "BreakingHang", "Ending", "Killing", "Running", "Stopping"]
 
 TICK_S = 0.02
 _NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
@@ -26,6 +26,7 @@ _AFTER_RESULTS_S = 1.0  # the results are here: a rank that hears nothing is onl
 _TERM_TO_KILL_S = 0.5
 _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
+_HUNG_S = 2.0
 _ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
@@ -103,6 +104,14 @@ class Aborting(Ending):
 
     def due_in(self, now: float) -> float | None:
         return TICK_S
+
+
+class BreakingHang(Aborting):
+    """No rank gets on: all are interrupted. One that waits in a collective looks up twice a second."""
+
+    def __init__(self, members: Sequence[Member], now: float, page: ControlPage) -> None:
+        super().__init__(members, now, page, wants_results=False)
+        self._patience_s = _HUNG_S
 
 
 class Stopping(Ending):

@@ -46,6 +46,7 @@ def launch(
     start_method: str = "auto",
     setup: str | None = None,
     timeout_s: float | None = None,
+    hang_timeout_s: float | None = None,
     oom: str = STOP,
     check: bool = True,
 ) -> Run:
@@ -54,6 +55,7 @@ def launch(
     num_processes: ranks to start; None for one per GPU, or one.
     start_method: "fork", "zygote", "inline" or "auto" (see the README); the choice and its reason are in the `Run`.
     devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after so many seconds.
+    hang_timeout_s: end it when no rank has entered a step or a collective for so long; the error says where each is.
     setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
     oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
     into parts, see the README. Everything before the loop is then done again.
@@ -94,6 +96,7 @@ def launch(
         setup=setup,
         threads=threads_per_rank(survey.cpu_count, chosen.num_processes),
         timeout_s=timeout_s,
+        hang_timeout_s=hang_timeout_s,
         oom=oom,
     )
     if start.method == "inline":

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.events import Listener
-from nbaccel.launch.ending import Aborting, Ending, Killing, Running, Stopping
+from nbaccel.launch.ending import Aborting, BreakingHang, Ending, Killing, Running, Stopping
 from nbaccel.launch.guardian import kill_session, session_members
+from nbaccel.launch.hangs import Hang, HangWatch
 from nbaccel.launch.member import Member, Report
 from nbaccel.launch.openfiles import files_being_written
 from nbaccel.launch.screen.router import OutputRouter
@@ -53,7 +54,7 @@ class Ended:
     exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
-    open_files: what ranks were writing to when the first of them failed.
+    open_files: what ranks were writing to when the first of them failed.  hang: that ended the run.
     """
 
     reports: list[Report | None]
@@ -65,6 +66,7 @@ class Ended:
     seconds: float
     steps: int | None = None
     open_files: list[str] = field(default_factory=list)
+    hang: Hang | None = None
 
     def close(self) -> None:
         """Let go of what the ranks sent."""
@@ -103,6 +105,8 @@ class WorkerGroup:
         self._is_bad_fork = False
         self._presses = 0
         self._is_timed_out = False
+        self._hang: Hang | None = None
+        self._folder = ""
         self._is_over = False
         self._has_grace = False  # whether the guardian lets the ranks outlive the kernel
         self._fds = {self._selector.fileno()}
@@ -124,10 +128,14 @@ class WorkerGroup:
             folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
             owned.callback(self._remove, folder)
             self._guard(folder)
+            self._folder = folder
             owned.enter_context(self._interrupts())
             owned.enter_context(self._terminations(page))
             owned.callback(self._see_everybody_out)
-            self._start_ranks(page, os.path.join(folder, "store"))
+            store_path = os.path.join(folder, "store")
+            self._start_ranks(page, store_path)
+            limit_s = self._spec.hang_timeout_s
+            self._hangs = HangWatch(page, self._members, store_path, limit_s, self._notice, began)
             self._loop(page, began)
             if self._is_bad_fork:
                 raise BadFork
@@ -223,8 +231,12 @@ class WorkerGroup:
                 elif self._is_bad_fork:
                     ending = Killing(self._members, now)
                 elif self._cause_is_known(now):
-                    self._open_files = files_being_written(member.process.pid for member in self._members)
+                    pids = [member.process.pid for member in self._members]
+                    self._open_files = files_being_written(pids, self._folder)
                     ending = Aborting(self._members, time.monotonic(), page, self._spec.wants_results)
+                elif (hang := self._hangs.tick(now)) is not None:
+                    self._hang = hang
+                    ending = BreakingHang(self._members, now, page)
             if isinstance(ending, Stopping) and not has_noticed and now > ending.began + _FINISHING_NOTICE_S:
                 has_noticed = True
                 if ending.is_finishing_a_step:
@@ -239,6 +251,7 @@ class WorkerGroup:
         waits = [
             self._router.due_in(),
             self._telemetry.due_in(now),
+            self._hangs.due_in(now),
             ending.due_in(now),
             None if limit_at is None else max(0.0, limit_at - now),
             None if self._settled_at is None else max(0.0, self._settled_at - now),
@@ -349,6 +362,8 @@ class WorkerGroup:
         self._see_everybody_out()
         causes = [rank for rank in self._failures if not self._is_consequence(self._members[rank])]
         first = (causes or self._failures or [None])[0]  # type: ignore[list-item]
+        if self._hang is not None:  # what failed afterwards was interrupted
+            first = self._hang.rank
         return Ended(
             reports=[member.report for member in self._members],
             exit_codes=[member.process.reap() for member in self._members],
@@ -359,6 +374,7 @@ class WorkerGroup:
             seconds=seconds,
             steps=page.steps_before_stop,
             open_files=self._open_files,
+            hang=self._hang,
         )
 
     def _remove(self, folder: str) -> None:

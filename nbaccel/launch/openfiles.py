@@ -16,13 +16,17 @@ _UNFINISHED = ".tmp-"
 """In the folder's name of a checkpoint that was being written: nobody will find it under that name."""
 
 
-def files_being_written(pids: Iterable[int]) -> list[str]:
+def files_being_written(pids: Iterable[int], own_folder: str) -> list[str]:
     """Paths of regular files that processes hold open for writing, and this process does not.
 
     A forked rank holds what the kernel had open: the history of IPython is none of its files.
+
+    own_folder: the run's private one, which is gone with it; files there are left out.
     """
+    private = os.path.realpath(own_folder) + os.sep
     ours = set(_written_by(os.getpid()))
-    return sorted({path for pid in pids for path in _written_by(pid)} - ours)
+    theirs = {path for pid in pids for path in _written_by(pid) if not path.startswith(private)}
+    return sorted(theirs - ours)
 
 
 def _written_by(pid: int) -> list[str]:

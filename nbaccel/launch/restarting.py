@@ -84,7 +84,7 @@ class _Death:
     def of(cls, attempt: Attempt) -> _Death | None:
         """None where the run ended well, was stopped, or failed for another reason."""
         ended, rank = attempt.ended, attempt.ended.first_failed
-        if rank is None or ended.is_interrupted or ended.is_timed_out:
+        if rank is None or ended.is_interrupted or ended.is_timed_out or ended.hang is not None:
             return None
         report = ended.reports[rank]
         if report is None:

@@ -138,6 +138,7 @@ class LaunchSpec:
     threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
     wants_results: a failing run waits for rank 0's results before it is ended.
     oom: one of `OOM_CHOICES`.
+    hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     """
 
     task: Task
@@ -149,6 +150,7 @@ class LaunchSpec:
     timeout_s: float | None = None
     wants_results: bool = True
     oom: str = STOP
+    hang_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:

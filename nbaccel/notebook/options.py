@@ -68,7 +68,8 @@ class Options:
     """The choices of one cell, or of `%accelerate config`. None: not chosen.
 
     num_processes: a number or "auto".  mixed_precision: as flagged, "auto" too.
-    inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".  timeout, time_limit: seconds.
+    inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".
+    timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
     """
 
@@ -81,6 +82,7 @@ class Options:
     devices: str | None = None
     cpu: bool | None = None
     timeout: float | None = None
+    hang_timeout: float | None = None
     start: str | None = None
     plot: tuple[str, ...] | None = None
     plain: bool | None = None
@@ -257,6 +259,8 @@ _FLAGS = (
           help="use no GPU; default off"),
     _flag("-t", "--timeout", metavar="S", type=_seconds,
           help="stop after S seconds, as one interrupt would, with TimeoutError; default never"),
+    _flag("--hang-timeout", metavar="S", type=_seconds,
+          help="end when no rank enters a step or collective for S seconds, and say where each is; default never"),
     _flag("--start", metavar="HOW", choices=START_METHODS, type=_one_of("a start", *START_METHODS),
           help="auto, fork, zygote or inline; default auto: fork unless the notebook has used CUDA"),
     _flag("--plot", metavar="CURVES", type=_curves,

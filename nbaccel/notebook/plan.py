@@ -98,6 +98,7 @@ class Plan:
             setup=setup,
             threads=self.threads,
             timeout_s=None if self.options.limit is None else self.options.limit.seconds,
+            hang_timeout_s=self.options.hang_timeout,
             wants_results=bool(task.out),
             oom=self.options.oom or SHRINK,
         )

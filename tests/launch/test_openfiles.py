@@ -33,7 +33,8 @@ def test_files_open_for_writing_are_named_and_no_others(tmp_path: Path) -> None:
     ):
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"open\n"
-        assert files_being_written([writer.pid]) == [str(written)]
+        assert files_being_written([writer.pid], str(tmp_path / "private")) == [str(written)]
+        assert files_being_written([writer.pid], str(tmp_path)) == []
 
 
 def test_a_process_that_is_over_writes_nothing() -> None:
@@ -41,4 +42,4 @@ def test_a_process_that_is_over_writes_nothing() -> None:
     if not pid:
         os._exit(0)
     os.waitpid(pid, 0)
-    assert files_being_written([pid]) == []
+    assert files_being_written([pid], "/nowhere") == []

@@ -7,7 +7,10 @@ import re
 import time
 from typing import Any
 
+import pytest
 import torch
+
+from nbaccel.errors import RanksFailed
 
 MISMATCH = """%%accelerate --cpu -n 2
 import torch
@@ -28,6 +31,13 @@ for step in range(4):
     if accelerator.process_index == 1 and step == 2:
         break
     accelerator.gather(torch.ones(2))
+"""
+
+HANGS = """%%accelerate --cpu -n 2 --hang-timeout 1
+turns = 0
+while accelerator.process_index == 1:
+    turns += 1
+accelerator.wait_for_everyone()
 """
 
 NOT_A_NUMBER = """%%accelerate --cpu -n 2
@@ -84,6 +94,19 @@ def test_a_value_that_is_not_a_number_is_named(notebook: Any) -> None:
     assert isinstance(notebook.run(NOT_A_NUMBER).error, FloatingPointError)
     first = "\n".join(why(notebook)[:10])
     assert "loss float32 () on cpu, 4 B = nan, holds NaN" in first
+
+
+@pytest.mark.slow
+def test_a_hang_ends_and_is_explained(notebook: Any) -> None:
+    error = notebook.run(HANGS).error
+    assert isinstance(error, RanksFailed)
+    assert "rank 1 seems to hold up the others" in str(error)
+    assert re.search(r"\n  rank 1: Cell In\[1\], line [34]", str(error))
+    assert "\n  rank 0: Cell In[1], line 5: accelerator.wait_for_everyone() (inside _wait_on_host" in str(error)
+    lines = why(notebook)
+    assert lines[0].startswith("Cell In[1] failed on rank 1 of 2: RanksFailed: no rank has entered a step")
+    assert re.search(r"  rank 1: was interrupted at Cell In\[1\], line [34]: ", "\n".join(lines[:10]))
+    assert "  rank 0: was interrupted at Cell In[1], line 5: accelerator.wait_for_everyone()" in lines[:10]
 
 
 def test_after_a_run_that_ended_well_there_is_nothing_to_explain(notebook: Any) -> None:

@@ -31,6 +31,7 @@ from nbaccel.launch.rank.look import left_behind, scenes
 from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
+from nbaccel.launch.rank.stacks import tell_on_signal
 from nbaccel.launch.rank.watch import DeathWatch
 from nbaccel.launch.report import describe
 from nbaccel.launch.snapshot import Snapshot
@@ -120,6 +121,7 @@ class _Rank:
         _restore_signals()
         self.interrupt = _Interrupt()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        self._stacks = tell_on_signal(boot.store_path, self.rank)
         meet_in_file(boot.store_path, boot.world)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self.calls = CallLog(PeerWatch(self.page, self.rank))

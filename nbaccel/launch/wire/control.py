@@ -136,6 +136,11 @@ class ControlPage:
     def count_collectives(self, rank: int, entered: int) -> None:
         _COLLECTIVES.pack_into(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT, entered)
 
+    def beat(self, rank: int) -> tuple[int, int]:
+        """How far `rank` has come: collectives, and the position entered. It changes while the rank gets on."""
+        at = _HEADER + rank * _SLOT
+        return _COLLECTIVES.unpack_from(self._map, at + _COLLECTIVES_AT)[0], self.read(rank).entered
+
     def finish(self, rank: int) -> None:
         """Say that `rank` has done its work: it will enter no collective any more."""
         self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT] = 1
