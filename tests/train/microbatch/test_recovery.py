@@ -168,8 +168,7 @@ def test_c11_where_a_single_sample_does_not_fit_all_ranks_raise_the_same_error(p
 
 def test_garbage_goes_before_the_smallest_micro_batch_is_given_up() -> None:
     accelerator = Accelerator()
-    net = torch.nn.Linear(64, 64)
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model = accelerator.prepare(torch.nn.Linear(64, 64))
     batch = torch.ones(1, 64)
     with MemLimit() as limit:
         accelerator.forward_backward(lambda x: model(x).square().mean(), batch)
