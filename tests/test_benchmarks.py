@@ -64,6 +64,7 @@ def test_our_loop_ends_with_raws_parameters_and_gets_numbers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)  # importing Lightning in three processes takes long where other programs run
 def test_all_toolkits_train_alike_in_two_ranks() -> None:
     row = Row("ranks", contenders(TINY), units=4, world_size=2, turns=1, judged="wall")
     measured = measure(row, rounds=1)
