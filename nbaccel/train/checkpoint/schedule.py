@@ -8,7 +8,6 @@ be further than inside the step that rank 0 is about to enter, since its gradien
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 from nbaccel.events import SaveAsked, SaveDue, emit
@@ -34,14 +33,17 @@ def schedule(every: Steps | Period, world: World) -> Schedule:
     return _Leading(every.seconds) if world.is_main_process else _Following()
 
 
-@dataclass(frozen=True, slots=True)
 class _EverySteps:
-    """After every `steps` optimizer steps."""
+    """At each multiple of `steps` optimizer steps, or at the next boundary where one may save: not between epochs."""
 
-    steps: int
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._asked: int | None = None
 
     def is_due(self, step: int) -> bool:
-        return step % self.steps == 0
+        before = step - 1 if self._asked is None else self._asked
+        self._asked = step
+        return step // self._steps > before // self._steps
 
 
 class _Alone:

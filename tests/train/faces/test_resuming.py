@@ -249,3 +249,17 @@ def test_steps_are_counted_alike_by_every_rank() -> None:
     for rank in range(2):
         kept = schedule(Steps(3), World(rank, 2, rank, 2))
         assert [step for step in range(1, 8) if kept.is_due(step)] == [3, 6]
+
+
+def test_an_interval_that_ends_with_the_epoch_is_not_skipped(tmp_path: Path) -> None:
+    """Between epochs nothing is saved by itself; an interval as long as an epoch would otherwise never save."""
+    training = Trained.start(checkpoint_every="4steps", checkpoint_dir=str(tmp_path))
+    for _ in training.accelerator.epochs(3):
+        assert len(training.epoch()) == 4
+    training.accelerator.end_training()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_5", "checkpoint_9"]
+
+
+def test_a_resumed_training_waits_for_its_next_interval() -> None:
+    resumed = schedule(Steps(4), World())
+    assert [step for step in range(11, 22) if resumed.is_due(step)] == [12, 16, 20]
