@@ -41,10 +41,12 @@ def shared_kernel(environment: Environment, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def kernel(shared_kernel: RealKernel) -> Iterator[RealKernel]:
-    """The shared kernel; a test that leaves a process in it fails."""
+    """The shared kernel, in its own folder; a test that leaves a process in it fails."""
     before = shared_kernel.family()
     yield shared_kernel
     shared_kernel.settle()
+    if shared_kernel.is_alive:
+        shared_kernel.do(f"%cd -q {shared_kernel.folder}")
     assert shared_kernel.is_alive, "the kernel died"
     assert shared_kernel.extra(before) == {}, "a run left processes in the kernel"
 

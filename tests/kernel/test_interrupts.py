@@ -19,6 +19,7 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 model, optimizer = accelerator.prepare(model, optimizer)
 finished = 0
+Path(f"finished-{{rank}}").write_text("0")  # an interrupt may come before the first step
 print("training")
 for step in range({steps}):
     with accelerator.accumulate(model):
