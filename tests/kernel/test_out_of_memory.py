@@ -79,21 +79,28 @@ with MemLimit() as limit:
             while not glob.glob("shrunk/checkpoint_*"): time.sleep(0.01)
             limit.limit_bytes = limit_bytes if accelerator.is_last_process else None
         for features, target in loader:
-            accelerator.backward((model(features)[:, 0] - target).square().mean())
+            try:
+                accelerator.backward((model(features)[:, 0] - target).square().mean())
+            except torch.OutOfMemoryError:
+                if is_killed: os.kill(os.getpid(), 9)
+                raise
             optimizer.step()
             optimizer.zero_grad()
 weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 """
 
 
-def test_a_cell_that_saves_itself_goes_on_from_its_newest_checkpoint(notebook: RealKernel) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_cell_that_saves_itself_goes_on_from_its_newest_checkpoint(notebook: RealKernel, is_killed: bool) -> None:
     """Its last epoch does not fit. It is saved in the background, by the time that epoch begins once."""
     flags = "--out weights --seed 3 --checkpoint-every 1steps --checkpoint-dir {}"
+    notebook.do(f"import shutil; shutil.rmtree('shrunk', True); shutil.rmtree('fitting', True); {is_killed = }")
     notebook.do(accelerate(SAVES, "fork", 2, flags.format("fitting")))
     notebook.do("expected = weights; limit_bytes = 40_000")
     cell = notebook.do(accelerate(SAVES, "fork", 2, flags.format("shrunk")))
     lines = re.findall(r"started again from \S*shrunk/checkpoint_\d with (\S+ x \S+),", cell.text)
     assert lines[0] == "2 x 32"
+    assert ("was killed by SIGKILL" in cell.text) is is_killed
     assert notebook.value("float((weights - expected).abs().max())") <= 1e-6
 
 
