@@ -44,6 +44,8 @@ weights = torch.cat([parameter.detach().flatten() for parameter in net.parameter
 
 OUT = "--out weights,seen,rates --seed 3"
 
+RESIDENT = "__import__('psutil').Process().memory_info().rss"
+
 
 @pytest.fixture
 def notebook(kernel: RealKernel) -> RealKernel:
@@ -58,7 +60,9 @@ def test_a_cell_that_does_not_fit_ends_with_what_a_fitting_one_trains(
 ) -> None:
     notebook.do(accelerate(TRAINS, start, ranks, OUT))
     notebook.do("expected = weights, sorted(seen), rates; limit_bytes = 40_000")
+    resident = notebook.value(RESIDENT)
     cell = notebook.do(accelerate(TRAINS, start, ranks, OUT))
+    assert notebook.value(RESIDENT) - resident < 20e6, "the kernel itself holds nothing of the attempts"
     line = f"rank {ranks - 1} ran out of memory at 64 per rank; started again with 2 x 32, effective batch {64 * ranks}"
     assert line in cell.text
     assert cell.text.count("started again with") == 2

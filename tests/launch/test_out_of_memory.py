@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.errors import CannotCut, RankDied
+from nbaccel.errors import CannotCut, RankDied, StepCorrupted
 from nbaccel.launch.functions import Run, launch, notebook_launcher
 from nbaccel.testing import Faults, MemLimit
 
@@ -192,3 +193,26 @@ def test_memory_that_the_host_refuses_is_memory_that_ran_out() -> None:
 def test_an_oom_that_is_none_of_the_choices_is_refused() -> None:
     with pytest.raises(ValueError, match="oom must be one of 'shrink', 'stop', got 'grow'"):
         launch(print, 1, oom="grow")
+
+
+def _torn_step() -> None:
+    """Two good steps; then rank 1's optimizer moves its state, and has no memory left for the update itself."""
+    from nbaccel import Accelerator
+
+    accelerator = Accelerator()
+    model = torch.nn.Linear(32, 32)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), foreach=True))
+    for step in range(3):
+        accelerator.forward_backward(lambda x: model(x).square().mean(), torch.ones(4, 32))
+        with MemLimit(100 if step == 2 and accelerator.process_index == 1 else None):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("oom", ["stop", "shrink"])
+def test_c20_a_torn_step_on_one_rank_is_that_error_of_the_launch_within_seconds(start_method: str, oom: str) -> None:
+    launch(int, 1, start_method=start_method)  # what is started once is started
+    began = time.monotonic()
+    with pytest.raises(StepCorrupted, match="ran out of memory in step 2 on rank 1 of 2"):
+        launch(_torn_step, 2, start_method=start_method, oom=oom)
+    assert time.monotonic() - began < 5
