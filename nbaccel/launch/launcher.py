@@ -113,7 +113,7 @@ class Launcher:
         restarting = Restarting(lambda: held_here(spec.task.namespace))
         restarts: list[str] = []
         log_path = self.keeper.new_log()
-        with open(log_path, "wb") as log:
+        with open(log_path, "wb", opener=_for_its_owner) as log:
 
             def attempt(spec: LaunchSpec, witness: Witness) -> Ended:
                 router = OutputRouter(spec.world_size, screen, shown_ranks=shown_ranks, log=log)
@@ -157,6 +157,10 @@ class Launcher:
 
     def close(self) -> None:
         self.keeper.close()
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _instead_of_fork(start: Start) -> Start:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -461,3 +462,9 @@ def test_a_slower_rank_may_fail_alike_before_it_is_interrupted(start_method: str
     with pytest.raises(ValueError, match="the same everywhere") as caught:
         launch(train, 2, start_method=start_method)
     assert "; the same on rank " in caught.value.__notes__[0]
+
+
+def test_what_ranks_printed_is_for_the_user_alone(start_method: str) -> None:
+    log = launch(print, 1, args=("secret",), start_method=start_method).log_path
+    assert stat.S_IMODE(os.stat(log).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(os.path.dirname(log)).st_mode) == 0o700
