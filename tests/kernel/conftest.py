@@ -46,7 +46,8 @@ def kernel(shared_kernel: RealKernel) -> Iterator[RealKernel]:
     yield shared_kernel
     shared_kernel.settle()
     if shared_kernel.is_alive:
-        shared_kernel.do(f"%cd -q {shared_kernel.folder}")
+        # An `accelerator` of the notebook's own would be every later cell's.
+        shared_kernel.do(f"%cd -q {shared_kernel.folder}\nglobals().pop('accelerator', None);")
     assert shared_kernel.is_alive, "the kernel died"
     assert shared_kernel.extra(before) == {}, "a run left processes in the kernel"
 
