@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import CannotSend, LaunchRefused
-from nbaccel.launch import launcher as launcher_module, zygote as zygote_module
+from nbaccel.launch import functions as functions_module, zygote as zygote_module
 from nbaccel.launch.functions import launch
 from nbaccel.launch.guardian import session_members
 from nbaccel.launch.keeper import Keeper
@@ -112,7 +112,7 @@ def test_another_torch_installation_restarts_the_zygote(keeper: Keeper, monkeypa
 
 def test_a_run_survives_the_death_of_its_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Launcher()
-    monkeypatch.setattr(launcher_module, "default_launcher", lambda: launcher)
+    monkeypatch.setattr(functions_module, "default_launcher", lambda: launcher)
 
     def kill_parent() -> int:
         meet()
@@ -133,7 +133,7 @@ def test_a_run_survives_the_death_of_its_zygote(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_zygote_that_answered_too_late_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Launcher()
-    monkeypatch.setattr(launcher_module, "default_launcher", lambda: launcher)
+    monkeypatch.setattr(functions_module, "default_launcher", lambda: launcher)
     launch(os.getpid, 2, start_method="zygote")
     pid = launcher.keeper.zygote().pid
     with monkeypatch.context() as impatient:
