@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -154,6 +155,7 @@ def _serve(
     for end in inherited:
         end.close()  # else this rank would keep the others alive after the benchmark has gone
     os.environ.update(environment, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
+    vars(sys).pop("ps1", None)  # a benchmark is a script, also where its parent has an IPython shell: Fabric looks here
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers' own, and what they log
     logging.disable(logging.WARNING)
