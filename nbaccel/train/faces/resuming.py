@@ -42,6 +42,8 @@ class Resuming(Checkpointing):
     _autosave: Autosave
     _pending: Path | None
     """What is to be continued from, while it is not."""
+    _choice: Choice | None
+    """The checkpoint there, on which all ranks agreed at the first `prepare`."""
     _resumed: Choice | None
 
     @abstractmethod
@@ -84,7 +86,7 @@ class Resuming(Checkpointing):
         policy = CheckpointPolicy.of(self._settings)
         self._autosave = Autosave(policy, self.world, Weakly(self._save_by_itself), Weakly(self._random_states))
         self._accumulation.clock.saver = self._autosave if policy.every is not None else None
-        self._pending, self._resumed = policy.resume, None
+        self._pending, self._choice, self._resumed = policy.resume, None, None
         if policy.every is not None:
             emit(SavesItself())
 
@@ -99,14 +101,14 @@ class Resuming(Checkpointing):
         if self._pending is None:
             return
         place = self._pending
-        choice = self._from_main(lambda: self._find(place))
+        choice = self._choice = self._choice or self._from_main(lambda: self._find(place))
         if choice is None:
             self._pending = None
             self.print(f"nothing to resume in {place} yet: the training starts at its beginning")
             return
         if Holdings.in_checkpoint(choice.folder, choice.manifest) != self._holdings():
             return
-        self._pending = None
+        self._pending = self._choice = None
         self._load(choice, trust=False, was_chosen=True)
         self._resumed = choice
         self._autosave.resumed(self._training().step)
@@ -130,19 +132,27 @@ class Resuming(Checkpointing):
         )
 
     def _refuse_half_a_resume(self) -> None:
-        """Before the first step.
+        """Before the first step. No collective: what the checkpoint is, every rank knows since its first `prepare`.
 
         Raises:
             CannotResume: other things are prepared than the checkpoint holds, or the epochs begin anew.
         """
-        if self._pending is not None:
-            choice = self._from_main(lambda: self._find(self._pending or Path()))
-            if choice is not None:
-                held = Holdings.in_checkpoint(choice.folder, choice.manifest)
+        if (choice := self._choice) is not None:
+            held = Holdings.in_checkpoint(choice.folder, choice.manifest)
+            if held is None:
                 raise CannotResume(
-                    f"{choice.folder} holds {held}; prepared and registered are {self._holdings()}. Prepare the same "
-                    "things before the first step, or leave out the resume to start anew."
+                    f"{choice.folder} was written by Accelerate and does not say what it holds. Load it yourself, once "
+                    f"everything is prepared: accelerator.load_state({str(choice.folder)!r})"
                 )
+            raise CannotResume(
+                f"{choice.folder} holds {held}; prepared and registered are {self._holdings()}. Prepare the same "
+                "things before the first step, or leave out the resume to start anew."
+            )
+        if self._pending is not None:
+            raise CannotResume(
+                f"nothing was prepared that could be restored from {self._pending}: pass model, optimizer and loader "
+                "through accelerator.prepare before the first step, or leave out the resume."
+            )
         resumed, self._resumed = self._resumed, None
         if resumed is not None and self._epochs.under_way > 0 and not self._epochs.is_used:
             raise CannotResume(

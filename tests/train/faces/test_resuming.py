@@ -157,6 +157,33 @@ def test_a_program_that_prepares_other_things_is_told_what_the_checkpoint_holds(
         accelerator.backward(model(torch.ones(1, 1)).sum())
 
 
+def test_a_folder_of_accelerates_is_to_be_loaded_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    accelerator = Accelerator(resume=tmp_path)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(CannotResume, match=r"written by Accelerate .*accelerator\.load_state\("):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+
+
+def test_a_program_that_prepares_nothing_is_told_so(tmp_path: Path) -> None:
+    _saved(tmp_path, epochs=1)
+    accelerator = Accelerator(resume=tmp_path)
+    with pytest.raises(CannotResume, match=r"nothing was prepared .* accelerator\.prepare before the first step"):
+        accelerator.backward(torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum())
+
+
+def test_a_checkpoint_is_looked_for_and_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _saved(tmp_path, epochs=1)
+    verified: list[Path] = []
+    verify = Manifest.verify
+    monkeypatch.setattr(Manifest, "verify", lambda self, folder: (verified.append(folder), verify(self, folder))[1])
+    fresh = Trained.start()
+    accelerator = Accelerator(resume=tmp_path)
+    for thing in (fresh.model, fresh.optimizer.optimizer, fresh.loader.loader):
+        accelerator.prepare(thing)
+    assert len(verified) == 1
+
+
 def test_the_state_is_restored_with_the_last_thing_that_is_prepared(tmp_path: Path) -> None:
     _saved(tmp_path, epochs=1)
     torch.manual_seed(1)
