@@ -11,7 +11,7 @@ from typing import Any
 
 from nbaccel.notebook.config_command import SAVE
 from nbaccel.notebook.mistakes import COMMANDS
-from nbaccel.notebook.options import keys
+from nbaccel.notebook.parsing import keys
 
 __all__ = ["Completer", "candidates"]
 

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from IPython.core.error import UsageError
 
 from nbaccel.configfile import ConfigFile
-from nbaccel.notebook.options import Options, chosen, configured, described, flags_parser, keys, text_of
+from nbaccel.notebook.flags import flags_parser
+from nbaccel.notebook.options import Options
+from nbaccel.notebook.parsing import chosen, configured, described, keys, text_of
 
 __all__ = ["Configuration"]
 

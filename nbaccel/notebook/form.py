@@ -19,7 +19,7 @@ from nbaccel.hardware import Survey
 from nbaccel.notebook.choices import effective_batch_size, overview, world_size
 from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.fields import INDENT, LABEL_WIDTH, Field, make_fields, number
-from nbaccel.notebook.options import chosen, command_line, text_of
+from nbaccel.notebook.parsing import chosen, command_line, text_of
 from nbaccel.notebook.status import next_cell
 
 __all__ = ["Form"]

@@ -1,6 +1,6 @@
 """Mistakes on the line of a magic, each answered in one sentence that says what to write instead. Runs in the kernel.
 
-What is right is decided in `options`; this file only words what is wrong.
+What is right is decided in `flags` and `values`; this file only words what is wrong.
 """
 
 from __future__ import annotations

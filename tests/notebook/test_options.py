@@ -8,8 +8,10 @@ import pytest
 from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.notebook.flags import flags_parser
 from nbaccel.notebook.magics import AccelerateMagics
-from nbaccel.notebook.options import Options, command_line, configured, described, flags_parser, keys, parse
+from nbaccel.notebook.options import Options
+from nbaccel.notebook.parsing import command_line, configured, described, keys, parse
 
 PARSER = AccelerateMagics.accelerate.parser
 

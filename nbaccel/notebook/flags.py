@@ -1,0 +1,118 @@
+"""Flags: the table of what `%%accelerate` takes, which serves parsing, help, completion and the configuration.
+
+Runs in the kernel, and in the command line. A flag is one row here, one field of `Options`, and where its text has to
+be looked at, a reader in `values`; nothing else has to be told.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from IPython.core.magic_arguments import MagicHelpFormatter, argument, construct_parser, kwds
+
+from nbaccel.intervals import parse_interval, parse_seconds
+from nbaccel.launch.preflight import START_METHODS
+from nbaccel.launch.spec import OOM_CHOICES
+from nbaccel.notebook.options import AUTO
+from nbaccel.notebook.values import (
+    checked,
+    one_of,
+    read_batches,
+    read_curves,
+    read_kept,
+    read_names,
+    read_processes,
+    read_ranks,
+    read_seconds,
+    read_seed,
+)
+from nbaccel.settings import PRECISIONS
+
+__all__ = ["flags", "flags_parser", "settings"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_flag: Callable[..., Any] = argument  # IPython publishes no type for it
+
+_SETTINGS = (
+    _flag("-n", "--num-processes", metavar="N", type=read_processes,
+          help="ranks to start; default auto: one per GPU, or one on the CPU"),
+    _flag("-p", "--mixed-precision", metavar="P", choices=(AUTO, *PRECISIONS),
+          type=one_of("a precision", AUTO, *PRECISIONS),
+          help="auto, no, fp16 or bf16; default auto: what suits the device"),
+    _flag("-a", "--accumulate", metavar="K", type=read_batches,
+          help="batches per optimizer step; default 1"),
+    _flag("-o", "--out", metavar="NAMES", type=read_names,
+          help="variables to bring back from rank 0: model,history; default none"),
+    _flag("-i", "--in", metavar="NAMES", type=read_names, dest="inputs",
+          help="variables to send to a zygote though the cell does not mention them; default none"),
+    _flag("-r", "--ranks", metavar="RANKS", type=read_ranks,
+          help="whose output is shown: 0, all, or a list 0,2-3; default all"),
+    _flag("-d", "--devices", metavar="GPUS",
+          help="GPUs to use, by number or UUID: 2,3; default all that are visible"),
+    _flag("--cpu", action="store_true", default=None,
+          help="use no GPU; default off"),
+    _flag("-t", "--timeout", metavar="S", type=read_seconds,
+          help="stop after S seconds, as one interrupt would, with TimeoutError; default never"),
+    _flag("--hang-timeout", metavar="S", type=read_seconds,
+          help="end when no rank enters a step or collective for S seconds, and say where each is; default never"),
+    _flag("--start", metavar="HOW", choices=START_METHODS, type=one_of("a start", *START_METHODS),
+          help="auto, fork, zygote or inline; default auto: fork unless the notebook has used CUDA"),
+    _flag("--plot", metavar="CURVES", type=read_curves,
+          help="numbers to draw, of those that accelerator.log and backward report: loss,acc; default the loss"),
+    _flag("--plain", action="store_true", default=None,
+          help="show text only, no panel, no rich output; default off"),
+    _flag("--seed", metavar="N", type=read_seed,
+          help="shared seed, rank r computes with N + r; default drawn for each run, and printed"),
+    _flag("--debug", action="store_true", default=None,
+          help="check every collective, not only the first ones; default off"),
+    _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=one_of("what follows", *OOM_CHOICES),
+          help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
+    _flag("--checkpoint-every", metavar="T", type=checked(parse_interval, keeps_text=True),
+          help="save in the background every 10min, or every 500steps; default never"),
+    _flag("--checkpoint-dir", metavar="DIR",
+          help="where to; default nbaccel_checkpoints in the working directory"),
+    _flag("--keep", metavar="K", type=read_kept,
+          help="how many of these checkpoints stay; default 3"),
+    _flag("--resume", metavar="PATH", nargs="?", const="",
+          help="go on from the checkpoint in PATH, or from the newest in --checkpoint-dir; default off"),
+    _flag("--time-limit", metavar="T", type=checked(parse_seconds),
+          help="end well after 11h30m: finish the step, save, bring --out back; default never"),
+)  # fmt: skip
+"""Flags that a notebook can choose for all its cells: `%accelerate config` and nbaccel.toml know them by their long
+names."""
+
+_OF_ONE_CELL: tuple[Any, ...] = ()
+"""Flags that mean one cell and nothing beyond it."""
+
+_HELP_WIDTH, _HELP_COLUMN = 120, 32
+
+
+def flags(function: Function) -> Function:
+    """Give a magic all flags; goes below `magic_arguments`."""
+    for flag in reversed(_SETTINGS + _OF_ONE_CELL):
+        function = flag(function)
+    wide: Callable[..., Any] = kwds  # one line per flag, whatever the width of the terminal
+    decorated: Function = wide(formatter_class=_help_formatter)(function)
+    return decorated
+
+
+def flags_parser() -> argparse.ArgumentParser:
+    """The magic's parser, for those who have no magic."""
+
+    @flags
+    def accelerate() -> None: ...
+
+    make: Callable[..., argparse.ArgumentParser] = construct_parser
+    return make(accelerate)
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    return MagicHelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
+
+
+def settings(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Of a parser that has all flags, those that `%accelerate config` can set."""
+    return parser._actions[: len(_SETTINGS)]

@@ -1,0 +1,138 @@
+"""Parsing: the text of a magic's line as options, and options as text again. Runs in the kernel; starts nothing.
+
+A cell's line is flags; `%accelerate config` and nbaccel.toml say KEY=VALUE, the keys being the long flags without
+their dashes. What flags there are is in `flags`, how their values are read in `values`, and what is said of a line
+that is wrong in `mistakes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbaccel.intervals import said
+from nbaccel.notebook.flags import settings
+from nbaccel.notebook.mistakes import in_our_words, near, what_is_unknown
+from nbaccel.notebook.options import Options
+
+__all__ = ["chosen", "command_line", "configured", "described", "joined", "keys", "parse", "text_of"]
+
+_TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def parse(parser: argparse.ArgumentParser, line: str) -> Options:
+    """The options that the rest of a `%%accelerate` line gives.
+
+    Raises:
+        UsageError: one sentence on the first thing that is wrong.
+    """
+    try:
+        arguments = shlex.split(joined(line), comments=True)
+    except ValueError as error:
+        raise UsageError(f"a quote in this line is not closed ({error}): %%accelerate {line}") from None
+    try:
+        known, unknown = parser.parse_known_args(arguments)
+    except UsageError as error:
+        raise UsageError(in_our_words(str(error))) from None
+    if unknown:
+        raise UsageError(f"{what_is_unknown(parser, unknown[0])} %accelerate? lists every flag.")
+    return Options(**vars(known))
+
+
+def joined(line: str) -> str:
+    """A line whose lists have no blanks: `--out model, history` names two.
+
+    >>> joined("--out model, history -n 2")
+    '--out model,history -n 2'
+    """
+    return re.sub(r"\s*,\s*", ",", line)
+
+
+def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before: Options) -> Options:
+    """`before` with each KEY=VALUE of `%accelerate config` set; `KEY=` goes back to the default.
+
+    Raises:
+        UsageError: an unknown key or a wrong value.
+    """
+    for setting in settings:
+        key, is_given, text = setting.partition("=")
+        key = key.replace("_", "-")  # as it is spelled in Python
+        action = _action(parser, key)
+        if action is None or not is_given:
+            what = f"{key!r} needs a value: {key}=…" if action else _no_setting(parser, key)
+            raise UsageError(f"{what}; settings are KEY=VALUE with one of {', '.join(keys(parser))}.")
+        before = replace(before, **{action.dest: _value(parser, action, key, text) if text else None})
+    return before
+
+
+def keys(parser: argparse.ArgumentParser) -> list[str]:
+    """The settings of `%accelerate config`: the long flags without their dashes."""
+    return [action.option_strings[-1].removeprefix("--") for action in settings(parser)]
+
+
+def chosen(parser: argparse.ArgumentParser, options: Options) -> dict[str, Any]:
+    """Setting to value, as it would be given, for everything that `options` choose."""
+    values = ((key, _given(action, options)) for key, action in zip(keys(parser), settings(parser), strict=True))
+    return {key: value for key, value in values if value is not None}
+
+
+def _given(action: argparse.Action, options: Options) -> Any:
+    """A flag's value as it would be given: a time that is kept in seconds gets its units back."""
+    value = getattr(options, action.dest)
+    return said(value).replace(" ", "") if action.dest == "time_limit" and value is not None else value
+
+
+def described(parser: argparse.ArgumentParser, options: Options) -> str:
+    """`options` as `%accelerate config` would take them; empty when nothing is chosen."""
+    return " ".join(f"{key}={text_of(value)}" for key, value in chosen(parser, options).items())
+
+
+def command_line(parser: argparse.ArgumentParser, options: Options) -> str:
+    """The first line of a cell that chooses `options` by itself."""
+    words = ["%%accelerate"]
+    for action in settings(parser):
+        value = _given(action, options)
+        if value is None or value is False:  # no flag turns another off
+            continue
+        words += [action.option_strings[0]] + ([] if action.nargs == 0 else [shlex.quote(text_of(value))])
+    return " ".join(words)
+
+
+def text_of(value: Any) -> str:
+    """A value as it is written behind KEY=.
+
+    >>> text_of(True), text_of(("model", "history")), text_of("GPU-5eA"), text_of(1.5)
+    ('true', 'model,history', 'GPU-5eA', '1.5')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple | list) else str(value)
+
+
+def _action(parser: argparse.ArgumentParser, key: str) -> argparse.Action | None:
+    """The setting of this name, long or short, without its dashes."""
+    spelled = {f"--{key}", f"-{key}"}
+    return next((action for action in settings(parser) if spelled & {*action.option_strings}), None)
+
+
+def _no_setting(parser: argparse.ArgumentParser, key: str) -> str:
+    if f"--{key}" in parser._option_string_actions:
+        return f"--{key} means one cell and is none of the settings: write it behind %%accelerate"
+    return f"there is no setting {key!r}{near(key, keys(parser))}"
+
+
+def _value(parser: argparse.ArgumentParser, action: argparse.Action, key: str, text: str) -> Any:
+    if action.nargs == 0:
+        if text.lower() not in _TRUTH:
+            raise UsageError(f"{key} is true or false; got {text!r}.")
+        return _TRUTH[text.lower()]
+    try:
+        return getattr(parser.parse_args([f"{action.option_strings[-1]}={text}"]), action.dest)
+    except UsageError as error:
+        raise UsageError(in_our_words(str(error))) from None
