@@ -269,9 +269,12 @@ def test_reading_waits_half_a_second_between_rounds() -> None:
 
 
 STOPPED_KERNEL = """
-import os, signal, sys, threading
-from nbaccel import launch
-from nbaccel.events import Loss, Metric, emit
+import os, sys
+from nbaccel.events import Loss, Metric, RecordsLost, emit
+from nbaccel.launch.launcher import default_launcher
+from nbaccel.launch.preflight import Start
+from nbaccel.launch.screen.router import ConsoleScreen
+from nbaccel.launch.spec import FunctionTask, LaunchSpec
 
 go, done = map(int, sys.argv[1:])
 
@@ -279,13 +282,24 @@ def train():
     import torch
     os.write(done, b"r")             # ready: stop the kernel
     os.read(go, 1)                   # it stands still
-    for step in range(50_000):       # six times around the ring
+    for step in range(20_000):       # several times around the ring
         emit(Loss(torch.tensor(1.0), step))
         emit(Metric({"a": 1.0}, step))
     os.write(done, b"d")             # only now may it go on
 
-history = launch(train, 2, start_method="fork").history
-print(len(history.rows) + len(history.curve("loss").step), history.lost)
+class Count:
+    arrived, lost = 0, {}
+    def feed(self, rank, at, event):
+        self.arrived += type(event) in (Loss, Metric)
+        if type(event) is RecordsLost:
+            self.lost[rank] = event.count
+    def tick(self, now):
+        pass
+
+count = Count()
+spec = LaunchSpec(FunctionTask(train), 2, Start("fork", ""))
+default_launcher().run(spec, ConsoleScreen(), listeners=[count]).close()
+print(count.arrived, sum(count.lost.values()))
 """
 
 
@@ -308,12 +322,13 @@ def test_ranks_go_on_while_the_kernel_is_stopped() -> None:
         os.write(go_write, b"gg")
         done = b"".join(os.read(done_read, 1) for _ in range(2))
         kernel.send_signal(signal.SIGCONT)
-        points, lost = map(int, kernel.communicate(timeout=30)[0].split())
+        arrived, lost = map(int, kernel.communicate(timeout=30)[0].split())
     for fd in (go_read, go_write, done_read):
         os.close(fd)
     assert (ready, done) == (b"rr", b"dd")
-    assert points > 100  # of the newest that the ring still held, losses or metrics as they came last
-    assert lost > 100_000
+    assert arrived > 0
+    assert lost > 40_000
+    assert arrived + lost >= 80_000  # every record came or is counted; the samples of memory are lost or come too
 
 
 def test_eight_ranks_may_write_four_thousand_records_between_two_readings_and_lose_none() -> None:
