@@ -7,7 +7,6 @@ import inspect
 import json
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 
 import pytest
@@ -77,7 +76,4 @@ def test_version_is_that_of_the_distribution() -> None:
 
 def test_asking_for_a_name_twice_does_not_look_it_up_twice() -> None:
     assert nbaccel.World is nbaccel.World
-    start = time.perf_counter()
-    for _ in range(1000):
-        _ = nbaccel.World
-    assert time.perf_counter() - start < 0.1
+    assert vars(nbaccel)["World"] is nbaccel.World

@@ -116,7 +116,7 @@ def test_a_second_press_does_not_wait_for_the_step(kernel: RealKernel, start: st
     pressed_at = time.monotonic()
     kernel.interrupt()
     running.end(timeout_s=20).failed("KeyboardInterrupt")
-    assert time.monotonic() - pressed_at < 2
+    assert time.monotonic() - pressed_at < 5  # the step would take a minute
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -13,7 +13,7 @@ def test_loading_the_extension_is_quick_and_silent_and_imports_nothing_large(new
     kernel = new_kernel()
     kernel.do("import sys")
     cell = kernel.do("%load_ext nbaccel")
-    assert cell.seconds < 0.5
+    assert cell.seconds < 2  # 0.1 s on an idle machine
     assert cell.text == ""
     assert cell.displays == []
     assert kernel.value(f"[name for name in {UNTOUCHED} if name in sys.modules]") == []
