@@ -1,4 +1,4 @@
-"""WorkerGroup: one run seen from the kernel, from the first process to the last. Runs in the kernel.
+"""WorkerGroup: a crew at work on one run, as the kernel watches it. Runs in the kernel.
 
 A selector waits on what can happen (output, messages, ends of processes, the user's interrupt); nothing is polled
 while ranks only work. Whatever ends the run, `run` returns after every process of it is gone.
@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import selectors
-import shutil
 import signal
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nbaccel.events import Listener
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.crew import Crew
 from nbaccel.launch.ending import Aborting, BreakingHang, Ending, Killing, Running, Stopping
-from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.hangs import Hang, HangWatch
 from nbaccel.launch.member import Member, Report
 from nbaccel.launch.openfiles import files_being_written
+from nbaccel.launch.presses import Presses
 from nbaccel.launch.screen.router import OutputRouter
-from nbaccel.launch.spec import LaunchSpec, RankBoot
-from nbaccel.launch.start import StartMethod
+from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.telemetry import Telemetry
-from nbaccel.launch.wire.channel import Channel
-from nbaccel.launch.wire.control import SAVE_GRACE_S, ControlPage
+from nbaccel.launch.wire.control import SAVE_GRACE_S
 from nbaccel.launch.wire.pipes import MarkedPipe
-from nbaccel.world import World
 
 __all__ = ["BadFork", "Ended", "WorkerGroup"]
 
@@ -76,40 +72,41 @@ class Ended:
 
 
 class WorkerGroup:
-    """Starts the ranks of one run, listens to them and sees them all out."""
+    """Has the ranks of a crew do one run: listens to them, and sees them all out.
+
+    notice: shows one line of ours to the user.  listeners: hear what the ranks report.
+    beside: what else is looked at meanwhile.
+    """
 
     def __init__(
         self,
+        crew: Crew,
         spec: LaunchSpec,
-        start: StartMethod,
         router: OutputRouter,
         *,
-        kernel_pidfd: int,
-        guard: Callable[[str], None],
         notice: Callable[[str], None],
         listeners: Sequence[Listener] = (),
+        beside: Sequence[Beside] = (),
     ) -> None:
+        self._crew = crew
+        self._page = crew.page
+        self._members = crew.members
         self._spec = spec
-        self._start = start
         self._router = router
-        self._kernel_pidfd = kernel_pidfd
-        self._guard = guard
         self._notice = notice
+        self._beside = beside
         self._selector = selectors.DefaultSelector()
-        self._members: list[Member] = []
-        self._pipes: list[MarkedPipe] = []
+        self._presses = Presses()
+        self._telemetry = Telemetry(crew.rings, listeners, notice)
         self._failures: list[int] = []
         self._settled_at: float | None = None
-        self._telemetry = Telemetry(listeners, notice)
         self._open_files: list[str] = []
         self._is_bad_fork = False
-        self._presses = 0
+        self._is_stop_wanted = False  # by a rank
         self._is_timed_out = False
         self._hang: Hang | None = None
-        self._folder = ""
         self._is_over = False
         self._has_grace = False  # whether the guardian lets the ranks outlive the kernel
-        self._fds = {self._selector.fileno()}
 
     def run(self) -> Ended:
         """Run to the end; afterwards no process of the run exists.
@@ -118,102 +115,43 @@ class WorkerGroup:
             BadFork: see there.
             CannotSend: a name cannot travel to the ranks.
         """
-        self._start.get_ready()  # the user may interrupt this as any other waiting
         began = time.monotonic()
         with contextlib.ExitStack() as owned:
-            page = ControlPage.create(self._spec.world_size)
-            owned.callback(page.close)
-            owned.callback(self._telemetry.close)
+            owned.callback(self._presses.close)
             owned.callback(self._selector.close)
-            folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
-            owned.callback(self._remove, folder)
-            self._guard(folder)
-            self._folder = folder
-            owned.enter_context(self._interrupts())
-            owned.enter_context(self._terminations(page))
+            self._selector.register(self._presses, selectors.EVENT_READ, self._presses.read)
+            owned.enter_context(self._presses.of_the_keyboard())
+            owned.enter_context(self._terminations())
             owned.callback(self._see_everybody_out)
-            store_path = os.path.join(folder, "store")
-            self._start_ranks(page, store_path)
-            limit_s = self._spec.hang_timeout_s
-            self._hangs = HangWatch(page, self._members, store_path, limit_s, self._notice, began)
-            self._loop(page, began)
+            self._crew.start(self._spec, [self._selector.fileno(), *self._presses.fds])
+            self._watch()
+            self._hangs = HangWatch(
+                self._page, self._members, self._crew.store_path, self._spec.hang_timeout_s, self._notice, began
+            )
+            self._loop(began)
             if self._is_bad_fork:
                 raise BadFork
-            return self._ended(page, time.monotonic() - began)
+            return self._ended(time.monotonic() - began)
 
-    # --- start -------------------------------------------------------------------------------------------------
-
-    def _start_ranks(self, page: ControlPage, store_path: str) -> None:
-        spec = self._spec
-        nonce = secrets.token_hex(6)
-        launch_id = secrets.token_hex(8)
-        port = _free_port()
-        boots: list[RankBoot] = []
-        mine: list[tuple[Channel, int, int]] = []
-        theirs: list[int] = []
-        try:
-            for rank in range(spec.world_size):
-                here, there = socket.socketpair()
-                out_read, out_write = os.pipe()
-                err_read, err_write = os.pipe()
-                mine.append((Channel(here), out_read, err_read))
-                theirs += [there.detach(), out_write, err_write, self._telemetry.add_ring()]
-                world = World(rank, spec.world_size, rank, spec.world_size, 0, launch_id)
-                boots.append(
-                    RankBoot(
-                        world=world,
-                        environ=dict(spec.environ) | world.environ(port),
-                        setup=spec.setup,
-                        threads=spec.threads,
-                        run_nonce=nonce,
-                        store_path=store_path,
-                        kernel_pidfd=self._kernel_pidfd,
-                        channel_fd=theirs[-4],
-                        stdout_fd=out_write,
-                        stderr_fd=err_write,
-                        page_fd=page.fd,
-                        ring_fd=theirs[-1],
-                    )
-                )
-            self._fds |= {fd for channel, out, err in mine for fd in (channel.fileno(), out, err)}
-            processes = self._start.start(boots, spec.task, self._fds)
-        except BaseException:
-            for channel, out, err in mine:
-                channel.close()
-                os.close(out)
-                os.close(err)
-            raise
-        finally:
-            for fd in theirs:
-                os.close(fd)
-        for rank, (process, (channel, out, err)) in enumerate(zip(processes, mine, strict=True)):
-            self._guard(f"+{process.pid}")
-            member = Member(rank, process, channel)
-            self._members.append(member)
-            self._watch_member(member)
-            self._watch_pipe(MarkedPipe(out, rank, "stdout", nonce), member)
-            self._watch_pipe(MarkedPipe(err, rank, "stderr", nonce), member)
-
-    def _watch_member(self, member: Member) -> None:
-        self._selector.register(member.process.pidfd, selectors.EVENT_READ, lambda: self._on_end(member))
-        self._selector.register(member.channel, selectors.EVENT_READ, lambda: self._on_message(member))
-
-    def _watch_pipe(self, pipe: MarkedPipe, member: Member) -> None:
-        self._pipes.append(pipe)
-        self._selector.register(pipe.fd, selectors.EVENT_READ, lambda: self._on_output(pipe, member))
+    def _watch(self) -> None:
+        for member in self._members:
+            self._selector.register(member.process.pidfd, selectors.EVENT_READ, partial(self._on_end, member))
+            self._selector.register(member.channel, selectors.EVENT_READ, partial(self._on_message, member))
+        for pipe in self._crew.pipes:
+            self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._on_output, pipe))
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
-    def _loop(self, page: ControlPage, began: float) -> None:
-        limit_s = self._spec.timeout_s
+    def _loop(self, began: float) -> None:
+        page, limit_s = self._page, self._spec.timeout_s
         ending: Ending = Running(self._members, began)
         presses = 0
         has_noticed = False
         while not all(member.has_ended for member in self._members):
             self._wait(ending, None if limit_s is None or self._is_timed_out else began + limit_s)
             now = time.monotonic()
-            if self._presses > presses:
-                presses = self._presses
+            if self._presses.count > presses:
+                presses = self._presses.count
                 if isinstance(ending, Stopping) or presses > 1:
                     # A Killing goes on as it is: begun anew by every press, it would put off its SIGKILL.
                     ending = ending if isinstance(ending, Killing) else Killing(self._members, now)
@@ -222,9 +160,10 @@ class WorkerGroup:
             elif isinstance(ending, Running):
                 if page.saves_itself and not self._has_grace:
                     self._has_grace = True
-                    self._guard(f"={SAVE_GRACE_S:g}")
-                if page.stop_wanted:  # a rank was told to end
-                    self._presses += 1
+                    self._crew.guard(f"={SAVE_GRACE_S:g}")
+                if page.stop_wanted and not self._is_stop_wanted:  # a rank was told to end
+                    self._is_stop_wanted = True
+                    self._presses.press()
                 if limit_s is not None and now > began + limit_s:
                     self._is_timed_out = True
                     ending = Stopping(self._members, now, page)
@@ -232,7 +171,7 @@ class WorkerGroup:
                     ending = Killing(self._members, now)
                 elif self._cause_is_known(now):
                     pids = [member.process.pid for member in self._members]
-                    self._open_files = files_being_written(pids, self._folder)
+                    self._open_files = files_being_written(pids, self._crew.folder)
                     ending = Aborting(self._members, time.monotonic(), page, self._spec.wants_results)
                 elif (hang := self._hangs.tick(now)) is not None:
                     self._hang = hang
@@ -244,6 +183,8 @@ class WorkerGroup:
             ending.advance(now)
             self._router.tick()
             self._telemetry.tick(now)
+            for each in self._beside:
+                each.tick(now, self._presses.press)
 
     def _wait(self, ending: Ending, limit_at: float | None) -> None:
         """Wait for something to happen, but no longer than until something is due; then handle all that happened."""
@@ -255,12 +196,13 @@ class WorkerGroup:
             ending.due_in(now),
             None if limit_at is None else max(0.0, limit_at - now),
             None if self._settled_at is None else max(0.0, self._settled_at - now),
+            *(each.due_in(now) for each in self._beside),
         ]
         due = [wait for wait in waits if wait is not None]
         for key, _ in self._selector.select(min(due) if due else None):
             key.data()
 
-    def _on_output(self, pipe: MarkedPipe, member: Member) -> None:
+    def _on_output(self, pipe: MarkedPipe) -> None:
         data = pipe.read()
         if data is None:
             self._close_pipe(pipe)
@@ -269,14 +211,14 @@ class WorkerGroup:
             if isinstance(piece, bytes):
                 self._router.feed(pipe.rank, pipe.stream, piece)
             else:
-                self._show(member, piece)
+                self._show(self._members[pipe.rank], piece)
 
     def _close_pipe(self, pipe: MarkedPipe) -> None:
         if not pipe.is_open:
             return
         self._selector.unregister(pipe.fd)
         pipe.close()
-        if not any(other.is_open for other in self._pipes if other.rank == pipe.rank):
+        if not any(other.is_open for other in self._crew.pipes if other.rank == pipe.rank):
             self._router.rank_done(pipe.rank)
 
     def _show(self, member: Member, message_id: int) -> None:
@@ -326,63 +268,54 @@ class WorkerGroup:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def _see_everybody_out(self) -> None:
-        """No process of the run survives this, whatever happened before."""
+        """No process of the run survives this, whatever happened before, and what they said is shown."""
         if self._is_over:
             return
         self._is_over = True
-        leaders = [member.process.pid for member in self._members]
-        if leaders and session_members(leaders):
-            kill_session(*leaders, wait_s=5.0)
-        for member in self._members:
-            member.process.reap()
-            self._guard(f"-{member.process.pid}")
+        self._crew.bury()
         if self._has_grace:
-            self._guard("=0")
+            self._crew.guard("=0")
         self._drain()
         self._telemetry.read(time.monotonic(), is_last=True)
         for member in self._members:
             for message in member.displays.values():
                 self._router.publish(member.rank, message)
-            member.channel.close()
 
     def _drain(self) -> None:
         """Read what is left in the pipes; whoever still holds a writing end is given a moment, not more."""
         deadline = time.monotonic() + _DRAIN_S
-        for pipe, member in [(pipe, self._members[pipe.rank]) for pipe in self._pipes]:
+        for pipe in self._crew.pipes:
             while pipe.is_open and time.monotonic() < deadline + _DRAIN_S:
                 before = time.monotonic()
-                self._on_output(pipe, member)
+                self._on_output(pipe)
                 if pipe.is_open and pipe.was_empty:
                     if before > deadline:
                         break
                     time.sleep(0.002)
             self._close_pipe(pipe)
 
-    def _ended(self, page: ControlPage, seconds: float) -> Ended:
+    def _ended(self, seconds: float) -> Ended:
         self._see_everybody_out()
+        self._presses.read()
         causes = [rank for rank in self._failures if not self._is_consequence(self._members[rank])]
         first = (causes or self._failures or [None])[0]  # type: ignore[list-item]
         if self._hang is not None:  # what failed afterwards was interrupted
             first = self._hang.rank
         return Ended(
             reports=[member.report for member in self._members],
-            exit_codes=[member.process.reap() for member in self._members],
+            exit_codes=self._crew.bury(),
             killed_by_us=[member.was_killed for member in self._members],
             first_failed=first,
-            is_interrupted=self._presses > 0,
+            is_interrupted=self._presses.count > 0,
             is_timed_out=self._is_timed_out,
             seconds=seconds,
-            steps=page.steps_before_stop,
+            steps=self._page.steps_before_stop,
             open_files=self._open_files,
             hang=self._hang,
         )
 
-    def _remove(self, folder: str) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        self._guard(f"-{folder}")
-
     @contextlib.contextmanager
-    def _terminations(self, page: ControlPage) -> Iterator[None]:
+    def _terminations(self) -> Iterator[None]:
         """SIGTERM ends the kernel as ever; a run that saves itself is stopped first, as by a press."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -392,7 +325,7 @@ class WorkerGroup:
 
         def end(number: int, frame: Any) -> None:
             nonlocal has_come
-            if page.saves_itself and not has_come:
+            if self._page.saves_itself and not has_come:
                 has_come = True
                 os.kill(os.getpid(), signal.SIGINT)
             else:
@@ -409,34 +342,3 @@ class WorkerGroup:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
             if has_come:
                 pass_on()
-
-    @contextlib.contextmanager
-    def _interrupts(self) -> Iterator[None]:
-        """Count SIGINT instead of raising it, and wake the selector. Only the main thread can be interrupted."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(write_fd, False)
-        self._fds |= {read_fd, write_fd}
-
-        def press(number: int, frame: Any) -> None:
-            self._presses += 1
-            with contextlib.suppress(OSError):
-                os.write(write_fd, b"!")
-
-        self._selector.register(read_fd, selectors.EVENT_READ, lambda: os.read(read_fd, 64))
-        previous = signal.signal(signal.SIGINT, press)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
-            os.close(read_fd)
-            os.close(write_fd)
-
-
-def _free_port() -> int:
-    """A port that nobody listens on, for programs that read MASTER_PORT; our ranks meet in a file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

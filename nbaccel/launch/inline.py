@@ -14,7 +14,7 @@ from nbaccel.events import Event, Listener, outlet
 from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import LaunchSpec, load_named
-from nbaccel.launch.telemetry import Telemetry
+from nbaccel.launch.telemetry import Rings, Telemetry
 from nbaccel.launch.wire.ring import RingWriter
 
 __all__ = ["run_inline"]
@@ -52,8 +52,9 @@ def run_inline(spec: LaunchSpec, check: bool, listeners: Sequence[Listener] = ()
 @contextmanager
 def _heard(listeners: Sequence[Listener]) -> Iterator[None]:
     """Feed `listeners` with what this process reports meanwhile, in the thread that is here."""
-    telemetry = Telemetry(listeners, lambda line: ConsoleScreen().write("stderr", f"{line}\n"))
-    fd = telemetry.add_ring()
+    rings = Rings()
+    telemetry = Telemetry(rings, listeners, lambda line: ConsoleScreen().write("stderr", f"{line}\n"))
+    fd = rings.add()
     ring = RingWriter(fd)
     os.close(fd)
 
@@ -70,5 +71,5 @@ def _heard(listeners: Sequence[Listener]) -> Iterator[None]:
     finally:
         reporter.close()
         telemetry.read(time.monotonic(), is_last=True)
-        telemetry.close()
+        rings.close()
         ring.close()

@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nbaccel.errors import CannotFork, NestedLaunch
 from nbaccel.events import Listener, Restarted
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.crew import Crew
 from nbaccel.launch.group import BadFork, Ended, WorkerGroup
 from nbaccel.launch.holdings import held_here
 from nbaccel.launch.hostmemory import HostMemory
@@ -86,11 +89,13 @@ class Launcher:
         shown_ranks: Collection[int] | None = None,
         notice: Callable[[str], None] | None = None,
         listeners: Sequence[Listener] = (),
+        beside: Sequence[Beside] = (),
     ) -> Outcome:
         """Start the ranks, show what they print, and return when no process of the run is left.
 
         shown_ranks: whose output is shown; None for all.  notice: shows one line of ours to the user.
         listeners: hear what the ranks report; those of a run that is started anew hear both.
+        beside: looked at while the ranks work, by the thread that waits for them.
 
         Raises:
             NestedLaunch: this process is a rank itself.
@@ -98,7 +103,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self._one_at_a_time:
-            return self._run(spec, screen, shown_ranks, notice, listeners)
+            return self._run(spec, screen, shown_ranks, notice, listeners, beside)
 
     def _run(
         self,
@@ -107,6 +112,7 @@ class Launcher:
         shown_ranks: Collection[int] | None,
         notice: Callable[[str], None] | None,
         listeners: Sequence[Listener],
+        beside: Sequence[Beside],
     ) -> Outcome:
         _load_once(spec)
         say = notice or (lambda line: screen.write("stderr", line + "\n"))
@@ -118,16 +124,9 @@ class Launcher:
             def attempt(spec: LaunchSpec, witness: Witness) -> Ended:
                 router = OutputRouter(spec.world_size, screen, shown_ranks=shown_ranks, log=log)
                 try:
-                    group = WorkerGroup(
-                        spec,
-                        self._method(spec.start),
-                        router,
-                        kernel_pidfd=self.keeper.kernel_pidfd,
-                        guard=self.keeper.guard,
-                        notice=say,
-                        listeners=[witness, *listeners],
-                    )
-                    return group.run()
+                    with closing(self._crew(spec)) as crew:
+                        heard = [witness, *listeners]
+                        return WorkerGroup(crew, spec, router, notice=say, listeners=heard, beside=beside).run()
                 finally:
                     router.close()
 
@@ -149,6 +148,12 @@ class Launcher:
                         break
         error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
         return Outcome(spec.task, ended, spec.start, error, log_path, restarts)
+
+    def _crew(self, spec: LaunchSpec) -> Crew:
+        """Ranks to be: what they need is there, and nothing has begun."""
+        method = self._method(spec.start)
+        method.get_ready()  # the user may interrupt this as any other waiting
+        return Crew(spec.world_size, method, kernel_pidfd=self.keeper.kernel_pidfd, guard=self.keeper.guard)
 
     def _method(self, start: Start) -> StartMethod:
         if start.method == "zygote":

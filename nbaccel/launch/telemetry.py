@@ -13,31 +13,45 @@ from nbaccel.events import Event, Listener, RecordsLost
 from nbaccel.launch.wire.records import RecordReader
 from nbaccel.launch.wire.ring import RingReader, make_ring
 
-__all__ = ["Telemetry"]
+__all__ = ["Rings", "Telemetry"]
 
 TICK_S = 0.5
 
 
-class Telemetry:
-    """The rings of one run.
+class Rings:
+    """The kernel's ends of the ranks' rings, in the order of ranks."""
 
-    listeners: who is fed.  notice: shows one line of ours to the user.
-    """
+    def __init__(self) -> None:
+        self._readers: list[RingReader] = []
 
-    def __init__(self, listeners: Sequence[Listener], notice: Callable[[str], None]) -> None:
-        self._listeners = list(listeners)
-        self._notice = notice
-        self._rings: list[RingReader] = []
-        self._told_lost: list[int] = []
-        self._records = RecordReader()
-        self._due = 0.0
+    def __iter__(self) -> Iterator[RingReader]:
+        return iter(self._readers)
 
-    def add_ring(self) -> int:
+    def add(self) -> int:
         """A ring for the next rank, as a descriptor for it; the caller closes that."""
         fd = make_ring()
-        self._rings.append(RingReader(fd))
-        self._told_lost.append(0)
+        self._readers.append(RingReader(fd))
         return fd
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._readers.clear()
+
+
+class Telemetry:
+    """What one run reports.
+
+    rings: of its ranks, which stay the caller's.  listeners: who is fed.  notice: shows one line of ours to the user.
+    """
+
+    def __init__(self, rings: Rings, listeners: Sequence[Listener], notice: Callable[[str], None]) -> None:
+        self._rings = rings
+        self._listeners = list(listeners)
+        self._notice = notice
+        self._told_lost: dict[int, int] = {}
+        self._records = RecordReader()
+        self._due = 0.0
 
     def due_in(self, now: float) -> float:
         """Seconds until the next round of reading."""
@@ -57,7 +71,7 @@ class Telemetry:
                 for record in ring.read(is_last)
                 if (event := self._records.event(record)) is not None
             ]
-            if ring.lost > self._told_lost[rank]:
+            if ring.lost > self._told_lost.get(rank, 0):
                 self._told_lost[rank] = ring.lost
                 events.append((now, RecordsLost(ring.lost)))
             for listener in list(self._listeners):
@@ -80,8 +94,3 @@ class Telemetry:
                 f"{type(listener).__name__} failed and is off for the rest of this run, which goes on "
                 f"({type(error).__name__}: {error})"
             )
-
-    def close(self) -> None:
-        for ring in self._rings:
-            ring.close()
-        self._rings.clear()

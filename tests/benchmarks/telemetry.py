@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from nbaccel.events import Event, Listener, Loss, emit, outlet
 from nbaccel.launch.rank.reporter import Reporter
-from nbaccel.launch.telemetry import TICK_S, Telemetry
+from nbaccel.launch.telemetry import TICK_S, Rings, Telemetry
 from nbaccel.launch.wire.records import write_loss
 from nbaccel.launch.wire.ring import RingWriter, make_ring
 
@@ -61,8 +61,9 @@ def record(rounds: int) -> tuple[float, float]:
 def reading(seconds: float) -> tuple[float, int, int]:
     """Share of a core that reading takes, records that were written, and records that were lost."""
     counting = _Counting()
-    telemetry = Telemetry([counting], print)
-    fds = [telemetry.add_ring() for _ in range(_RANKS)]
+    rings = Rings()
+    telemetry = Telemetry(rings, [counting], print)
+    fds = [rings.add() for _ in range(_RANKS)]
     count = int(seconds * _PER_SECOND)
     children = [_writing_child(fd, count) for fd in fds]
     began, cpu = time.monotonic(), 0.0
@@ -74,7 +75,7 @@ def reading(seconds: float) -> tuple[float, int, int]:
         children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
     share = cpu / (time.monotonic() - began)
     telemetry.read(time.monotonic(), is_last=True)
-    telemetry.close()
+    rings.close()
     for fd in fds:
         os.close(fd)
     return share, _RANKS * count, _RANKS * count - counting.losses

@@ -32,7 +32,7 @@ from nbaccel.launch.launcher import Launcher, Outcome
 from nbaccel.launch.preflight import Start, threads_per_rank
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.telemetry import Telemetry
+from nbaccel.launch.telemetry import Rings, Telemetry
 from nbaccel.launch.wire.records import write_event, write_loss
 from nbaccel.launch.wire.ring import RingWriter
 
@@ -243,8 +243,9 @@ def test_a_run_in_the_kernels_own_process_has_a_history_and_leaves_nothing_of_ou
 
 def test_what_was_lost_is_said_with_its_number() -> None:
     heard = _Heard()
-    telemetry = Telemetry([heard], print)
-    fd = telemetry.add_ring()
+    rings = Rings()
+    telemetry = Telemetry(rings, [heard], print)
+    fd = rings.add()
     writer = RingWriter(fd)
     os.close(fd)
     for step in range(20_000):
@@ -256,12 +257,12 @@ def test_what_was_lost_is_said_with_its_number() -> None:
     telemetry.read(now=6.0)
     assert heard.all[-1][2] == Phase("after")  # said once
     writer.close()
-    telemetry.close()
+    rings.close()
 
 
 def test_reading_waits_half_a_second_between_rounds() -> None:
     heard = _Heard()
-    telemetry = Telemetry([heard], print)
+    telemetry = Telemetry(Rings(), [heard], print)
     for now in (10.0, 10.2, 10.4, 10.5, 10.6):
         telemetry.tick(now)
     assert heard.ticks == 2
@@ -334,8 +335,9 @@ def test_ranks_go_on_while_the_kernel_is_stopped() -> None:
 def test_eight_ranks_may_write_four_thousand_records_between_two_readings_and_lose_none() -> None:
     """A thousand per second each, and a kernel that comes eight times too late."""
     heard = _Heard()
-    telemetry = Telemetry([heard], print)
-    fds = [telemetry.add_ring() for _ in range(8)]
+    rings = Rings()
+    telemetry = Telemetry(rings, [heard], print)
+    fds = [rings.add() for _ in range(8)]
     writers = [RingWriter(fd) for fd in fds]
     for reading in range(3):
         for writer in writers:
@@ -347,4 +349,4 @@ def test_eight_ranks_may_write_four_thousand_records_between_two_readings_and_lo
         writer.close()
         os.close(fd)
     assert heard.of(RecordsLost) == []
-    telemetry.close()
+    rings.close()

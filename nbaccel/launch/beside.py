@@ -1,0 +1,25 @@
+"""Beside: what wants to be looked at while a run goes on, in the kernel's thread that watches it. Runs in the kernel.
+
+A subclass says when it is due and is called then; it must not wait. It can end the run as the user's interrupt does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Beside"]
+
+
+class Beside:
+    """Nothing to look at; the base of what is."""
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until `tick` may have something to do; None while only the run's own events matter."""
+        return None
+
+    def tick(self, now: float, press: Callable[[], None]) -> None:
+        """Called whenever the run's loop is awake; never before the ranks have been started.
+
+        press: counts as one interrupt of the user's. It may be kept, and called from any thread at any time; once
+            the run is over it does nothing.
+        """

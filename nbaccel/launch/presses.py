@@ -1,0 +1,73 @@
+"""Presses: the user's wish that a run ends, from the keyboard, a button or another thread. Runs in the kernel.
+
+The first press asks the ranks to finish their step, the second ends them; that is the group's to decide. Here they
+are only counted, and wake whoever waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Presses"]
+
+
+class Presses:
+    """Counts presses; readable by a selector when there are new ones.
+
+    count: those that have been read.
+
+    >>> presses = Presses()
+    >>> presses.press(); presses.press()
+    >>> presses.read()
+    >>> presses.count
+    2
+    >>> presses.close(); presses.press()
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._here, self._there = socket.socketpair()
+        self._here.setblocking(False)
+        self._there.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._here.fileno()
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        return self._here.fileno(), self._there.fileno()
+
+    def press(self) -> None:
+        """Count one more; from any thread, from a signal's handler, and in vain after `close`."""
+        with contextlib.suppress(OSError):
+            self._there.send(b"!")
+
+    def read(self) -> None:
+        """Take what has come into `count`."""
+        with contextlib.suppress(BlockingIOError):
+            self.count += len(self._here.recv(64))
+
+    def close(self) -> None:
+        self._here.close()
+        self._there.close()
+
+    @contextlib.contextmanager
+    def of_the_keyboard(self) -> Iterator[None]:
+        """SIGINT is a press instead of an exception. Only the main thread can be interrupted."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def press(number: int, frame: Any) -> None:
+            self.press()
+
+        previous = signal.signal(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
