@@ -30,7 +30,7 @@ from nbaccel.view.words import gigabytes, number
 
 __all__ = ["SIGNS", "Panel"]
 
-_LINE_PX, _ROW_PX, _PLOT_PX, _STEPS_PX = 20, 22, 116, 14
+_LINE_PX, _ROW_PX, _PLOT_PX, _STEPS_PX, _BAR_PX = 20, 22, 116, 14, 18
 _PADDING_PX = 18
 _MOST_ROWS = 8
 _MOST_PLOTS = 3
@@ -61,7 +61,7 @@ class Panel:
 
     @property
     def height_px(self) -> int:
-        """The outer height, by the number of ranks alone."""
+        """The outer height without bars, by the number of ranks alone."""
         return _PADDING_PX + 2 * _LINE_PX + _LINE_PX + self._body_px + 4 + _LINE_PX
 
     @property
@@ -72,11 +72,12 @@ class Panel:
     def html(self, seconds: float, state: State = RUNNING) -> str:
         """The run after `seconds`, without the style sheet."""
         names = self.facts.shown(self.history.names)[:_MOST_PLOTS]
+        height_px = self.height_px + _BAR_PX * len(state.bars)
         return (
             f'<div class="nbaccel" role="group" aria-label="{escape(self.facts.title)}" '
-            f'style="height:{self.height_px}px">{self._head(state)}{self._progress(seconds, state)}'
+            f'style="height:{height_px}px">{self._head(state)}{self._progress(seconds, state)}'
             f'<div class="body" style="height:{self._body_px}px">{self._plots(names, state)}{self._table(names)}</div>'
-            f"{self._foot(names, state)}</div>"
+            f"{self._foot(names, state)}{_bars(state)}</div>"
         )
 
     def _head(self, state: State) -> str:
@@ -174,6 +175,11 @@ class Panel:
         others = [f"{name} {number(one.latest)}" for name, one in history.phase.series.items() if name not in names]
         words = [*map(mark_words, history.marks[-1:]), loss_of_records(history), ", ".join(others)]
         return f'<p class="row soft"><span class="wide">{escape("; ".join(filter(None, words)))}</span></p>'
+
+
+def _bars(state: State) -> str:
+    rows = escape("\n".join(state.bars))
+    return f'<pre class="bars">{rows}</pre>' if state.bars else ""
 
 
 def _swatch(rank: int) -> str:

@@ -44,6 +44,7 @@ class State:
     """How a run goes, in a word, and how it ended, in a sentence.
 
     word: "running", "stopping", "done", "failed" or "stopped".  sentence: empty while it runs.
+    bars: the progress bars that its ranks draw now, a row each; an empty row keeps the place of one that is over.
 
     >>> State("done", "done in 0:41, 500 steps").is_over
     True
@@ -51,6 +52,7 @@ class State:
 
     word: str
     sentence: str = ""
+    bars: tuple[str, ...] = ()
 
     @property
     def is_over(self) -> bool:

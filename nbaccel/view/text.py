@@ -59,6 +59,7 @@ def _lines(history: History, facts: Facts, seconds: float, state: State) -> Iter
         yield f"rank {rank}: {', '.join(filter(None, words))}" if any(words) else ""
     yield from (mark_words(mark) for mark in history.marks[-_LATEST_MARKS:])
     yield loss_of_records(history)
+    yield from state.bars
 
 
 def _where_now(history: History, state: State) -> list[str]:

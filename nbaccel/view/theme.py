@@ -75,6 +75,9 @@ STYLE = (
     ".nbaccel .axis{display:flex;flex-direction:column;justify-content:space-between;text-align:right;width:44px}"
     ".nbaccel .axis,.nbaccel .steps{font-size:11px;line-height:14px;color:var(--soft)}"
     ".nbaccel .steps{display:flex;justify-content:space-between;padding-left:50px;height:14px}"
+    # Front ends give preformatted text a background, a size and a way to wrap of their own.
+    ".nbaccel pre.bars{margin:0;padding:0;border:0;background:none;color:inherit;white-space:pre;overflow:hidden;"
+    "font:12px/18px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
     ".nbaccel .ranks{flex:none;overflow:auto}"
     ".nbaccel table{border-collapse:collapse;margin:0;border:0;font:inherit;color:inherit;table-layout:auto}"
     # Front ends give tables stripes and rules of their own.

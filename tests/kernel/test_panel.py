@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
+import textwrap
 
 import pytest
 
@@ -63,6 +65,37 @@ def test_the_panel_follows_the_run_at_two_frames_per_second_at_most(kernel: Real
     heights = {re.findall(r'class="nbaccel"[^>]*height:(\d+)px', frame["text/html"])[0] for frame in frames}
     assert len(heights) == 1
     assert max(len(json.dumps(frame)) for frame in frames) < 15_000
+
+
+@pytest.mark.slow
+def test_the_bars_of_all_ranks_are_seen_while_they_run_and_their_last_states_are_kept(kernel: RealKernel) -> None:
+    training = """
+        import time
+        from tqdm.auto import tqdm, trange
+        rank = accelerator.process_index
+        accelerator.log({"acc": 0.5})
+        for epoch in trange(3, desc="epochs"):
+            for batch in tqdm(range(6 + rank), desc=f"epoch {epoch}", leave=False):
+                time.sleep(0.15)
+        for item in accelerator_bar(range(2), desc="main only"):
+            pass
+        print("trained")
+        """
+    imports = "from nbaccel.utils import tqdm as accelerator_bar\n"
+    cell = kernel.do(accelerate(imports + textwrap.dedent(training)))
+    live = "\n".join(html.unescape(frame["text/html"]) for frame in cell.frames if "text/html" in frame)
+    for rank in (0, 1):
+        assert re.search(rf"^.*\[rank {rank}\] epochs:.*/3 ", live, re.M), live
+        assert re.search(rf"^.*\[rank {rank}\] epoch \d:.*/{6 + rank} ", live, re.M), live
+    assert sorted(re.sub(r"\|.*", "", line) for line in cell.stderr.splitlines()) == [
+        "[rank 0] epochs: 100%",
+        "[rank 0] main only: 100%",
+        "[rank 1] epochs: 100%",
+    ]
+    assert "[all] trained\n" in cell.stdout
+    assert "\r" not in cell.text
+    assert "epochs" not in json.dumps(cell.panel)
+    assert len(cell.text) < 800
 
 
 def test_a_short_run_without_numbers_leaves_no_panel(kernel: RealKernel) -> None:

@@ -53,9 +53,9 @@ class LineReader:
         return lines
 
     @property
-    def bar(self) -> str:
-        """What is being rewritten now, in one line; empty when nothing is."""
-        return self._terminal.bar if self._terminal else ""
+    def bars(self) -> list[str]:
+        """What is being rewritten now, row by row; empty when nothing is."""
+        return self._terminal.bars if self._terminal else []
 
     def take_partial(self, now: float, older_than_s: float) -> bytes:
         """Text without its newline that has waited long enough, up to the last whole character."""
@@ -177,10 +177,10 @@ class _Terminal:
         return lines
 
     @property
-    def bar(self) -> str:
+    def bars(self) -> list[str]:
         if self._held != "\r" and not any(row.is_bar for row in self._rows):
-            return ""
-        return "  ".join(row.text.rstrip() for row in self._rows if not row.is_blank)
+            return []
+        return [row.text.rstrip() for row in self._rows if not row.is_blank]
 
     @property
     def settle_due(self) -> float | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nbaccel.launch.screen.kept import kept
@@ -15,7 +16,7 @@ from nbaccel.launch.screen.painter import Screen
 from nbaccel.launch.screen.shown import TICK_SLACK_S, ShownRun
 from nbaccel.view.board import Board
 from nbaccel.view.panel import Panel
-from nbaccel.view.state import Facts, State
+from nbaccel.view.state import RUNNING, Facts, State
 from nbaccel.view.text import line
 
 __all__ = ["LivePanel", "Place"]
@@ -61,17 +62,23 @@ class LivePanel(ShownRun):
         self._place = place or Place()
         self._says_end = says_end
         self._due = self._began
-        self._standing: tuple[str, str] = ("stdout", "")
+        self._bars: list[str] = []
+        self._bars_room = 0  # rows, which stay: the panel is not to jump when a bar ends
 
-    def write(self, stream: str, text: str) -> None:
-        super().write(stream, text)
-        self._standing = (stream, text.rpartition("\n")[2].rpartition("\r")[2])
+    @property
+    def has_room_for_bars(self) -> bool:
+        return True
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        self._bars = list(rows)
+        self._bars_room = max(self._bars_room, len(rows))
 
     def tick(self, now: float) -> None:
         if now < self._due - TICK_SLACK_S or not self._is_worth_a_word(now - self._began):
             return
         cpu_s = time.thread_time()
-        bundle = self._place.board.bundle(self._panel, now - self._began)
+        bars = (*self._bars, *[""] * (self._bars_room - len(self._bars)))
+        bundle = self._place.board.bundle(self._panel, now - self._began, replace(RUNNING, bars=bars))
         self._show(dict(bundle))
         cpu_s = time.thread_time() - cpu_s
         nbytes = sum(map(len, bundle.values()))
@@ -97,7 +104,4 @@ class LivePanel(ShownRun):
             self._screen.publish({"kind": "update", **message})
             return
         self._place.is_open = True
-        stream, standing = self._standing
-        if standing:  # a bar, which nobody could overwrite any more: it is drawn again below
-            self.write(stream, f"\r{' ' * len(standing)}\r")
         self._screen.publish({"kind": "display", **message})

@@ -34,11 +34,25 @@ class NowAndThen(ShownRun):
         super().__init__(screen, world_size, facts, clock)
         self._keeps_picture = keeps_picture
         self._due = self._began + _EVERY_S
+        self._unfinished = ("stdout", "")  # what stands on the last line
+
+    def write(self, stream: str, text: str) -> None:
+        super().write(stream, text)
+        before = self._unfinished[1] if "\n" not in text else ""
+        row = before + text.rpartition("\n")[2]
+        _, rewritten, state = row.rpartition("\r")
+        self._unfinished = (stream, rewritten + state)
+
+    @property
+    def has_room_for_bars(self) -> bool:
+        """Where nobody watches, the last state of a bar is enough: programs that run notebooks save all that was
+        rewritten on a line, and four states a second would make megabytes of it."""
+        return self._keeps_picture
 
     def tick(self, now: float) -> None:
         if now >= self._due - TICK_SLACK_S:
             self._due = now + _EVERY_S
-            self.write("stdout", f"{line(self.history, self.facts, now - self._began)}\n")
+            self._say(line(self.history, self.facts, now - self._began))
 
     def _conclude(self, seconds: float, state: State) -> None:
         if not self._is_worth_a_word(seconds):
@@ -46,4 +60,14 @@ class NowAndThen(ShownRun):
         if self._keeps_picture:
             data, metadata = kept(self.history, self.facts, seconds, state)
             self._screen.publish({"kind": "display", "data": data, "metadata": metadata})
-        self.write("stdout", f"{line(self.history, self.facts, seconds, state)}\n")
+        self._say(line(self.history, self.facts, seconds, state))
+
+    def _say(self, words: str) -> None:
+        """A line of its own: a bar is wiped, and drawn again below at its next change; other text is ended."""
+        stream, unfinished = self._unfinished
+        if "\r" in unfinished:
+            width = len(unfinished.rpartition("\r")[2])
+            super().write(stream, f"\r{' ' * width}\r")
+        elif unfinished:
+            super().write(stream, "\n")
+        self.write("stdout", f"{words}\n")

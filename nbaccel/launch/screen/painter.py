@@ -1,4 +1,4 @@
-"""Painter: text in few writes, and one progress bar on the screen's last line. Runs in the kernel; pure.
+"""Painter: text in few writes, and the progress bars on the screen's last line. Runs in the kernel; pure.
 
 Text is collected and written at most every 50 ms, bars at most four times a second. A bar stands on the stream that it
 was printed to; what comes on this stream is written over it and the bar again below. A front end can overwrite only
@@ -7,6 +7,7 @@ within one stream, so text of the other stream first wipes the bar.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -29,6 +30,13 @@ class Screen(Protocol):
 
     def publish(self, message: dict[str, Any]) -> None:
         """A rich display: `kind` is "display" or "update", with `data`, `metadata` and `display_id`."""
+
+    @property
+    def has_room_for_bars(self) -> bool:
+        """Whether bars have a place of their own here; else they stand on the last line of text."""
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        """The bars that go on, one a row, for their own place. Called at every change of them; draws nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)

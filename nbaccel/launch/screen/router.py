@@ -1,18 +1,20 @@
 """Output: from the bytes that n ranks print to what a person sees. Runs in the kernel; starts nothing, owns no pipe.
 
-Whole lines, tagged by rank as soon as two ranks have printed, identical lines of all ranks once; bars of one rank
+Whole lines, tagged by rank as soon as two ranks have printed, identical lines of all ranks once; the bars of all ranks
 live; no faster than a Jupyter server forwards. Everything goes to the log, whatever the screen leaves out. A rank's
 uncaught error does not come this way: it is reported, whoever's text is shown.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from nbaccel.launch.screen.bars import LiveBars
 from nbaccel.launch.screen.displays import Displays
 from nbaccel.launch.screen.lines import LineReader
 from nbaccel.launch.screen.merge import LineMerger, Merged
@@ -25,6 +27,8 @@ _STREAMS = ("stdout", "stderr")
 _PARTIAL_S = 0.3
 _BURST_BYTES = 1_000_000
 _PIECE_BYTES = 256 * 1024
+_COLUMNS = 120
+"""Of text that no terminal shows: what stands beside each other in a notebook."""
 
 
 class ConsoleScreen:
@@ -40,6 +44,11 @@ class ConsoleScreen:
         file = self._given[stream] or getattr(sys, stream)
         file.write(text)
         file.flush()
+
+    has_room_for_bars = False
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        """They stand on the last line of text."""
 
     def publish(self, message: dict[str, Any]) -> None:
         if text := message["data"].get("text/plain"):
@@ -67,10 +76,12 @@ class OutputRouter:
     ) -> None:
         shown = [rank for rank in range(world_size) if shown_ranks is None or rank in shown_ranks]
         self._readers = {rank: {stream: LineReader() for stream in _STREAMS} for rank in shown}
-        self._first = shown[0] if shown else None  # the rank whose bars and rich output are shown
+        self._first = shown[0] if shown else None  # the rank whose rich output is shown
         self._log = RunLog(log)
         self._merger = LineMerger(shown, self._note, match=len(shown) == world_size)
         self._displays = Displays(f"nbaccel-{uuid.uuid4().hex[:12]}")
+        self._bars = LiveBars()
+        self._screen = screen
         self._painter = Painter(screen)
         self._clock = clock
         self._budget = _Budget(bytes_per_s, clock())
@@ -171,10 +182,13 @@ class OutputRouter:
                 self._painter.add(stream, text.decode(errors="replace"))
 
     def _want_bar(self, rank: int, stream: str) -> None:
-        if rank == self._first:
-            bars = {stream: reader.bar for stream, reader in self._readers[rank].items() if reader.bar}
-            stream = stream if stream in bars else next(iter(bars), stream)
-            self._painter.want(stream, bars.get(stream, ""))
+        self._bars.note(rank, stream, self._readers[rank][stream].bars)
+        speakers = self._merger.speakers
+        if self._screen.has_room_for_bars:
+            self._screen.show_bars(self._bars.rows(speakers))
+            return
+        columns = shutil.get_terminal_size((_COLUMNS, 24)).columns - 1
+        self._painter.want(self._bars.stream, self._bars.line(columns, speakers))
 
     def _release(self, now: float) -> None:
         left = self._budget.left(now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbaccel.events import Event, Listener
@@ -49,6 +49,13 @@ class ShownRun(Listener):
     def publish(self, message: dict[str, Any]) -> None:
         """A rich message of the ranks."""
         self._screen.publish(message)
+
+    @property
+    def has_room_for_bars(self) -> bool:
+        return False
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        """The bars that the ranks draw now."""
 
     # --- a listener for what they report --------------------------------------------------------------------------
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -27,10 +29,16 @@ class Clock:
 
 
 class RecordingScreen:
-    """Remembers writes and rich messages, in order."""
+    """Remembers writes and rich messages, in order, and every state of the bars where it has room for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_room_for_bars: bool = False) -> None:
         self.calls: list[tuple[str, Any]] = []
+        self.has_room_for_bars = has_room_for_bars
+        self.bars: list[list[str]] = [[]]
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        assert self.has_room_for_bars
+        self.bars.append(list(rows))
 
     def write(self, stream: str, text: str) -> None:
         self.calls.append((stream, text))
@@ -69,8 +77,8 @@ class RecordingScreen:
 class Run:
     """A router with a clock of its own."""
 
-    def __init__(self, world_size: int, **options: Any) -> None:
-        self.clock, self.screen = Clock(), RecordingScreen()
+    def __init__(self, world_size: int, has_room_for_bars: bool = False, **options: Any) -> None:
+        self.clock, self.screen = Clock(), RecordingScreen(has_room_for_bars)
         self.router = OutputRouter(world_size, self.screen, clock=self.clock, **options)
 
     def feed(self, rank: int, text: str, stream: str = "stdout") -> None:
@@ -441,7 +449,7 @@ def test_memory_stays_bounded_whatever_a_rank_prints() -> None:
     program = (
         "import resource\n"
         "from nbaccel.launch.screen.router import OutputRouter\n"
-        "class Screen:\n    def write(self, stream, text): pass\n"
+        "class Screen:\n    has_room_for_bars = False\n    def write(self, stream, text): pass\n"
         "router = OutputRouter(2, Screen())\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "for text in (b'x' * 79 + b'\\n', b'x' * 79 + b'\\r', b'x', b'\\n', b'x' * 79 + b'\\x1b[A\\n'):\n"
@@ -502,18 +510,69 @@ def test_a_line_of_the_other_stream_wipes_the_bar_first() -> None:
     ]
 
 
-def test_only_the_first_ranks_bar_is_live_and_every_ranks_last_state_is_kept() -> None:
+def test_every_ranks_bar_is_live_in_one_line_and_its_last_state_is_kept() -> None:
     run = Run(2)
     for percent in (0, 50, 100):
         for rank in (0, 1):
-            run.feed(rank, f"\rrank{rank} {percent}%", "stderr")
+            run.feed(rank, f"\rtrain {percent + rank}%", "stderr")
         run.wait(0.5)
-    assert "rank0 50%" in run.screen.text
-    assert "rank1" not in run.screen.text
+    assert "[rank 0] train 50%" in run.screen.text
+    assert re.search(r"\r\[rank 0\] train 50% +\[rank 1\] train 51%", run.screen.text)
     for rank in (0, 1):
         run.feed(rank, "\n", "stderr")
     run.wait(2)
-    assert [row for row in run.screen.visible if row] == ["[rank 0] rank0 100%", "[rank 1] rank1 100%"]
+    assert [row for row in run.screen.visible if row] == ["[rank 0] train 100%", "[rank 1] train 101%"]
+
+
+def test_bars_have_rows_of_their_own_where_there_is_room_and_leave_no_trace_in_the_text() -> None:
+    run = Run(3, has_room_for_bars=True)
+    run.feed(0, "\router 1/3\n\rinner 10%", "stderr")
+    assert run.screen.bars[-1] == ["outer 1/3", "inner 10%"]
+    run.feed(2, "\r\x1b[32mouter 2/3\x1b[0m", "stderr")
+    run.feed(1, "loss 1\n")
+    run.wait(0.5)
+    assert run.screen.bars[-1] == ["[rank 0] inner 10%", "[rank 2] outer 2/3"]
+    run.feed(0, "\n", "stderr")
+    run.feed(2, "\r\x1b[32mouter 3/3\x1b[0m", "stderr")
+    run.router.close()
+    assert run.screen.bars[-1] == []
+    assert sorted(run.screen.lines) == [
+        "[rank 0] inner 10%",
+        "[rank 0] outer 1/3",
+        "[rank 1] loss 1",
+        "[rank 2] \x1b[32mouter 3/3\x1b[0m",
+    ]
+    assert "\r" not in run.screen.text
+
+
+def test_only_bars_of_shown_ranks_are_live() -> None:
+    run = Run(2, has_room_for_bars=True, shown_ranks={1})
+    for rank in (0, 1):
+        run.feed(rank, f"\rof rank {rank}", "stderr")
+    assert run.screen.bars[-1] == ["of rank 1"]
+
+
+def test_a_rank_that_dies_with_its_bar_leaves_the_last_state_of_it() -> None:
+    run = Run(2, has_room_for_bars=True)
+    for rank in (0, 1):
+        run.feed(rank, f"\rof rank {rank}: 37%", "stderr")
+    run.router.rank_done(1)
+    assert run.screen.bars[-1] == ["[rank 0] of rank 0: 37%"]
+    run.router.close()
+    assert run.screen.lines == ["[rank 1] of rank 1: 37%", "[rank 0] of rank 0: 37%"]
+
+
+def test_the_line_of_many_bars_is_as_wide_as_a_terminal_and_counts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "81")
+    run = Run(8)
+    for rank in range(8):
+        run.feed(rank, f"\rtrain: {rank}0%|{'#' * 40}|", "stderr")
+    run.wait(0.5)
+    shown = run.screen.visible[0]
+    assert len(shown) == 80
+    assert shown.startswith("[rank 0] train: 00%|####")
+    assert "[rank 2] train: 20%|" in shown
+    assert shown.endswith("  +5")
 
 
 def test_a_bar_that_was_wiped_leaves_no_line() -> None:
@@ -548,6 +607,47 @@ def test_nested_bars_of_real_tqdm_keep_their_lines_whole(world_size: int) -> Non
     (bar,) = [row for row in shown if not row.startswith("loss")]
     assert bar.startswith("epochs: 100%|")
     assert "\x1b" not in run.screen.text
+
+
+TQDM = """
+import sys
+from tqdm import tqdm, trange
+for epoch in trange(2, desc="epochs", mininterval=0):
+    with tqdm(total=4, desc=f"epoch {epoch}", mininterval=0) as bar:
+        for batch in range(4):
+            bar.set_postfix(loss=f"{1 / (batch + 1):.2f}")
+            bar.update()
+for _ in tqdm(range(3), desc="gone", mininterval=0, leave=False):
+    pass
+print("between", flush=True)
+broken = tqdm(total=10, desc="broken", mininterval=0)
+broken.update(4)
+raise SystemExit("enough")
+"""
+
+
+def test_last_states_of_all_kinds_of_tqdm_bars_are_right_for_every_rank() -> None:
+    done = subprocess.run([sys.executable, "-c", TQDM], capture_output=True, check=False)
+    run = Run(2, has_room_for_bars=True)
+    for start in range(0, len(done.stderr), 33):
+        for rank in (0, 1):
+            run.router.feed(rank, "stderr", done.stderr[start : start + 33])
+        run.wait(0.005)
+    run.router.close()
+    seen = {
+        re.sub(r" *\d+%.*", "", row.removeprefix(f"[rank {rank}] "))
+        for rows in run.screen.bars
+        for rank in (0, 1)
+        for row in rows
+    }
+    assert {"epochs:", "epoch 0:", "epoch 1:", "gone:"} <= seen
+    assert {row.partition("] ")[0] for rows in run.screen.bars for row in rows if rows} >= {"[rank 0", "[rank 1"}
+    for start in ("epochs: 100%|", "epoch 0: 100%|", "epoch 1: 100%|", "broken:  40%|"):
+        last = [line for line in run.screen.lines if f"] {start}" in line]
+        assert last, run.screen.text
+    assert "loss=0.25" in run.screen.text
+    assert "gone" not in run.screen.text
+    assert "\r" not in run.screen.text
 
 
 def test_bars_that_stay_are_all_kept() -> None:

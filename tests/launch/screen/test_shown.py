@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,10 @@ class Paper:
 
     text: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
+    has_room_for_bars: bool = False
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        raise AssertionError("whoever shows the run shows its bars")
 
     def write(self, stream: str, text: str) -> None:
         self.text += text
@@ -100,12 +106,37 @@ def test_frames_that_cost_more_come_less_often(monkeypatch: pytest.MonkeyPatch) 
     assert len(paper.messages) == 10  # 3 % of 20 s are 0.6 s
 
 
-def test_a_bar_that_stands_on_the_last_line_is_wiped_before_the_panel_comes() -> None:
+def test_bars_are_rows_of_the_panel_and_keep_their_room_until_it_ends() -> None:
     paper, clock = Paper(), Clock()
     shown = LivePanel(paper, 1, FACTS, clock=clock)
-    shown.write("stderr", "text\n\r 10%|#")
+    shown.show_bars(["[rank 0] 10%|<#", "[rank 1]  5%|"])
     report(shown, clock, 0.5)
-    assert paper.text == "text\n\r 10%|#\r      \r"
+    shown.show_bars(["[rank 1] 50%|##"])
+    report(shown, clock, 0.5)
+    frames = [message["data"]["text/html"] for message in paper.messages]
+    assert ["[rank 0] 10%|&lt;#\n[rank 1]  5%|</pre>" in frame for frame in frames] == [True, False]
+    assert "[rank 1] 50%|##\n</pre>" in frames[1]
+    assert len({re.findall(r"height:(\d+)px", frame)[0] for frame in frames}) == 1
+    assert paper.messages[0]["data"]["text/plain"].endswith("[rank 0] 10%|<#\n[rank 1]  5%|")
+    shown.end("done", 1.0)
+    assert "%|" not in str(paper.messages[-1]["data"])
+
+
+def test_a_line_about_the_run_never_stands_behind_a_bar_or_unfinished_text() -> None:
+    paper, clock = Paper(), Clock()
+    shown = NowAndThen(paper, 1, FACTS, clock=clock)
+    shown.write("stderr", "\r 10%|#")
+    shown.write("stderr", "\r 20%|##")
+    report(shown, clock, 30.0)
+    assert paper.text.startswith("\r 10%|#\r 20%|##\r       \repoch 1,")
+    shown.write("stdout", "no end")
+    report(shown, clock, 30.0)
+    assert "\nno end\nepoch 1," in paper.text
+
+
+def test_where_nobody_watches_no_state_of_a_bar_is_shown_but_its_last() -> None:
+    assert NowAndThen(Paper(), 1, FACTS, keeps_picture=True).has_room_for_bars
+    assert not NowAndThen(Paper(), 1, FACTS).has_room_for_bars
 
 
 def test_the_runs_of_one_place_share_its_display() -> None:
