@@ -1,6 +1,11 @@
 """The environments that notebook tests run in: the newest front-end packages, and those of Colab.
 
 `make` builds both. They share one torch; what differs is IPython, ipykernel, ipywidgets and their neighbours.
+
+More ipykernels can be tried by hand, each in a folder of its own that stands before the newest environment's packages:
+
+    pip install --no-deps --target /tmp/ipykernel-6.29.5 ipykernel==6.29.5 comm
+    NBACCEL_IPYKERNELS=/tmp/ipykernel-6.29.5 pytest tests/kernel -k ipykernel-6.29.5
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 class Environment:
     """A Python with its own front-end packages.
 
-    name: "newest" or "colab".  python: its interpreter.
+    name: "newest" or "colab".  python: its interpreter.  before: a folder of packages that stand before its own.
     """
 
     name: str
     python: Path
+    before: Path | None = None
 
     @property
     def exists(self) -> bool:
@@ -48,9 +54,16 @@ class Environment:
 
     def environ(self, **changes: str) -> dict[str, str]:
         """This process's environment with `changes`, for a program that runs here."""
+        if self.before is not None:
+            changes["PYTHONPATH"] = os.pathsep.join([str(self.before), os.environ.get("PYTHONPATH", str(REPOSITORY))])
         return {**os.environ, **changes}
 
 
 NEWEST = Environment("newest", Path(sys.executable))
 COLAB = Environment("colab", REPOSITORY / ".venv-colab" / "bin" / "python")
-ENVIRONMENTS = (NEWEST, COLAB)
+_MORE = tuple(
+    Environment(Path(folder).name, NEWEST.python, Path(folder))
+    for folder in os.environ.get("NBACCEL_IPYKERNELS", "").split(os.pathsep)
+    if folder
+)
+ENVIRONMENTS = (NEWEST, COLAB, *_MORE)

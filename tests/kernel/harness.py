@@ -15,8 +15,9 @@ import signal
 import textwrap
 import time
 import uuid
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,13 +129,17 @@ def accelerate(body: str, start: str = "auto", n: int = 2, flags: str = "") -> s
 
 
 class Execution:
-    """A cell that is running."""
+    """A cell that is running, or waits for its turn; also what comes of it after its end.
 
-    def __init__(self, client: Any, code: str) -> None:
+    all: every one of the kernel that somebody still looks at, by the id of its message. Whoever reads reads for all.
+    """
+
+    def __init__(self, client: Any, code: str, all_: MutableMapping[str, Execution], stop_on_error: bool) -> None:
         self._client = client
         self._sent_at = time.monotonic()
-        # stop_on_error would make the kernel drop cells that are sent right after a failing one.
-        self._id = client.execute(code, stop_on_error=False)
+        self._all = all_
+        self._id = client.execute(code, stop_on_error=stop_on_error)
+        self._all[self._id] = self
         self._is_idle = False
         self._reply: dict[str, Any] | None = None
         self.cell = Cell()
@@ -144,11 +149,11 @@ class Execution:
         """Whether `end` has seen the reply."""
         return self._reply is not None
 
-    def until(self, condition: Callable[[Cell], object], timeout_s: float = 30.0) -> Cell:
-        """Read on until `condition` holds, while the cell goes on running."""
+    def until(self, condition: Callable[[Cell], object], timeout_s: float = 30.0, *, after_end: bool = False) -> Cell:
+        """Read on until `condition` holds, while the cell goes on running, or what it has started (`after_end`)."""
         deadline = time.monotonic() + timeout_s
         while not condition(self.cell):
-            if self._is_idle or time.monotonic() > deadline:
+            if (self._is_idle and not after_end) or time.monotonic() > deadline:
                 why = "the cell ended" if self._is_idle else f"{timeout_s:g} s were over"
                 raise AssertionError(f"{why} before the awaited output came\n{self._told()}")
             self._read(deadline)
@@ -168,13 +173,13 @@ class Execution:
                 while not self._is_idle and self._read(time.monotonic() + 0.1):
                     pass
                 raise AssertionError(f"no reply within {timeout_s:g} s\n{self._told()}") from None
-            if message["parent_header"].get("msg_id") == self._id:
-                self._reply = message["content"]
-        self.cell.seconds = time.monotonic() - self._sent_at
+            if (other := self._all.get(message["parent_header"].get("msg_id"))) is not None:
+                other._reply = message["content"]
+                other.cell.seconds = time.monotonic() - other._sent_at
         while not self._is_idle:
             assert self._read(time.monotonic() + 10.0), f"no idle state after the reply\n{self._told()}"
         self.cell.status = self._reply["status"]
-        self.cell.number = self._reply["execution_count"]
+        self.cell.number = self._reply.get("execution_count", 0)  # a cell that was dropped has none
         return self.cell
 
     def _read(self, deadline: float) -> bool:
@@ -183,10 +188,10 @@ class Execution:
             message = self._client.get_iopub_msg(timeout=max(0.0, min(0.1, deadline - time.monotonic())))
         except queue.Empty:
             return time.monotonic() < deadline
-        if message["parent_header"].get("msg_id") == self._id:
-            self.cell.take(message)
+        if (other := self._all.get(message["parent_header"].get("msg_id"))) is not None:
+            other.cell.take(message)
             if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
-                self._is_idle = True
+                other._is_idle = True
         return True
 
     def _told(self) -> str:
@@ -203,6 +208,7 @@ class RealKernel:
         self._manager = environment.kernel_manager()
         self._known: dict[int, str] = {}
         self._latest: Execution | None = None
+        self._executions: MutableMapping[str, Execution] = weakref.WeakValueDictionary()
         self._start = {"env": environment.environ(**{TAG: self._tag}, **environ), "cwd": str(folder)}
         self._manager.start_kernel(**self._start)
         self._connect()
@@ -228,9 +234,12 @@ class RealKernel:
 
     # --- cells -------------------------------------------------------------------------------------------------
 
-    def begin(self, code: str) -> Execution:
-        """Send a cell; the common indentation of `code` goes, and so does a first empty line."""
-        self._latest = Execution(self._client, textwrap.dedent(code).strip("\n"))
+    def begin(self, code: str, *, stop_on_error: bool = False) -> Execution:
+        """Send a cell; the common indentation of `code` goes, and so does a first empty line.
+
+        stop_on_error: where it fails, the kernel drops the cells that wait behind it, as for "Run All".
+        """
+        self._latest = Execution(self._client, textwrap.dedent(code).strip("\n"), self._executions, stop_on_error)
         return self._latest
 
     def run(self, code: str, timeout_s: float = 60.0) -> Cell:
@@ -249,6 +258,12 @@ class RealKernel:
     def send(self, kind: str, content: dict[str, Any]) -> None:
         """Send what the kernel does not answer, such as a widget's message; it is handled before the next cell."""
         self._client.shell_channel.send(self._client.session.msg(kind, content))
+
+    def send_forged(self, kind: str, content: dict[str, Any]) -> None:
+        """Send what somebody would who does not know the kernel's key."""
+        session = self._client.session.clone()
+        session.key = b"another"
+        session.send(self._client.shell_channel.socket, session.msg(kind, content))
 
     def settle(self) -> None:
         """Stop the cell that a failed test left running, so that the next test finds an idle kernel."""
