@@ -7,10 +7,10 @@ be looked at, a reader in `values`; nothing else has to be told.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from IPython.core.magic_arguments import MagicHelpFormatter, argument, construct_parser, kwds
+from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter, argument, construct_parser, kwds
 
 from nbaccel.intervals import parse_interval, parse_seconds
 from nbaccel.launch.preflight import START_METHODS
@@ -30,7 +30,7 @@ from nbaccel.notebook.values import (
 )
 from nbaccel.settings import PRECISIONS
 
-__all__ = ["flags", "flags_parser", "settings"]
+__all__ = ["flags", "flags_parser", "settings", "some_flags"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -111,6 +111,23 @@ def flags_parser() -> argparse.ArgumentParser:
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
     return MagicHelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
+
+
+def _plain_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
+
+
+def some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
+    """A parser of those settings whose long names, without dashes, are in `keys`.
+
+    about: what else an `ArgumentParser` is told.
+    """
+    make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # which says what is wrong by UsageError
+    parser = make(formatter_class=_plain_formatter, **about)
+    for flag in _SETTINGS:
+        if {name.removeprefix("--") for name in flag.args} & {*keys}:
+            flag.add_to_parser(parser, None)
+    return parser
 
 
 def settings(parser: argparse.ArgumentParser) -> list[argparse.Action]:

@@ -17,8 +17,10 @@ COMMANDS = ("config", "doctor", "memory", "why")
 
 _DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 
+_HELP = "%accelerate? lists every flag."
+
 _ARGPARSE = {
-    r"^argument (\S+): expected one argument$": r"\1 needs a value. %accelerate? lists every flag.",
+    r"^argument (\S+): expected one argument$": r"\1 needs a value.",
     r"^argument (\S+): ignored explicit argument (.*)$": r"\1 takes no value; got \2.",
     r"^argument (\S+): (.*)$": r"\1: \2.",
     r"^ambiguous option: (.*)$": r"\1; write it out.",
@@ -26,7 +28,7 @@ _ARGPARSE = {
 """What argparse says, and how we do."""
 
 
-def in_our_words(message: str) -> str:
+def in_our_words(message: str, where_to_look: str = _HELP) -> str:
     """A sentence of argparse's, as one of ours.
 
     >>> in_our_words("argument -n/--num-processes: expected one argument")
@@ -34,7 +36,8 @@ def in_our_words(message: str) -> str:
     """
     for theirs, ours in _ARGPARSE.items():
         if re.search(theirs, message):
-            return re.sub(theirs, ours, message)
+            sentence = re.sub(theirs, ours, message)
+            return f"{sentence} {where_to_look}" if sentence.endswith("needs a value.") else sentence
     return message
 
 

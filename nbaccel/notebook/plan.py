@@ -22,7 +22,7 @@ from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import RunSettings
 from nbaccel.view.state import Facts
 
-__all__ = ["Plan", "amount", "choose_precision"]
+__all__ = ["Plan", "amount", "choose_precision", "settings_of"]
 
 _WORTH_SAYING_BYTES = 1_000_000_000
 _DRAWN_SEEDS = 1_000_000
@@ -68,22 +68,11 @@ class Plan:
                 f"({start.reason}): leave {limit.flag} out."
             )
         precision, reason = choose_precision(options, devices)
-        asked = RunSettings(
-            mixed_precision=precision,
-            gradient_accumulation_steps=options.accumulate,
-            seed=options.seed,
-            cpu=options.cpu,
-            debug=options.debug,
-            checkpoint_every=options.checkpoint_every,
-            checkpoint_dir=options.checkpoint_dir,
-            keep=options.keep,
-            resume=options.resume,
-        )
         return cls(
             options=options,
             devices=devices,
             start=start,
-            settings=asked.over(_automatic(devices, start)),
+            settings=settings_of(options, precision).over(_automatic(devices, start)),
             precision_reason=reason,
             threads=threads_per_rank(survey.cpu_count, devices.num_processes),
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
@@ -145,6 +134,21 @@ def choose_precision(options: Options, devices: Devices) -> tuple[str, str]:
             f"{gpu.name} has no bf16 units and would emulate bf16 slowly: use -p {best}, or leave -p out."
         )
     return str(options.mixed_precision), ""
+
+
+def settings_of(options: Options, precision: str | None) -> RunSettings:
+    """What `options` choose for every rank.  precision: what theirs comes to on the devices; None: not chosen."""
+    return RunSettings(
+        mixed_precision=precision,
+        gradient_accumulation_steps=options.accumulate,
+        seed=options.seed,
+        cpu=options.cpu,
+        debug=options.debug,
+        checkpoint_every=options.checkpoint_every,
+        checkpoint_dir=options.checkpoint_dir,
+        keep=options.keep,
+        resume=options.resume,
+    )
 
 
 def _automatic(devices: Devices, start: Start) -> RunSettings:

@@ -1,0 +1,80 @@
+"""The command `nbaccel`: `doctor` says what this machine offers, `config` what a folder's notebooks choose, `demo`
+watches a notebook train, and `launch` runs a script on every device of one or several machines.
+
+Runs in a terminal. Each command calls what the notebook calls; the longer ones have a file each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nbaccel.cli.answer import failed
+from nbaccel.cli.demo import QUICKSTART, demo
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["launch"]:  # argparse cannot leave the flags behind a script to the script
+        from nbaccel.cli.launch import launch
+
+        return launch(words[1:])
+    parsed = _parser().parse_args(words)
+    status: int = parsed.command(parsed)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nbaccel", description="Train on every device of the machine from a notebook."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="what this machine offers, as plain text; touches no device")
+    doctor.set_defaults(command=_doctor)
+
+    config = commands.add_parser("config", help="what nbaccel.toml chooses for the notebooks of this folder")
+    config.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="choose this too, and write the file")
+    config.set_defaults(command=_config)
+
+    commands.add_parser("launch", help="run a script on every device, as torchrun does; nbaccel launch --help")
+
+    quickstart = commands.add_parser("demo", help="run the quickstart notebook without a browser and say how it went")
+    quickstart.add_argument("--notebook", type=Path, default=QUICKSTART, metavar="PATH", help="default: %(default)s")
+    quickstart.add_argument("--output", type=Path, metavar="PATH", help="default: build/NAME.executed.ipynb")
+    quickstart.add_argument(
+        "-n", "--num-processes", type=int, default=2, metavar="N", help="ranks; default: %(default)s"
+    )
+    quickstart.set_defaults(command=demo)
+    return parser
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from nbaccel.hardware import Survey
+    from nbaccel.launch.doctor import Facts, report
+    from nbaccel.settings import RunSettings
+
+    survey = Survey.take()
+    print(report(survey, Facts.of_this_process(survey, checkpoint_dir=RunSettings.from_env().checkpoint_dir)))
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    """Say what the file chooses, after writing into it what was given."""
+    from IPython.core.error import UsageError
+
+    from nbaccel.configfile import FILE_NAME
+    from nbaccel.notebook.configuration import Configuration
+
+    configuration = Configuration()
+    try:
+        configuration.change(arguments.settings)
+        print(configuration.save() if arguments.settings else f"{FILE_NAME}: {configuration}")
+    except UsageError as error:
+        return failed(str(error))
+    return 0

@@ -1,0 +1,18 @@
+"""Answers: how a command says that it could not do what was asked. Runs in a terminal."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["failed", "say"]
+
+
+def say(message: str) -> None:
+    """A line beside the program's own output."""
+    print(f"nbaccel: {message}", file=sys.stderr, flush=True)
+
+
+def failed(message: str, status: int = 1) -> int:
+    """Say why; returns the exit status."""
+    say(message)
+    return status

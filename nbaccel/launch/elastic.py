@@ -1,0 +1,184 @@
+"""Elastic: a script in every rank of one or several machines, by torch elastic. Runs in `nbaccel launch` itself.
+
+torch elastic, the engine of torchrun, starts the ranks, watches them and ends them all when one fails. What this adds
+is what a person would have to know: devices, settings, CPU threads, the network interface, and on one machine a
+meeting place that no other machine can reach. Nothing here knows notebooks.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.launch.network import interface_to, loopback_interface
+
+__all__ = ["Elastic", "Ending", "Nodes", "Program"]
+
+_MASTER_PORT = 29500  # torchrun's
+_SIGNAL = 128  # what a shell adds to a signal's number
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every rank runs: a script, or with `is_module` a module as `python -m` runs it; and its own arguments."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The machines of a launch, and which of them this one is.
+
+    count: machines.  rank: this one's number, 0-based.  master_addr, master_port: where node 0 listens for the others.
+    """
+
+    count: int = 1
+    rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            LaunchRefused: an incomplete or contradictory description.
+        """
+        if self.count == 1:
+            given = [flag for flag, value in self._flags() if value is not None]
+            if given and self.rank != 0:
+                raise LaunchRefused(
+                    f"{given[0]} is for a launch on several machines: say how many with --nnodes, or leave it out."
+                )
+            return
+        missing = [flag for flag, value in self._flags()[:2] if value is None]
+        if missing:
+            raise LaunchRefused(
+                f"--nnodes {self.count} needs {' and '.join(missing)}: every machine gets the same command but for "
+                f"--node-rank, which is 0..{self.count - 1}, and --master-addr is the IP address of node 0."
+            )
+        if self.rank is not None and self.rank >= self.count:
+            raise LaunchRefused(
+                f"--node-rank {self.rank}: {self.count} nodes (--nnodes) have the numbers 0..{self.count - 1}."
+            )
+
+    def _flags(self) -> list[tuple[str, object]]:
+        return [
+            ("--node-rank", self.rank),
+            ("--master-addr", self.master_addr),
+            ("--master-port", self.master_port),
+        ]
+
+    def interface(self) -> str:
+        """The network interface that gloo and NCCL have to use.
+
+        Raises:
+            LaunchRefused: no other machine could reach it.
+        """
+        if self.count == 1:
+            return loopback_interface()
+        return interface_to(str(self.master_addr), self.master_port or _MASTER_PORT)
+
+    def arguments(self) -> list[str]:
+        """As torchrun takes them."""
+        if self.count == 1:
+            return ["--standalone"]
+        port = self.master_port or _MASTER_PORT
+        return [
+            *("--nnodes", str(self.count), "--node-rank", str(self.rank)),
+            *("--master-addr", str(self.master_addr), "--master-port", str(port)),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a launch ended: the exit status to end with, and a sentence where it is not 0."""
+
+    status: int
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """One launch.
+
+    num_processes: ranks on this machine.  threads: CPU threads of each.
+    environ: variables set in every rank (settings, devices); stronger than what the caller's environment says.
+    """
+
+    program: Program
+    num_processes: int
+    threads: int
+    nodes: Nodes = Nodes()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """The words behind `torchrun`."""
+        return [
+            *self.nodes.arguments(),
+            *("--nproc-per-node", str(self.num_processes)),
+            *(["--module"] if self.program.is_module else []),
+            self.program.name,
+            *self.program.arguments,
+        ]
+
+    def changes(self) -> dict[str, str]:
+        """The variables in which a rank's environment differs from the caller's.
+
+        Raises:
+            LaunchRefused: see `Nodes.interface`.
+        """
+        interface = self.nodes.interface()
+        defaults = {
+            "OMP_NUM_THREADS": str(self.threads),
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+        }
+        wanted = {**defaults, **os.environ, **self.environ}
+        return {name: wanted[name] for name in (*defaults, *self.environ)}
+
+    def __str__(self) -> str:
+        """The command of a shell that does the same, but for the interface on which a single machine's ranks meet."""
+        words = (f"{name}={shlex.quote(value)}" for name, value in self.changes().items())
+        return " ".join([*words, "torchrun", *map(shlex.quote, self.arguments())])
+
+    def run(self) -> Ending:
+        """Run to the end, in this process, whose environment it changes; afterwards no rank of this machine is left.
+
+        Raises:
+            LaunchRefused: see `Nodes.interface`.
+        """
+        os.environ.update(self.changes())
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args, run
+
+        from nbaccel.launch.loopback import LOOPBACK, offer_loopback
+
+        asked = parse_args(self.arguments())
+        if asked.standalone:
+            offer_loopback()
+            asked.standalone, asked.rdzv_backend, asked.rdzv_endpoint = False, LOOPBACK, "localhost"
+        try:
+            run(asked)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            return _failed(rank, failure.pid, failure.exitcode)
+        except SignalException as stop:
+            return Ending(_SIGNAL + stop.sigval, f"stopped by {stop.sigval.name}; the ranks of this machine are gone.")
+        return Ending(0)
+
+
+def _failed(rank: int, pid: int, exit_code: int) -> Ending:
+    if exit_code < 0:
+        return Ending(
+            _SIGNAL - exit_code,
+            f"rank {rank} (process {pid}) was ended by signal {-exit_code}"
+            f"{', as the system does when memory runs out' if exit_code == -9 else ''}; the other ranks were ended.",
+        )
+    return Ending(
+        exit_code, f"rank {rank} (process {pid}) ended with exit status {exit_code}; what it said is above this line."
+    )

@@ -1,0 +1,198 @@
+"""`nbaccel launch`: real ranks of real scripts, and what is refused before any of them starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbaccel.cli import main
+
+TRAIN = """
+import json, os, sys
+import psutil, torch
+from nbaccel import Accelerator
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+weights = accelerator.gather(model.module.weight.detach().sum()[None]).tolist()
+agent = psutil.Process().parent()
+listening = {
+    connection.laddr.ip
+    for process in (agent, *agent.children())
+    for connection in process.connections("inet")
+    if connection.status == "LISTEN"
+}
+facts = {
+    "world": [accelerator.process_index, accelerator.num_processes],
+    "precision": accelerator.mixed_precision,
+    "accumulate": accelerator.gradient_accumulation_steps,
+    "threads": os.environ["OMP_NUM_THREADS"],
+    "arguments": sys.argv[1:],
+    "weights": weights,
+    "listening": sorted(listening),
+}
+sys.stdout.write(json.dumps(facts) + "\\n")
+sys.stdout.flush()
+accelerator.wait_for_everyone()
+sys.exit(int(os.environ["RANK"]) * 7)
+"""
+
+
+def launch(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import sys; from nbaccel.cli import main; sys.exit(main())", "launch", *words]
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), **environ}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_ranks_train_agree_and_follow_flags_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "nbaccel.toml").write_text(
+        'num-processes = 2\nmixed-precision = "bf16"\naccumulate = 4\nplain = true\n'
+    )
+    done = launch(tmp_path, "-a", "2", "train.py", "-n", "5", "--resume")
+    assert done.returncode == 7, done.stderr  # rank 1's
+    by_rank = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda facts: facts["world"])
+    assert [facts["world"] for facts in by_rank] == [[0, 2], [1, 2]]
+    assert by_rank[0]["weights"] == by_rank[1]["weights"]
+    assert len(set(by_rank[0]["weights"])) == 1
+    for facts in by_rank:
+        assert (facts["precision"], facts["accumulate"]) == ("bf16", 2)
+        assert facts["arguments"] == ["-n", "5", "--resume"]
+        assert facts["listening"] == ["127.0.0.1"]
+    assert "nbaccel.toml sets plain too, which a script cannot follow." in done.stderr
+    assert "2 ranks on the CPU, precision bf16, accumulate 2, " in done.stderr
+    assert "nbaccel: rank 1 (process " in done.stderr
+    assert "ended with exit status 7; what it said is above this line." in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_module_of_plain_torch_runs_and_a_killed_rank_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, signal, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(())\n"
+        "dist.all_reduce(total)\n"
+        "assert total == 2\n"
+        "os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == os.environ['RANK'] else dist.barrier()\n"
+    )
+    done = launch(tmp_path, "-n", "2", "-m", "job", "1")
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "was ended by signal 9, as the system does when memory runs out; the other ranks were ended." in done.stderr
+
+
+def test_a_dry_run_prints_the_line_and_starts_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "-n", "2", "--seed", "3", "--dry-run", "train.py", "two words"]) == 0
+    line = capsys.readouterr().out.strip()
+    assert line.endswith(" NBACCEL_SEED=3 torchrun --standalone --nproc-per-node 2 train.py 'two words'")
+    assert "GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo " in line
+
+
+def test_what_the_shell_says_about_threads_and_interfaces_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "11")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert main(["launch", "--dry-run", "train.py"]) == 0
+    assert capsys.readouterr().out.startswith("OMP_NUM_THREADS=11 GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=lo ")
+
+
+def test_several_machines_get_the_interface_of_the_route(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "203.0.113.7"]
+    status = main(["launch", *nodes, "--master-port", "1234", "--dry-run", "train.py"])
+    out, err = capsys.readouterr()
+    if "no way leads from this machine" in err:
+        pytest.skip("this machine has no route to another one")
+    assert status == 0
+    assert "SOCKET_IFNAME=lo" not in out
+    assert f"torchrun {' '.join(nodes)} --master-port 1234 --nproc-per-node 1 train.py" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("", "a script is missing: nbaccel launch -n 2 train.py. nbaccel launch --help lists every flag."),
+        ("-m", "a module is missing: "),
+        ("absent.py", "there is no script absent.py in "),
+        ("--resume here train.py", "there is no script here in "),
+        ("notes.ipynb", "notes.ipynb is a notebook: jupyter nbconvert --to script notes.ipynb makes a script of it."),
+        ("-n 0 train.py", "-n/--num-processes: a number of ranks is 1 or more, or auto; got '0'."),
+        ("-n", "-n/--num-processes needs a value. nbaccel launch --help lists every flag."),
+        ("-p fp8 train.py", "-p/--mixed-precision: a precision is auto, no, fp16 or bf16; got 'fp8'."),
+        (
+            "--out model train.py",
+            "--out is for the cells of a notebook; a script has no use for it. nbaccel launch ",
+        ),
+        ("--sed 3 train.py", "there is no flag --sed; did you mean --seed? nbaccel launch --help lists every flag."),
+        ("--cpu=1 train.py", "--cpu takes no value; got '1'."),
+        ("--cpu --devices 0 train.py", "--cpu and --devices 0 contradict each other: leave one of them out."),
+        ("--nnodes 0 train.py", "--nnodes: machines are 1 or more; got '0'."),
+        ("--nnodes 2 train.py", "--nnodes 2 needs --node-rank and --master-addr: every machine gets the same command"),
+        ("--nnodes 2 --node-rank -1 train.py", "--node-rank: nodes are numbered from 0; got '-1'."),
+        (
+            "--nnodes 2 --node-rank 2 --master-addr 10.0.0.1 train.py",
+            "--node-rank 2: 2 nodes (--nnodes) have the numbers 0..1.",
+        ),
+        ("--master-addr 10.0.0.1 train.py", "--master-addr is for a launch on several machines: say how many with "),
+        ("--master-port 70000 train.py", "--master-port: a port lies in 1..65535; got '70000'."),
+        (
+            "--nnodes 2 --node-rank 0 --master-addr localhost train.py",
+            "on this machine, which no other machine can reach (stock Debian gives a host's own name such an address); "
+            "give the IP address of node 0 (this machine has ",
+        ),
+        (
+            "--nnodes 2 --node-rank 0 --master-addr no.such.host.invalid train.py",
+            "--master-addr no.such.host.invalid: this machine knows no address of that name (",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence_and_nothing_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: str, sentence: str
+) -> None:
+    assert main(["launch", *line.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    last = err.splitlines()[-1]
+    assert last.startswith("nbaccel: ")
+    assert sentence in last
+
+
+def test_a_file_that_cannot_be_followed_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "nbaccel.toml").write_text("accumulate = 0\n")
+    assert main(["launch", "train.py"]) == 2
+    assert (
+        "nbaccel.toml: -a/--accumulate: batches per optimizer step are 1 or more; got '0'." in capsys.readouterr().err
+    )
+
+
+def test_help_lists_every_flag_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: nbaccel launch [flags] SCRIPT [arguments of the script]\n")
+    assert "  --dry-run                  print the command that would run, and end\n" in out
+    assert "default what the script says, else no\n" in out
