@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from nbaccel.view.panel import SIGNS, Panel
-from nbaccel.view.plot import Scale, spark, thinned
+from nbaccel.view.plot import Scale, spark
 from nbaccel.view.state import RUNNING, State
 from nbaccel.view.text import line
 from nbaccel.view.theme import STYLE
@@ -90,7 +90,7 @@ def _row(at: int, panel: Panel, seconds: float, state: State) -> _Row:
     series = history.phase.series
     names = facts.shown(list(series))
     curve = ""
-    if names and (one := series.get(names[0])) is not None and (mean := thinned(one.mean(), _SPARK_POINTS)):
+    if names and (one := series.get(names[0])) is not None and (mean := one.coarser(_SPARK_POINTS).mean()):
         curve = spark(mean, Scale.of(mean), f"{names[0]} from {number(mean.mean[0])} to {number(mean.mean[-1])}")
     numbers = [f"{name} {number(one.latest)}" for name, one in series.items()]
     shown = ", ".join([*numbers[:_MOST_NUMBERS], *(["…"] if len(numbers) > _MOST_NUMBERS else [])])

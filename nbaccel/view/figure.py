@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.view.history import History
 from nbaccel.view.picture import Picture
-from nbaccel.view.plot import Scale, thinned
+from nbaccel.view.plot import Scale
 from nbaccel.view.series import Line, Series
 from nbaccel.view.state import Facts
 from nbaccel.view.theme import ON_LIGHT, dashes
@@ -128,7 +128,7 @@ def _curves(axes: Axes, history: History, name: str) -> None:
     axes.margins(x=0.01)
     if len(of_phases) > 1:
         for at, (phase, series) in enumerate(of_phases):
-            _line(axes, thinned(series.mean(), _POINTS), at, phase or "before", 1.4)
+            _line(axes, series.coarser(_POINTS).mean(), at, phase or "before", 1.4)
     else:
         _ranks_and_mean(axes, latest)
     mean = latest.mean()
@@ -141,13 +141,14 @@ def _curves(axes: Axes, history: History, name: str) -> None:
 
 
 def _ranks_and_mean(axes: Axes, series: Series) -> None:
-    mean = thinned(series.mean(), _POINTS)
+    series = series.coarser(_POINTS)
+    mean = series.mean()
     axes.fill_between(mean.step, mean.low, mean.high, color=ON_LIGHT[0], alpha=0.15, linewidth=0)
     if len(series.ranks) == 1:
         _line(axes, mean, 0, "", 1.6)
         return
     for rank in series.ranks:
-        _line(axes, thinned(series.line(rank), _POINTS), rank, f"rank {rank}", 0.9)
+        _line(axes, series.line(rank), rank, f"rank {rank}", 0.9)
     axes.plot(mean.step, mean.mean, color=_INK, linewidth=1.7, label="mean")
 
 

@@ -11,7 +11,7 @@ from html import escape
 
 from nbaccel.view.history import History
 from nbaccel.view.phase import fraction
-from nbaccel.view.plot import Scale, plot, thinned
+from nbaccel.view.plot import Scale, plot
 from nbaccel.view.series import Series
 from nbaccel.view.state import RUNNING, Facts, State
 from nbaccel.view.text import (
@@ -107,20 +107,20 @@ class Panel:
         return "".join(self._plot(name, series.get(name), _POINTS // len(names)) for name in names)
 
     def _plot(self, name: str, series: Series | None, points: int) -> str:
-        mean = None if series is None else series.mean()
-        if series is None or not mean:
+        lines = 3 if series is None else len(series.ranks) + 3  # the mean, and both edges of the band
+        drawn = None if series is None else series.coarser(max(40, min(160, points // lines)))
+        mean = None if drawn is None else drawn.mean()
+        if series is None or drawn is None or not mean:
             aside = "nothing yet" if series is None else not_finite_words(series)
             return (
                 f'<figure><div class="row"><b>{escape(name)}</b><span class="wide soft">{aside}</span></div></figure>'
             )
-        lines = len(series.ranks) + 3  # the mean, and both edges of the band
         marks = [mark.step for mark in self.history.marks if mark.kind == "oom" and mark.step is not None]
-        scale = Scale.of(mean)
-        most = max(40, min(160, points // lines))
-        ranks = series.ranks if len(series.ranks) > 1 else []
+        scale, latest = Scale.of(mean), max(series.newest.values())
+        ranks = drawn.ranks if len(drawn.ranks) > 1 else []
         picture = plot(
-            thinned(mean, most),
-            {rank: thinned(series.line(rank), most) for rank in ranks},
+            mean,
+            {rank: drawn.line(rank) for rank in ranks},
             scale,
             label=curve_words(name, series),
             height_px=self._body_px - _LINE_PX - _STEPS_PX,
@@ -136,7 +136,7 @@ class Panel:
             f'<span class="wide {kind}">{aside}</span></div>'
             f'<div class="plot"><div class="axis" aria-hidden="true"><span>{number(scale.high)}</span>'
             f"<span>{number(scale.low)}</span></div>{picture}</div>"
-            f'<div class="steps" aria-hidden="true"><span>step {mean.step[0]:,}</span><span>{mean.step[-1]:,}</span>'
+            f'<div class="steps" aria-hidden="true"><span>step {mean.step[0]:,}</span><span>{latest:,}</span>'
             "</div></figure>"
         )
 

@@ -15,7 +15,7 @@ from html import escape
 from nbaccel.view.series import Line
 from nbaccel.view.theme import colour, dashes
 
-__all__ = ["Scale", "plot", "spark", "thinned"]
+__all__ = ["Scale", "plot", "spark"]
 
 _SIDE, _TOP = 1000, 40
 _ROOM = _SIDE - 2 * _TOP
@@ -48,20 +48,6 @@ class Scale:
         if self.is_log:
             return math.log(min(max(value, self.low), self.high) / self.low) / math.log(self.high / self.low)
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
-
-
-def thinned(line: Line, most: int) -> Line:
-    """At most `most` points: neighbours together, with their common low and high."""
-    size = math.ceil(len(line) / most)
-    if size <= 1:
-        return line
-    starts = range(0, len(line), size)
-    return Line(
-        tuple(line.step[at] for at in starts),
-        tuple(math.fsum(part) / len(part) for at in starts for part in [line.mean[at : at + size]]),
-        tuple(min(line.low[at : at + size]) for at in starts),
-        tuple(max(line.high[at : at + size]) for at in starts),
-    )
 
 
 def plot(

@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import truediv
 
 __all__ = ["Line", "Series"]
 
@@ -46,15 +47,19 @@ def _empty_columns() -> _Columns:
 
 
 class _Track:
-    """One rank's buckets: closed ones in columns, the newest in plain attributes, because it is written most."""
+    """One rank's buckets: closed ones in columns, the newest in plain attributes, because it is written most.
 
-    __slots__ = ("_columns", "count", "high", "key", "low", "step", "total")
+    lowest, highest: of all closed buckets; a frame asks for them too often to look through the columns.
+    """
+
+    __slots__ = ("_columns", "count", "high", "highest", "key", "low", "lowest", "step", "total")
 
     def __init__(self) -> None:
         self._columns = _empty_columns()
         self.key = _NO_BUCKET
         self.step = self.count = 0
         self.total = self.low = self.high = 0.0
+        self.lowest, self.highest = math.inf, -math.inf
 
     def __len__(self) -> int:
         return len(self._columns[0]) + (self.key != _NO_BUCKET)
@@ -76,10 +81,26 @@ class _Track:
         totals.append(row[2])
         lows.append(row[3])
         highs.append(row[4])
+        self._widen(row[3], row[4])
+
+    def _widen(self, low: float, high: float) -> None:
+        self.lowest, self.highest = min(self.lowest, low), max(self.highest, high)
+
+    def span(self) -> tuple[int, int]:
+        """The first steps of the oldest and of the newest bucket."""
+        steps = self._columns[0]
+        return (steps[0] if steps else self.step), (steps[-1] if self.key == _NO_BUCKET else self.step)
+
+    def extremes(self) -> tuple[float, float]:
+        """The smallest and the largest value so far, of one value at least."""
+        if self.key == _NO_BUCKET:
+            return self.lowest, self.highest
+        return min(self.lowest, self.low), max(self.highest, self.high)
 
     def insert(self, shift: int, step: int, value: float) -> None:
         """A value that is older than the newest bucket: it joins the bucket of its step, or makes one."""
         steps, counts, totals, lows, highs = self._columns
+        self._widen(value, value)
         key = step >> shift
         at = bisect_left(steps, key << shift)
         if at < len(steps) and steps[at] >> shift == key:
@@ -110,6 +131,20 @@ class _Track:
                 self.close()
                 self.key = step >> shift
                 self.step, self.count, self.total, self.low, self.high = step, count, total, low, high
+
+    def coarser(self, shift: int) -> _Track:
+        """A copy in buckets of ``2 ** shift`` steps. By slices: a frame has no time to look at every bucket."""
+        steps, counts, totals, lows, highs = columns = tuple(column[:] for column in self._columns)
+        if self.key != _NO_BUCKET:
+            for column, value in zip(columns, (self.step, self.count, self.total, self.low, self.high), strict=True):
+                column.append(value)
+        copy, at = _Track(), 0
+        while at < len(steps):
+            end = bisect_left(steps, ((steps[at] >> shift) + 1) << shift, at)
+            part = slice(at, end)
+            copy._append((steps[at], sum(counts[part]), sum(totals[part]), min(lows[part]), max(highs[part])))
+            at = end
+        return copy
 
     def rows(self) -> Iterable[_Row]:
         yield from zip(*self._columns, strict=True)
@@ -171,7 +206,7 @@ class Series:
                 self._halve()
 
     def _halve(self) -> None:
-        while max(map(len, self._tracks.values())) > self.capacity:
+        while self._longest > self.capacity:
             self._shift += 1
             for track in self._tracks.values():
                 track.merge(self._shift)
@@ -181,6 +216,30 @@ class Series:
         self.capacity = capacity
         if self._tracks:
             self._halve()
+
+    def coarser(self, most: int) -> Series:
+        """The curves as they are now, with `most` buckets at most for each rank; no later value changes them.
+
+        >>> loss = Series()
+        >>> for step in range(8):
+        ...     loss.add(0, step, float(step))
+        >>> loss.coarser(3).line(0).mean
+        (1.5, 5.5)
+        """
+        copy = Series(most)
+        copy.last, copy.newest, copy.not_finite = dict(self.last), dict(self.newest), dict(self.not_finite)
+        copy._shift = self._shift
+        if self._longest > most:
+            spans = [track.span() for track in self._tracks.values()]
+            first, last = min(first for first, _ in spans), max(last for _, last in spans)
+            while (last >> copy._shift) - (first >> copy._shift) >= most:
+                copy._shift += 1
+        copy._tracks = {rank: track.coarser(copy._shift) for rank, track in self._tracks.items()}
+        return copy
+
+    @property
+    def _longest(self) -> int:
+        return max(map(len, self._tracks.values()), default=0)
 
     @property
     def ranks(self) -> list[int]:
@@ -222,15 +281,14 @@ class Series:
     @property
     def lowest(self) -> float:
         """The smallest finite value of any rank so far; NaN where there is none."""
-        return min((row[3] for track in self._tracks.values() for row in track.rows()), default=math.nan)
+        return min((track.extremes()[0] for track in self._tracks.values()), default=math.nan)
 
     @property
     def highest(self) -> float:
         """The largest finite value of any rank so far; NaN where there is none."""
-        return max((row[4] for track in self._tracks.values() for row in track.rows()), default=math.nan)
+        return max((track.extremes()[1] for track in self._tracks.values()), default=math.nan)
 
 
 def _mean_of(rows: list[_Row]) -> tuple[int, float, float, float]:
-    step = min(row[0] for row in rows)
-    mean = math.fsum(total / count for _, count, total, _, _ in rows) / len(rows)
-    return step, mean, min(row[3] for row in rows), max(row[4] for row in rows)
+    steps, counts, totals, lows, highs = zip(*rows, strict=True)
+    return min(steps), math.fsum(map(truediv, totals, counts)) / len(rows), min(lows), max(highs)

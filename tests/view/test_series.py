@@ -46,6 +46,36 @@ def test_however_thin_nothing_is_counted_twice_and_no_spike_is_lost(
     )
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5_000), st.floats(-1e6, 1e6)), min_size=1, max_size=300),
+    st.integers(1, 40),
+)
+def test_a_coarser_copy_holds_the_same_values_in_fewer_points(values: list[tuple[int, int, float]], most: int) -> None:
+    series = Series()
+    for rank, step, value in values:
+        series.add(rank, step, value)
+    copy = series.coarser(most)
+    assert copy.ranks == series.ranks
+    for rank in series.ranks:
+        fine, coarse = series.line(rank), copy.line(rank)
+        assert len(coarse) <= most
+        assert (min(fine.low), max(fine.high)) == (min(coarse.low), max(coarse.high))
+        assert set(coarse.step) <= set(fine.step)
+        counts = [sum(count for _, count, *_ in one._tracks[rank].rows()) for one in (series, copy)]
+        assert counts[0] == counts[1]
+    assert (copy.lowest, copy.highest, copy.last) == (series.lowest, series.highest, series.last)
+    if series.buckets <= most:
+        assert all(copy.line(rank) == series.line(rank) for rank in series.ranks)
+
+
+def test_a_coarser_copy_does_not_change_with_the_curve() -> None:
+    series = filled([1.0] * 100)
+    copy = series.coarser(10)
+    series.add(0, 100, 9.0)
+    assert copy.highest == 1.0
+    assert copy.last == {0: 1.0}
+
+
 def test_a_long_run_keeps_its_shape() -> None:
     line = filled([math.sin(step / 1e4) for step in range(100_000)], capacity=256).line(0)
     assert 128 <= len(line) <= 256
