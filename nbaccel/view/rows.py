@@ -7,15 +7,15 @@ from typing import Any, overload
 
 __all__ = ["Rows"]
 
-_MOST_ROWS = 20_000
-_MOST_VALUES = 60_000
-"""Some 60 bytes each; wide rows are thinned sooner."""
+_MOST_ROWS = 12_000
+_MOST_VALUES = 48_000
+"""A row takes 170 bytes and 32 for each value; wide rows are thinned sooner."""
 
 
 class Rows(Sequence[dict[str, Any]]):
     """Rows of (step, values) in the order in which they were logged.
 
-    Beyond 20,000 rows, or 60,000 values, every second row is dropped, and from then on only every second new one is
+    Beyond 12,000 rows, or 48,000 values, every second row is dropped, and from then on only every second new one is
     kept; and so on. The first and the last row are always there.
 
     >>> rows = Rows()

@@ -134,10 +134,13 @@ class _Track:
 
     def coarser(self, shift: int) -> _Track:
         """A copy in buckets of ``2 ** shift`` steps. By slices: a frame has no time to look at every bucket."""
-        steps, counts, totals, lows, highs = columns = tuple(column[:] for column in self._columns)
+        steps, counts, totals, lows, highs = self._columns
         if self.key != _NO_BUCKET:
-            for column, value in zip(columns, (self.step, self.count, self.total, self.low, self.high), strict=True):
-                column.append(value)
+            steps, counts = steps + array("q", [self.step]), counts + array("q", [self.count])
+            totals, lows, highs = (
+                column + array("d", [value])
+                for column, value in ((totals, self.total), (lows, self.low), (highs, self.high))
+            )
         copy, at = _Track(), 0
         while at < len(steps):
             end = bisect_left(steps, ((steps[at] >> shift) + 1) << shift, at)

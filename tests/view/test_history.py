@@ -252,6 +252,20 @@ def test_a_million_steps_take_less_than_5_mb() -> None:
     assert bytes_of(million) < 5_000_000
 
 
+@pytest.mark.slow
+def test_all_that_eight_ranks_log_at_every_step_takes_less_than_5_mb() -> None:
+    def full() -> History:
+        history = History(8)
+        for step in range(0, 48_000_000, 4_000):  # as many rows as are kept, and curves that are full
+            for rank in range(8):
+                history.feed(rank, step, Loss(1.0 / (step + 1), step))
+                history.feed(rank, step, Metric({"lr": 0.1 * step, "acc": 0.2 * step, "norm": 0.3 * step}, step))
+        return history
+
+    assert len(full().rows) == 12_000
+    assert bytes_of(full) < 5_000_000
+
+
 def test_very_many_curves_share_the_room() -> None:
     def many() -> History:
         history = History(8)
