@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbaccel.errors import RankDied, RanksFailed
+from nbaccel.launch.advice import advice
 from nbaccel.launch.group import Ended
 from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.member import Report
@@ -54,7 +55,7 @@ def verdict(
             world_size,
         )
     error = _travelled(report, task)
-    hint = (_missing_name(report, task) if started_clean else "") or memory_report
+    hint = (_missing_name(report, task) if started_clean else "") or memory_report or advice(report.links)
     return Failure(rank, world_size, report.links, error, peers).exception(cell_name, hint)
 
 

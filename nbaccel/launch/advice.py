@@ -1,0 +1,39 @@
+"""Advice: the next move for errors whose own text does not say it in a notebook's terms. Pure; asked in the kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from nbaccel.launch.report import Link
+
+__all__ = ["advice"]
+
+_LITTLE_SHARED_MEMORY = (
+    "/dev/shm is full, and DataLoader workers pass batches through it: use num_workers=0, smaller batches or a lower "
+    "prefetch_factor, or start the container with --shm-size."
+)
+_FEW_FILES = (
+    "This process may open no more files, and DataLoader workers pass each tensor as one: call "
+    "torch.multiprocessing.set_sharing_strategy('file_system') in the cell, or use num_workers=0."
+)
+
+_TABLE = (
+    (re.compile(r"unable to (allocate|open|resize|mmap) .*shared memory|<(/torch_|filename).*No space left"),
+     _LITTLE_SHARED_MEMORY),
+    (re.compile(r"DataLoader worker .* killed by signal: Bus error"), _LITTLE_SHARED_MEMORY),
+    (re.compile(r"Too many open files|received \d+ items of ancdata"), _FEW_FILES),
+)  # fmt: skip
+"""What the texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py) and of the system mean to a user."""
+
+
+def advice(links: Sequence[Link]) -> str:
+    """One line on what to do about an error, the last of `links`; empty where its own text has to do.
+
+    >>> advice([Link("OSError", ["OSError: [Errno 24] Too many open files"], [])])[:37]
+    'This process may open no more files, '
+    >>> advice([Link("ValueError", ["ValueError: expected 10 classes, got 11"], [])])
+    ''
+    """
+    text = "\n".join(links[-1].headline) if links else ""
+    return next((line for pattern, line in _TABLE if pattern.search(text)), "")
