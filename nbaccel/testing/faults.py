@@ -8,6 +8,7 @@ imitate a full device, which refuses what does not fit at any operation: that is
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from nbaccel.world import World
 
@@ -55,7 +57,8 @@ class Faults:
     Points that are there without a call in the program: "forward" (before it, on the model's own call), "output"
     (of the model; a tensor), "backward" (when the gradient reaches the output; a tensor), "optimizer" and
     "after optimizer" (around its step), "collective" and "after collective" (around each that is launched from the
-    thread that entered the block).
+    thread that entered the block), "sync" and "rename" (before a file or folder is brought to the disk, or gets its
+    final name, as every save does).
 
     step: set it in the loop; what a fault's `step` is compared with. A new step begins new passings.
     fired: the faults that have come to pass in this process, in order.
@@ -104,6 +107,10 @@ class Faults:
     def nan_at(self, point: str, **when: int) -> Faults:
         """Make the tensor at that point NaN; the program, or the gradient, goes on with that."""
         return self.add(Fault(point, _spoil, **when))
+
+    def enospc_at(self, point: str, **when: int) -> Faults:
+        """Raise what a full disk raises: OSError with ENOSPC."""
+        return self.add(Fault(point, _find_the_disk_full, **when))
 
     def add(self, fault: Fault) -> Faults:
         """One more fault, which may do anything else."""
@@ -226,6 +233,26 @@ class Faults:
         with Watching():  # type: ignore[no-untyped-call]
             yield
 
+    @contextmanager
+    def in_saves(self) -> Iterator[None]:
+        """For the length of a block: points "sync" and "rename", before each `os.fsync` and `os.rename`.
+
+        Saves in the background pass them too: every thread of the process does.
+        """
+
+        def passing(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def passed(*args: Any, **options: Any) -> Any:
+                self.at(point)
+                return function(*args, **options)
+
+            return passed
+
+        with (
+            mock.patch.object(os, "fsync", passing("sync", os.fsync)),
+            mock.patch.object(os, "rename", passing("rename", os.rename)),
+        ):
+            yield
+
 
 @dataclass(frozen=True, slots=True)
 class _Raise:
@@ -249,6 +276,10 @@ def _run_out_of_memory(value: Any, where: str) -> Any:
     import torch
 
     raise torch.OutOfMemoryError(f"CPU out of memory. On purpose, {where}.")
+
+
+def _find_the_disk_full(value: Any, where: str) -> Any:
+    raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}. On purpose, {where}")
 
 
 def _die(value: Any, where: str) -> Any:

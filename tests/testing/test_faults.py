@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from nbaccel import RankDied, World
 from nbaccel.testing import Faults, run_ranks
 from nbaccel.train import PartialState
+from trainings import Trained
 
 
 def small_training(faults: Faults, steps: int = 3) -> list[tuple[int, str]]:
@@ -175,3 +178,21 @@ def test_faults_travel_to_ranks_by_pickle() -> None:
     faults = pickle.loads(pickle.dumps(Faults().oom_at("forward", step=1).raise_at("x", KeyError("k")).kill_at("y")))
     assert [fault.point for fault in faults.pending] == ["forward", "x", "y"]
     assert len(small_training(faults)) == 1
+
+
+@pytest.mark.parametrize("point", ["sync", "rename"])
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
+def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_the_checkpoint_before(
+    tmp_path: Path, point: str, blocking: bool
+) -> None:
+    training = Trained.start(on_save_error="warn")
+    training.epoch()
+    training.accelerator.save_state(tmp_path / "last")
+    faults = Faults().enospc_at(point)
+    with faults, faults.in_saves(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        training.accelerator.save_state(tmp_path / "last", blocking=blocking)
+        training.accelerator._writer.join()
+    assert "No space left on device" in str(said[0].message)
+    assert faults.pending == []
+    training.accelerator.load_state(tmp_path / "last")
