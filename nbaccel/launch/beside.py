@@ -23,3 +23,6 @@ class Beside:
         press: counts as one interrupt of the user's. It may be kept, and called from any thread at any time; once
             the run is over it does nothing.
         """
+
+    def pressed(self, times: int) -> None:
+        """The run has been asked to end so often by now, by whomever."""

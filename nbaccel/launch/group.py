@@ -152,6 +152,8 @@ class WorkerGroup:
             now = time.monotonic()
             if self._presses.count > presses:
                 presses = self._presses.count
+                for each in self._beside:
+                    each.pressed(presses)
                 if isinstance(ending, Stopping) or presses > 1:
                     # A Killing goes on as it is: begun anew by every press, it would put off its SIGKILL.
                     ending = ending if isinstance(ending, Killing) else Killing(self._members, now)

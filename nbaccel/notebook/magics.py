@@ -19,13 +19,14 @@ from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
 from nbaccel.launch.rank.jupyter import cell_name
+from nbaccel.notebook.cell_run import briefly
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.config_command import ConfigCommand
 from nbaccel.notebook.flags import flags
 from nbaccel.notebook.memory import Processes, held_by_names, memory_report
 from nbaccel.notebook.mistakes import COMMANDS
 from nbaccel.notebook.parsing import joined, parse
-from nbaccel.notebook.session import Session, briefly
+from nbaccel.notebook.session import Session
 from nbaccel.notebook.source import comments_below_magic
 from nbaccel.notebook.status import doctor_report, status_line
 from nbaccel.notebook.why import why_report

@@ -83,7 +83,8 @@ class Panel:
     def _head(self, state: State) -> str:
         return (
             f'<div class="row"><b class="{state.word}">{SIGNS.get(state.word, "●")} {state.word}</b>'
-            f'<b>{escape(self.facts.title)}</b><span class="wide soft">{escape(self.facts.setting)}</span></div>'
+            f'<b>{escape(self.facts.title)}</b><span class="wide soft">{escape(self.facts.setting)}</span>'
+            f"{_hint(state)}</div>"
         )
 
     def _progress(self, seconds: float, state: State) -> str:
@@ -175,6 +176,10 @@ class Panel:
         others = [f"{name} {number(one.latest)}" for name, one in history.phase.series.items() if name not in names]
         words = [*map(mark_words, history.marks[-1:]), loss_of_records(history), ", ".join(others)]
         return f'<p class="row soft"><span class="wide">{escape("; ".join(filter(None, words)))}</span></p>'
+
+
+def _hint(state: State) -> str:
+    return f'<span class="soft">{escape(state.hint)}</span>' if state.hint else ""
 
 
 def _bars(state: State) -> str:

@@ -45,6 +45,7 @@ class State:
 
     word: "running", "stopping", "done", "failed" or "stopped".  sentence: empty while it runs.
     bars: the progress bars that its ranks draw now, a row each; an empty row keeps the place of one that is over.
+    hint: what can be done about it, "Stop: interrupt the kernel".
 
     >>> State("done", "done in 0:41, 500 steps").is_over
     True
@@ -53,6 +54,7 @@ class State:
     word: str
     sentence: str = ""
     bars: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
     def is_over(self) -> bool:

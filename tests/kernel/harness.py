@@ -53,6 +53,7 @@ class Cell:
 
     seconds: from sending the cell to its reply.  sent: how many messages of each type came.
     displays: data by MIME type, in order of first appearance, each in its latest state.
+    widgets: the state of those that were made meanwhile and are not closed, by model id.
     frames: the panel of the cell's run, every state of it.  panels: in how many places it stood.
     """
 
@@ -68,6 +69,7 @@ class Cell:
     sent: Counter[str] = field(default_factory=Counter)
     frames: list[dict[str, Any]] = field(default_factory=list)
     panels: int = 0
+    widgets: dict[str, dict[str, Any]] = field(default_factory=dict)
     _display_ids: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -105,6 +107,12 @@ class Cell:
                     self.displays[at] = content["data"]
             case "execute_result":
                 self.result = content["data"]
+            case "comm_open":
+                self.widgets[content["comm_id"]] = content["data"]["state"]
+            case "comm_msg" if content["data"].get("method") == "update":
+                self.widgets.setdefault(content["comm_id"], {}).update(content["data"]["state"])
+            case "comm_close":
+                self.widgets.pop(content["comm_id"], None)
             case "error":
                 self.errors_shown += 1
                 self.error = CellError(content["ename"], content["evalue"], content["traceback"])

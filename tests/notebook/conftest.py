@@ -45,7 +45,7 @@ class RecordingLauncher:
     specs: list[LaunchSpec] = field(default_factory=list)
     shown_ranks: Any = None
 
-    def run(self, spec: LaunchSpec, screen: Any, *, shown_ranks: Any = None, listeners: Any = ()) -> Any:
+    def run(self, spec: LaunchSpec, screen: Any, *, shown_ranks: Any = None, listeners: Any = (), **more: Any) -> Any:
         self.specs.append(spec)
         self.shown_ranks = shown_ranks
         raise LaunchRefused("recorded")

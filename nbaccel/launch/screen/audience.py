@@ -8,6 +8,7 @@ from typing import Any
 
 from nbaccel.hardware import Platform
 from nbaccel.launch.screen.console import JupyterScreen
+from nbaccel.launch.screen.frames import Frames
 from nbaccel.launch.screen.live import LivePanel, Place
 from nbaccel.launch.screen.nowandthen import NowAndThen
 from nbaccel.launch.screen.router import ConsoleScreen
@@ -15,7 +16,7 @@ from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.view.state import Facts
 from nbaccel.world import is_notebook_kernel
 
-__all__ = ["Audience", "runs_unattended"]
+__all__ = ["Audience", "can_answer", "runs_unattended"]
 
 _UNATTENDED = ("nbconvert", "papermill", "jupyter-execute")
 
@@ -35,10 +36,12 @@ class Audience:
         *,
         is_plain: bool = False,
         says_end: bool = True,
+        frames: Frames | None = None,
     ) -> ShownRun:
         """A run for this audience.
 
         shell: IPython's, None in a script, which shows only what its ranks print.  is_plain: text only, please.
+        frames: how the states of a panel are shown.
         says_end: a panel's end is also said in a line of text.
         """
         if shell is None:
@@ -49,7 +52,8 @@ class Audience:
             return NowAndThen(JupyterScreen(shell), world_size, facts)
         if runs_unattended(platform):
             return NowAndThen(JupyterScreen(shell), world_size, facts, keeps_picture=True)
-        return LivePanel(JupyterScreen(shell), world_size, facts, self._place_of(_cell(shell)), says_end=says_end)
+        place = self._place_of(_cell(shell))
+        return LivePanel(JupyterScreen(shell), world_size, facts, place, frames=frames, says_end=says_end)
 
     def _place_of(self, cell: str | None) -> Place:
         """One place for all runs that a cell starts."""
@@ -63,6 +67,13 @@ def _cell(shell: Any) -> str | None:
     parent = getattr(shell, "parent_header", None) or {}
     found: str | None = parent.get("header", parent).get("msg_id")
     return found
+
+
+def can_answer(shell: Any) -> bool:
+    """Whether whoever sent the cell that runs can be asked something: front ends say so, and programs that execute
+    notebooks say that they cannot."""
+    parent = getattr(shell, "parent_header", None) or {}
+    return bool(parent.get("content", {}).get("allow_stdin"))
 
 
 def runs_unattended(platform: Platform, parent: int | None = None, root: Path = Path("/")) -> bool:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nbaccel.launch.screen.frames import Frames
 from nbaccel.launch.screen.kept import kept
 from nbaccel.launch.screen.painter import Screen
 from nbaccel.launch.screen.shown import TICK_SLACK_S, ShownRun
@@ -43,6 +44,7 @@ class Place:
 class LivePanel(ShownRun):
     """Shows the run at `place` once it has numbers, or takes longer than two seconds.
 
+    frames: how its states are shown while the run goes on.
     says_end: the end is also said in a line of text. What stands in a picture is lost on those who do not see it, and
         front ends read them no words of it.
     """
@@ -54,12 +56,14 @@ class LivePanel(ShownRun):
         facts: Facts,
         place: Place | None = None,
         *,
+        frames: Frames | None = None,
         says_end: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(screen, world_size, facts, clock)
         self._panel = Panel(self.history, facts)
         self._place = place or Place()
+        self._frames = frames or Frames()
         self._says_end = says_end
         self._due = self._began
         self._bars: list[str] = []
@@ -76,15 +80,23 @@ class LivePanel(ShownRun):
     def tick(self, now: float) -> None:
         if now < self._due - TICK_SLACK_S or not self._is_worth_a_word(now - self._began):
             return
+        self._frames.get_ready()
         cpu_s = time.thread_time()
         bars = (*self._bars, *[""] * (self._bars_room - len(self._bars)))
-        bundle = self._place.board.bundle(self._panel, now - self._began, replace(RUNNING, bars=bars))
-        self._show(dict(bundle))
+        state = replace(RUNNING, bars=bars, hint=self._frames.hint)
+        bundle = self._place.board.bundle(self._panel, now - self._began, state)
+        self._show_frame(bundle)
         cpu_s = time.thread_time() - cpu_s
         nbytes = sum(map(len, bundle.values()))
         self._due = now + max(_FRAME_S, cpu_s / _SHARE_OF_CORE, nbytes / _BYTES_PER_S)
 
     def _conclude(self, seconds: float, state: State) -> None:
+        try:
+            self._show_end(seconds, state)
+        finally:
+            self._frames.close()
+
+    def _show_end(self, seconds: float, state: State) -> None:
         board = self._place.board
         is_shown = self._is_worth_a_word(seconds)
         if not is_shown and not board.runs and not self._place.is_open:
@@ -93,10 +105,15 @@ class LivePanel(ShownRun):
         if board.runs > 1:
             self._show(dict(board.bundle()))
             return
-        self._show(dict(self._panel.bundle(seconds, state)))  # there at once, while the picture is being drawn
+        self._show_frame(self._panel.bundle(seconds, state))  # there at once, while the picture is being drawn
         self._show(*kept(self.history, self.facts, seconds, state))
         if self._says_end:
             self.write("stdout", f"{line(self.history, self.facts, seconds, state)}\n")
+
+    def _show_frame(self, bundle: Mapping[str, str]) -> None:
+        data = self._frames.show(dict(bundle))
+        if data is not None:
+            self._show(data)
 
     def _show(self, data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
         message = {"data": data, "metadata": metadata or {}, "display_id": self._place.display_id}

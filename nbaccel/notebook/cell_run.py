@@ -1,0 +1,179 @@
+"""CellRun: one cell's run in ranks, in acts that may be far apart in time. Runs in the kernel.
+
+    CellRun(...)   in the main thread: everything is settled, nothing has begun
+    go             in any thread: from the first rank to the end of the last one
+    show_end       in any thread: what stays on the screen
+    conclude       in the main thread: values into the notebook, and the run's error, if it had one
+
+A cell in the foreground does them one after the other; between the last two of one in the background, other cells run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.errors import ResultsMissing
+from nbaccel.events import Listener
+from nbaccel.intervals import said
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.launcher import Launcher, Outcome
+from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
+from nbaccel.launch.screen.shown import ShownRun
+from nbaccel.launch.spec import LaunchSpec
+from nbaccel.notebook.plan import Plan
+from nbaccel.notebook.results import install
+
+__all__ = ["CellRun", "Shown", "briefly", "raise_if_missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Stands for a last expression whose value stayed in the rank: shows what the rank's notebook would have."""
+
+    data: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        return dict(self.data), dict(self.metadata)
+
+    def __repr__(self) -> str:
+        return str(self.data.get("text/plain", "..."))
+
+
+class CellRun:
+    """The run of `source` as `plan` has it.
+
+    shown: what is seen of it.  error, end: what it raises, and its end in a word; valid after `go`.
+    """
+
+    def __init__(self, plan: Plan, source: CellSource, task: CellTask, spec: LaunchSpec, shown: ShownRun) -> None:
+        self.plan = plan
+        self.source = source
+        self.task = task
+        self.spec = spec
+        self.shown = shown
+        self.error: BaseException | None = None
+        self.end = ""
+        self._outcome: Outcome | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        assert self._outcome is not None, "the run has not ended"
+        return self._outcome
+
+    def go(self, launcher: Launcher, *, listeners: Sequence[Listener] = (), beside: Sequence[Beside] = ()) -> None:
+        """Run to the end; no process of it is left.
+
+        Raises:
+            LaunchRefused: nothing was started. The run's own error is not raised, but kept.
+        """
+        shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
+        heard = [self.shown, *listeners]
+        self._outcome = launcher.run(self.spec, self.shown, shown_ranks=shown_ranks, listeners=heard, beside=beside)
+        self.error, self.end = _how_it_ended(self._outcome, self.plan)
+
+    def show_end(self) -> None:
+        ended = self.outcome.ended
+        self.shown.end(self.end, ended.seconds, self.error, ended.first_failed)
+
+    def conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
+        """Bring values into `namespace`, `say` what there is to say, and return the last expression's value; once.
+
+        Raises:
+            The run's error, after whatever came is in the notebook.
+            ResultsMissing: it ended well, but a name of `--out` did not come.
+        """
+        try:
+            return self._conclude(namespace, say)
+        finally:
+            self.outcome.close()
+
+    def _conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
+        outcome, ended, error = self.outcome, self.outcome.ended, self.error
+        report = ended.reports[0]
+        if ended.is_timed_out and error is None:
+            say(_at_the_limit(self.plan, ended.steps))
+        if outcome.start.method != self.plan.start.method:
+            say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
+        values = _values_of(outcome)
+        result = values.pop(RESULT, None)
+        facts = {} if report is None else report.facts
+        missing = dict.fromkeys(self.task.out, "rank 0 had ended") if report is None else report.missing
+        if arrivals := install(values, namespace, facts.get("sizes", {})):
+            whence = "" if error is None else f" from the {self.end} run"
+            say(f"brought back{whence}: {', '.join(map(str, arrivals))}")
+        if error is not None:
+            if missing:
+                say(f"not brought back: {_with_reasons(missing)}")
+            raise error
+        if not_asked := facts.get("not_asked"):
+            say(f"not brought back: {', '.join(not_asked)}; add {_them(not_asked)} to --out")
+        if not ended.is_timed_out:  # a run that was planned to end somewhere may not have got to the name
+            raise_if_missing(missing, self.task.out)
+        elif missing:
+            say(f"not brought back: {_with_reasons(missing)}")
+        shown = facts.get("result")
+        return result if result is not None or shown is None else Shown(shown["data"], shown["metadata"])
+
+
+def briefly(error: BaseException) -> BaseException:
+    """Let a notebook show `error` as one sentence: our own frames explain nothing to its reader."""
+    if not hasattr(error, "_render_traceback_"):
+        text = f"{type(error).__name__}: {error}"
+        error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
+    return error
+
+
+def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, str]:
+    """What the cell raises, and the run's end in one word."""
+    ended = outcome.ended
+    limit = plan.options.limit
+    if ended.is_timed_out and limit is not None:
+        if limit.ends_well:
+            return None, "stopped"
+        text = f"the run was stopped at its time limit of {limit.seconds:g} s ({limit.flag})."
+        return briefly(TimeoutError(text)), "stopped"
+    has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
+    # Peers of a rank that failed are interrupted too: they say nothing about how the run ended.
+    if ended.is_interrupted or (has_stopped and ended.first_failed is None):
+        steps = "" if ended.steps is None else f"; every rank had done {ended.steps} steps"
+        return briefly(KeyboardInterrupt(f"the run was interrupted after {ended.seconds:.1f} s{steps}.")), "stopped"
+    return outcome.error, "done" if outcome.error is None else "failed"
+
+
+def _at_the_limit(plan: Plan, steps: int | None) -> str:
+    options = plan.options
+    done = "" if steps is None else f" after {steps} steps"
+    saves = "; --resume goes on from its checkpoint" if options.checkpoint_every else ""
+    return f"stopped{done} at the time limit of {said(options.time_limit or 0.0)}{saves}"
+
+
+def _values_of(outcome: Outcome) -> dict[str, Any]:
+    try:
+        return outcome.values()
+    except Exception as error:  # whatever a foreign class does when it is rebuilt
+        raise ResultsMissing(
+            "rank 0 sent its results, but they cannot be rebuilt in the notebook "
+            f"({type(error).__name__}: {error}): import what they need in a cell before this one.",
+            dict.fromkeys(outcome.task.out, str(error)) if isinstance(outcome.task, CellTask) else {},
+        ) from error
+
+
+def raise_if_missing(missing: Mapping[str, str], out: Collection[str]) -> None:
+    if not missing:
+        return
+    raise ResultsMissing(
+        f"{len(missing)} of the {len(out)} names of --out did not come back: {_with_reasons(missing)}. "
+        "Assign it in the cell on rank 0 as tensors, arrays, modules or plain data, or leave it out of --out.",
+        dict(missing),
+    )
+
+
+def _with_reasons(missing: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({reason})" for name, reason in missing.items())
+
+
+def _them(names: Collection[str]) -> str:
+    return "it" if len(names) == 1 else "them"

@@ -1,0 +1,133 @@
+"""Steered: a running cell that can be stopped by a click. Runs in the kernel, in the thread that watches the run.
+
+Frames of the panel go into widgets once a front end has said that it shows them. Where none does (no widgets there or
+here, an ipykernel that the pump does not know), the panel is displayed as anywhere and says how to stop instead.
+Nothing that goes wrong here harms the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.screen.audience import can_answer
+from nbaccel.launch.screen.frames import Frames
+from nbaccel.notebook.pump import Pump
+
+if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missing
+    from nbaccel.notebook.stop_button import StopButton
+
+__all__ = ["Steered", "steered"]
+
+_PUMP_S = 0.025
+_PATIENCE_S = 3.0
+"""For a front end to load its widgets and say that it shows ours; it may be far away."""
+
+
+class Steered(Frames, Beside):
+    """A panel with a button, as long as everything is there that it takes.
+
+    poll: handles messages of the widgets `model_ids`, now and then; None where the main thread is free to do it.
+    otherwise: what the panel says where there is no button.
+    """
+
+    def __init__(
+        self,
+        poll: Callable[[], None] | None,
+        model_ids: set[str],
+        otherwise: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._poll = poll
+        self._model_ids = model_ids
+        self._otherwise = otherwise
+        self._clock = clock
+        self._button: StopButton | None = None
+        self._has_given_up = False
+        self._shown_at = 0.0
+        self._times = 0
+        self._press: Callable[[], None] = _nothing
+
+    # --- for the panel -----------------------------------------------------------------------------------------
+
+    @property
+    def hint(self) -> str:
+        return self._otherwise if self._has_given_up else ""
+
+    def get_ready(self) -> None:
+        if self._button is None and not self._has_given_up:
+            with self._or_without():
+                from nbaccel.notebook.stop_button import StopButton
+
+                self._button = StopButton(self._on_click)
+                self._button.pressed(self._times)
+                self._model_ids |= self._button.model_ids
+                self._shown_at = self._clock()
+
+    def show(self, data: dict[str, Any]) -> dict[str, Any] | None:
+        button = self._button
+        if button is not None:
+            with self._or_without():
+                button.show(data["text/html"])
+                if button.is_seen:
+                    return None
+                if self._clock() - self._shown_at < _PATIENCE_S:
+                    return data | button.data
+                self.close()
+        return data
+
+    def close(self) -> None:
+        self._has_given_up = True
+        button, self._button = self._button, None
+        if button is not None:
+            with contextlib.suppress(Exception):
+                button.close()
+
+    @contextlib.contextmanager
+    def _or_without(self) -> Iterator[None]:
+        """Go on without the button where ipywidgets are missing, or others than we know."""
+        try:
+            yield
+        except Exception:
+            self.close()
+
+    # --- beside the run ----------------------------------------------------------------------------------------
+
+    def due_in(self, now: float) -> float | None:
+        return _PUMP_S if self._button is not None and self._poll is not None else None
+
+    def tick(self, now: float, press: Callable[[], None]) -> None:
+        self._press = press
+        if self._button is not None and self._poll is not None:
+            with self._or_without():
+                self._poll()
+
+    def pressed(self, times: int) -> None:
+        self._times = times
+        if self._button is not None:
+            with self._or_without():
+                self._button.pressed(times)
+
+    def _on_click(self) -> None:
+        """In whichever thread: it must do no more than this."""
+        self._press()
+
+
+def _nothing() -> None:
+    """Before the ranks have been started."""
+
+
+@contextlib.contextmanager
+def steered(shell: Any) -> Iterator[tuple[Frames, list[Beside]]]:
+    """How the cell that runs now is shown, and what is looked at beside it; what came meanwhile waits for its end."""
+    model_ids: set[str] = set()
+    pump = Pump.of(getattr(shell, "kernel", None), model_ids) if can_answer(shell) else None
+    if pump is None:
+        yield Frames(), []
+        return
+    with pump:
+        button = Steered(pump.poll, model_ids, Frames().hint)
+        yield button, [button]

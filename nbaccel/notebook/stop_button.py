@@ -1,0 +1,78 @@
+"""The panel of a running cell as widgets, with a button below it that stops the run. Runs in the kernel.
+
+Core ipywidgets only, 7.7.1 or 8: a native button, which a keyboard and a screen reader know. What a click does is the
+caller's; what the button says follows what has been asked of the run so far, whoever asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ipywidgets as widgets
+
+__all__ = ["LABELS", "StopButton"]
+
+CSS_CLASS = "nbaccel-stop"
+"""By which a style sheet, or a test, finds it in the page."""
+
+_WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+
+LABELS = (
+    ("Stop after this step", "Every rank finishes its step, and the names of --out come back"),
+    ("Stop now", "Ends the ranks in the middle of the step; what --out names is lost"),
+    ("Stopping", "The ranks are being ended"),
+)
+"""What the button says, and what a pointer that rests on it is told, by how often the run was asked to end."""
+
+
+class StopButton:
+    """Widgets that are not displayed yet.
+
+    on_click: called in the thread that the front end's message is handled in.
+    """
+
+    def __init__(self, on_click: Callable[[], None]) -> None:
+        self._panel = widgets.HTML()
+        self._button = widgets.Button(layout=widgets.Layout(width="auto", margin="4px 0 0 0"))
+        self._box = widgets.VBox([self._panel, self._button])
+        self._box.add_class(CSS_CLASS)
+        self._box._view_count = 0  # not None: front ends are to report how many of them show it
+        self._button.on_click(lambda button: on_click())
+        self.pressed(0)
+
+    @property
+    def model_ids(self) -> frozenset[str]:
+        """What the messages of its widgets are addressed to."""
+        return frozenset(widget.model_id for widget in self._widgets())
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether a front end has said that it shows this."""
+        return bool(self._box._view_count)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What makes a front end show it, by MIME type."""
+        return {_WIDGET_MIME: {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}}
+
+    def show(self, html: str) -> None:
+        """Another state of the panel."""
+        self._panel.value = html
+
+    def pressed(self, times: int) -> None:
+        """The run was asked to end so often."""
+        label, tooltip = LABELS[min(times, len(LABELS) - 1)]
+        self._button.description, self._button.tooltip = label, tooltip
+        self._button.disabled = times >= len(LABELS) - 1
+
+    def close(self) -> None:
+        """Nothing of it is left, here or in the front end."""
+        self._box._view_count = None  # else its end would be reported to widgets that are gone
+        for widget in list(self._widgets()):
+            widget.close()
+
+    def _widgets(self) -> Iterator[Any]:
+        for widget in (self._box, self._panel, self._button):
+            yield widget
+            yield from (part for name in ("layout", "style") if (part := getattr(widget, name, None)) is not None)
