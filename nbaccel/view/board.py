@@ -5,35 +5,51 @@ The run that goes on is a panel; each one that is over is a row: how it ended, i
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
 from nbaccel.view.panel import SIGNS, Panel
 from nbaccel.view.plot import Scale, spark
+from nbaccel.view.series import Line
 from nbaccel.view.state import RUNNING, State
 from nbaccel.view.text import line
 from nbaccel.view.theme import STYLE
 from nbaccel.view.words import duration, number, plural
 
-__all__ = ["Board"]
+__all__ = ["Board", "Row"]
 
 _MOST_ROWS = 100
 """The first half of them and the latest half; 700 bytes each."""
-_SPARK_POINTS = 48
+_SPARK_POINTS, _POINTS = 48, 120
 _MOST_NUMBERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A run that is over."""
+class Row:
+    """A run that is over.
 
+    number: 1 for the first of its place.  name: of its curve, empty if it has none.  curve: the mean over ranks.
+    latest: the mean of the last values.  text, html: the row itself.
+    """
+
+    number: int
+    title: str
+    word: str
+    seconds: float
+    name: str
+    curve: Line
+    latest: float
     text: str
     html: str
 
 
 class Board:
     """The runs of one place, oldest first.
+
+    ends: how many ended how, by word.  rows: of those the first fifty and the latest fifty.
 
     >>> from nbaccel.view.history import History
     >>> board = Board()
@@ -43,19 +59,24 @@ class Board:
     """
 
     def __init__(self) -> None:
-        self.runs = 0
-        self._rows: list[_Row] = []
+        self.ends: Counter[str] = Counter()
+        self.rows: list[Row] = []
+
+    @property
+    def runs(self) -> int:
+        """How many are over."""
+        return self.ends.total()
 
     def finish(self, panel: Panel, seconds: float, state: State) -> None:
         """The run of `panel` is over: from now on it is a row."""
-        self.runs += 1
-        self._rows.append(_row(self.runs, panel, seconds, state))
-        if len(self._rows) > _MOST_ROWS:
-            del self._rows[_MOST_ROWS // 2]
+        self.ends[state.word] += 1
+        self.rows.append(_row(self.runs, panel, seconds, state))
+        if len(self.rows) > _MOST_ROWS:
+            del self.rows[_MOST_ROWS // 2]
 
     def bundle(self, panel: Panel | None = None, seconds: float = 0.0, state: State = RUNNING) -> dict[str, str]:
         """All runs by MIME type; `panel` is the one that goes on, if one does."""
-        if panel is not None and not self._rows:
+        if panel is not None and not self.rows:
             return panel.bundle(seconds, state)
         now = {} if panel is None else panel.bundle(seconds, state)
         current = "" if panel is None else panel.html(seconds, state)
@@ -65,19 +86,20 @@ class Board:
         }
 
     @property
-    def _left_out(self) -> int:
-        return self.runs - len(self._rows)
+    def left_out(self) -> int:
+        """Runs between the first half of the rows and the latest."""
+        return self.runs - len(self.rows)
 
     def _text_rows(self) -> Iterator[str]:
-        for at, row in enumerate(self._rows):
-            if self._left_out and at == _MOST_ROWS // 2:
-                yield f"… {plural(self._left_out, 'more run')}"
+        for at, row in enumerate(self.rows):
+            if self.left_out and at == _MOST_ROWS // 2:
+                yield f"… {plural(self.left_out, 'more run')}"
             yield row.text
 
     def _html_rows(self) -> str:
-        rows = [row.html for row in self._rows]
-        if self._left_out:
-            rows.insert(_MOST_ROWS // 2, f'<tr><td colspan="6">… {plural(self._left_out, "more run")}</td></tr>')
+        rows = [row.html for row in self.rows]
+        if self.left_out:
+            rows.insert(_MOST_ROWS // 2, f'<tr><td colspan="6">… {plural(self.left_out, "more run")}</td></tr>')
         heads = "".join(f'<th scope="col">{head}</th>' for head in ("run", "", "", "", "latest", "time"))
         return (
             '<div class="nbaccel runs" tabindex="0" role="region" aria-label="finished runs"><table>'
@@ -85,18 +107,30 @@ class Board:
         )
 
 
-def _row(at: int, panel: Panel, seconds: float, state: State) -> _Row:
+def _row(at: int, panel: Panel, seconds: float, state: State) -> Row:
     history, facts = panel.history, panel.facts
     series = history.phase.series
-    names = facts.shown(list(series))
-    curve = ""
-    if names and (one := series.get(names[0])) is not None and (mean := one.coarser(_SPARK_POINTS).mean()):
-        curve = spark(mean, Scale.of(mean), f"{names[0]} from {number(mean.mean[0])} to {number(mean.mean[-1])}")
+    name = next(iter(facts.shown(list(series))), "")
+    one = series.get(name)
+    curve = Line() if one is None else one.coarser(_POINTS).mean()
+    drawn = "" if one is None or not curve else _spark(name, one.coarser(_SPARK_POINTS).mean())
     numbers = [f"{name} {number(one.latest)}" for name, one in series.items()]
     shown = ", ".join([*numbers[:_MOST_NUMBERS], *(["…"] if len(numbers) > _MOST_NUMBERS else [])])
-    return _Row(
-        f"{at}. {facts.title}: {line(history, facts, seconds, state)}",
-        f'<tr><th scope="row">{at}</th><td class="left {state.word}">{SIGNS.get(state.word, "")} {state.word}</td>'
-        f'<td class="left">{escape(facts.title)}</td><td>{curve}</td><td>{escape(shown)}</td>'
+    return Row(
+        number=at,
+        title=facts.title,
+        word=state.word,
+        seconds=seconds,
+        name=name if one is not None else "",
+        curve=curve,
+        latest=math.nan if one is None else one.latest,
+        text=f"{at}. {facts.title}: {line(history, facts, seconds, state)}",
+        html=f'<tr><th scope="row">{at}</th><td class="left {state.word}">{SIGNS.get(state.word, "")} {state.word}'
+        f'</td><td class="left">{escape(facts.title)}</td><td>{drawn}</td><td>{escape(shown)}</td>'
         f"<td>{duration(seconds)}</td></tr>",
     )
+
+
+def _spark(name: str, mean: Line) -> str:
+    label = f"{name} from {number(mean.mean[0])} to {number(mean.mean[-1])}"
+    return spark(mean, Scale.of(mean), label)

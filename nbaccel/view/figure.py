@@ -7,7 +7,8 @@ when the first figure is made.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.view.history import History
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "picture"]
+__all__ = ["draw", "head", "logarithmic", "picture", "sheet", "trace"]
 
 _INK, _SOFT, _BAD = "#1d1f23", "#5b616b", "#b3261e"
 _WIDTH_IN, _HEIGHT_IN = 9.4, 2.7
@@ -73,14 +74,10 @@ def draw(
     >>> [axes.get_title(loc="left") for axes in draw(history).axes]
     ['loss 1', 'memory', 'speed']
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     facts = facts or Facts()
     known = dict.fromkeys(name for phase in history.phases for name in phase.series)
     shown = [name for name in facts.shown(list(known)) if name in known] if names is None else list(names)
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=size or (_WIDTH_IN, _HEIGHT_IN), dpi=_DPI, layout="constrained")
+    with sheet(size or (_WIDTH_IN, _HEIGHT_IN)) as figure:
         widths = [1.9] * max(1, len(shown)) + [1.15]
         grid = figure.add_gridspec(2, len(widths), width_ratios=widths)
         for at, name in enumerate(shown):
@@ -90,8 +87,23 @@ def draw(
         _memory(figure.add_subplot(grid[0, -1]), history)
         _speed(figure.add_subplot(grid[1, -1]), history)
         if title:
-            figure.suptitle(title, x=0.005, ha="left", fontsize=9.5, fontweight="bold")
+            head(figure, title)
     return figure
+
+
+@contextmanager
+def sheet(size: tuple[float, float]) -> Iterator[Figure]:
+    """A new figure of `size` in inches, to be drawn on in our own style while the block runs."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        yield Figure(figsize=size, dpi=_DPI, layout="constrained")
+
+
+def head(figure: Figure, title: str) -> None:
+    """One line above everything; a "$" in it, of an error perhaps, begins no formula."""
+    figure.suptitle(title, x=0.005, ha="left", fontsize=9.5, fontweight="bold", parse_math=False)
 
 
 def picture(figure: Figure, text: str) -> Picture:
@@ -128,12 +140,12 @@ def _curves(axes: Axes, history: History, name: str) -> None:
     axes.margins(x=0.01)
     if len(of_phases) > 1:
         for at, (phase, series) in enumerate(of_phases):
-            _line(axes, series.coarser(_POINTS).mean(), at, phase or "before", 1.4)
+            trace(axes, series.coarser(_POINTS).mean(), at, phase or "before", 1.4)
     else:
         _ranks_and_mean(axes, latest)
     mean = latest.mean()
     if mean and Scale.of(mean).is_log:
-        _logarithmic(axes)
+        logarithmic(axes)
     for mark in history.marks:
         if mark.kind == "oom" and mark.step is not None:
             axes.axvline(mark.step, color=_BAD, linestyle=":", linewidth=1.2, label="out of memory")
@@ -145,14 +157,15 @@ def _ranks_and_mean(axes: Axes, series: Series) -> None:
     mean = series.mean()
     axes.fill_between(mean.step, mean.low, mean.high, color=ON_LIGHT[0], alpha=0.15, linewidth=0)
     if len(series.ranks) == 1:
-        _line(axes, mean, 0, "", 1.6)
+        trace(axes, mean, 0, "", 1.6)
         return
     for rank in series.ranks:
-        _line(axes, series.line(rank), rank, f"rank {rank}", 0.9)
+        trace(axes, series.line(rank), rank, f"rank {rank}", 0.9)
     axes.plot(mean.step, mean.mean, color=_INK, linewidth=1.7, label="mean")
 
 
-def _line(axes: Axes, line: Line, rank: int, label: str, width: float) -> None:
+def trace(axes: Axes, line: Line, rank: int, label: str, width: float) -> None:
+    """A curve in the colour and dashes of `rank`, as wide as `width` points."""
     (drawn,) = axes.plot(line.step, line.mean, color=ON_LIGHT[rank % len(ON_LIGHT)], linewidth=width, label=label)
     if len(line) == 1:
         drawn.set_marker("o")
@@ -160,7 +173,7 @@ def _line(axes: Axes, line: Line, rank: int, label: str, width: float) -> None:
         drawn.set_dashes(dash)
 
 
-def _logarithmic(axes: Axes) -> None:
+def logarithmic(axes: Axes) -> None:
     """A logarithmic axis whose ticks are written as numbers are spoken."""
     axes.set_yscale("log")
     for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
@@ -176,7 +189,7 @@ def _memory(axes: Axes, history: History) -> None:
     for rank in history.memory:
         line = history.memory_bytes.line(rank)
         high = tuple(value / 1e9 for value in line.high)
-        _line(axes, Line(line.step, high, high, high), rank, "", 1.2)
+        trace(axes, Line(line.step, high, high, high), rank, "", 1.2)
     # A host's limit is that of all its processes, and so far away that the curves would lie flat.
     for limit in sorted({usage.limit_bytes for usage in history.memory.values() if usage.is_device}):
         axes.axhline(limit / 1e9, color=_INK, linestyle="--", linewidth=0.9)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nbaccel.hardware import Platform
 from nbaccel.launch.screen.console import JupyterScreen
 from nbaccel.launch.screen.frames import Frames
-from nbaccel.launch.screen.live import LivePanel, Place
+from nbaccel.launch.screen.live import LivePanel
 from nbaccel.launch.screen.nowandthen import NowAndThen
+from nbaccel.launch.screen.place import Place
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.view.state import Facts
@@ -50,15 +53,16 @@ class Audience:
             return NowAndThen(ConsoleScreen(), world_size, facts)
         if not is_notebook_kernel():  # a terminal cannot take back what it has shown
             return NowAndThen(JupyterScreen(shell), world_size, facts)
+        place = self._place_in(shell)
         if runs_unattended(platform):
-            return NowAndThen(JupyterScreen(shell), world_size, facts, keeps_picture=True)
-        place = self._place_of(_cell(shell))
+            return NowAndThen(JupyterScreen(shell), world_size, facts, place=place)
         return LivePanel(JupyterScreen(shell), world_size, facts, place, frames=frames, says_end=says_end)
 
-    def _place_of(self, cell: str | None) -> Place:
+    def _place_in(self, shell: Any) -> Place:
         """One place for all runs that a cell starts."""
+        cell = _cell(shell)
         if cell is None or cell != self._place.cell:
-            self._place = Place(cell)
+            self._place = Place(cell, functools.partial(_when_the_cell_ends, shell))
         return self._place
 
 
@@ -74,6 +78,16 @@ def can_answer(shell: Any) -> bool:
     notebooks say that they cannot."""
     parent = getattr(shell, "parent_header", None) or {}
     return bool(parent.get("content", {}).get("allow_stdin"))
+
+
+def _when_the_cell_ends(shell: Any, call: Callable[[], None]) -> None:
+    """Call this once the code of the present cell is through; what it shows then is the cell's still."""
+
+    def once(result: Any) -> None:
+        shell.events.unregister("post_run_cell", once)
+        call()
+
+    shell.events.register("post_run_cell", once)
 
 
 def runs_unattended(platform: Platform, parent: int | None = None, root: Path = Path("/")) -> bool:

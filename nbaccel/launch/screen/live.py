@@ -6,39 +6,23 @@ One display per run, or per cell where several runs are started in one: updates 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from nbaccel.launch.screen.frames import Frames
-from nbaccel.launch.screen.kept import kept
 from nbaccel.launch.screen.painter import Screen
+from nbaccel.launch.screen.place import Place
 from nbaccel.launch.screen.shown import TICK_SLACK_S, ShownRun
-from nbaccel.view.board import Board
 from nbaccel.view.panel import Panel
 from nbaccel.view.state import RUNNING, Facts, State
 from nbaccel.view.text import line
 
-__all__ = ["LivePanel", "Place"]
+__all__ = ["LivePanel"]
 
 _FRAME_S = 0.5
 _SHARE_OF_CORE = 0.03
 _BYTES_PER_S = 30_000
 """What a frame may cost the kernel, and a front end that is far away; the next one waits accordingly."""
-
-
-class Place:
-    """Where in the notebook the runs of one cell are shown.
-
-    cell: what tells it from other cells.  is_open: whether something is shown there.
-    """
-
-    def __init__(self, cell: str | None = None) -> None:
-        self.cell = cell
-        self.board = Board()
-        self.display_id = f"nbaccel-run-{uuid.uuid4().hex[:12]}"
-        self.is_open = False
 
 
 class LivePanel(ShownRun):
@@ -97,28 +81,16 @@ class LivePanel(ShownRun):
             self._frames.close()
 
     def _show_end(self, seconds: float, state: State) -> None:
-        board = self._place.board
-        is_shown = self._is_worth_a_word(seconds)
-        if not is_shown and not board.runs and not self._place.is_open:
+        place = self._place
+        if not (self._is_worth_a_word(seconds) or place.board.runs or place.is_open):
             return
-        board.finish(self._panel, seconds, state)
-        if board.runs > 1:
-            self._show(dict(board.bundle()))
-            return
-        self._show_frame(self._panel.bundle(seconds, state))  # there at once, while the picture is being drawn
-        self._show(*kept(self.history, self.facts, seconds, state))
-        if self._says_end:
+        if not place.board.runs:  # there at once, while the picture is being drawn
+            self._show_frame(self._panel.bundle(seconds, state))
+        place.conclude(self._screen, self._panel, seconds, state)
+        if self._says_end and place.board.runs == 1:
             self.write("stdout", f"{line(self.history, self.facts, seconds, state)}\n")
 
     def _show_frame(self, bundle: Mapping[str, str]) -> None:
         data = self._frames.show(dict(bundle))
         if data is not None:
-            self._show(data)
-
-    def _show(self, data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-        message = {"data": data, "metadata": metadata or {}, "display_id": self._place.display_id}
-        if self._place.is_open:
-            self._screen.publish({"kind": "update", **message})
-            return
-        self._place.is_open = True
-        self._screen.publish({"kind": "display", **message})
+            self._place.show(self._screen, data)

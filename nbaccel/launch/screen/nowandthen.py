@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nbaccel.launch.screen.kept import kept
 from nbaccel.launch.screen.painter import Screen
+from nbaccel.launch.screen.place import Place
 from nbaccel.launch.screen.shown import TICK_SLACK_S, ShownRun
+from nbaccel.view.panel import Panel
 from nbaccel.view.state import Facts, State
 from nbaccel.view.text import line
 
@@ -20,7 +21,7 @@ _EVERY_S = 30.0
 
 
 class NowAndThen(ShownRun):
-    """Lines of text; at the end one more, and the picture if it `keeps_picture`."""
+    """Lines of text; at the end one more, and a picture if there is a `place` to keep it."""
 
     def __init__(
         self,
@@ -28,11 +29,11 @@ class NowAndThen(ShownRun):
         world_size: int,
         facts: Facts,
         *,
-        keeps_picture: bool = False,
+        place: Place | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(screen, world_size, facts, clock)
-        self._keeps_picture = keeps_picture
+        self._place = place
         self._due = self._began + _EVERY_S
         self._unfinished = ("stdout", "")  # what stands on the last line
 
@@ -47,7 +48,7 @@ class NowAndThen(ShownRun):
     def has_room_for_bars(self) -> bool:
         """Where nobody watches, the last state of a bar is enough: programs that run notebooks save all that was
         rewritten on a line, and four states a second would make megabytes of it."""
-        return self._keeps_picture
+        return self._place is not None
 
     def tick(self, now: float) -> None:
         if now >= self._due - TICK_SLACK_S:
@@ -57,9 +58,8 @@ class NowAndThen(ShownRun):
     def _conclude(self, seconds: float, state: State) -> None:
         if not self._is_worth_a_word(seconds):
             return
-        if self._keeps_picture:
-            data, metadata = kept(self.history, self.facts, seconds, state)
-            self._screen.publish({"kind": "display", "data": data, "metadata": metadata})
+        if self._place is not None:
+            self._place.conclude(self._screen, Panel(self.history, self.facts), seconds, state)
         self._say(line(self.history, self.facts, seconds, state))
 
     def _say(self, words: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import pytest
 
 from nbaccel.events import Loss, Progress
 from nbaccel.hardware import Platform
-from nbaccel.launch.screen import live
+from nbaccel.launch.screen import live, place
 from nbaccel.launch.screen.audience import Audience, runs_unattended
-from nbaccel.launch.screen.live import LivePanel, Place
+from nbaccel.launch.screen.live import LivePanel
 from nbaccel.launch.screen.nowandthen import NowAndThen
+from nbaccel.launch.screen.place import Place
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.view.state import Facts
 
@@ -135,7 +136,7 @@ def test_a_line_about_the_run_never_stands_behind_a_bar_or_unfinished_text() -> 
 
 
 def test_where_nobody_watches_no_state_of_a_bar_is_shown_but_its_last() -> None:
-    assert NowAndThen(Paper(), 1, FACTS, keeps_picture=True).has_room_for_bars
+    assert NowAndThen(Paper(), 1, FACTS, place=Place()).has_room_for_bars
     assert not NowAndThen(Paper(), 1, FACTS).has_room_for_bars
 
 
@@ -147,7 +148,46 @@ def test_the_runs_of_one_place_share_its_display() -> None:
         shown.end("done", 1.0)
     assert [message["kind"] for message in paper.messages].count("display") == 1
     assert len(paper.messages[-1]["data"]["text/plain"].splitlines()) == 3
+    assert sorted(paper.messages[-1]["data"]) == ["image/png", "text/plain"]
     assert paper.text == ""
+
+
+def sweep(paper: Paper, place: Place, runs: int, *, numbers: bool = True) -> None:
+    for _ in range(runs):
+        clock = Clock()
+        shown = LivePanel(paper, 1, FACTS, place, says_end=False, clock=clock)
+        if numbers:
+            report(shown, clock, 1.0)
+        shown.end("done", 3.0)
+
+
+def test_the_picture_of_several_runs_is_drawn_once_when_their_cell_ends() -> None:
+    paper, at_the_end = Paper(), list[Callable[[], None]]()
+    sweep(paper, Place("cell", at_the_end.append), 4)
+    assert "text/html" in paper.messages[-1]["data"]
+    (draw,) = at_the_end
+    draw()
+    assert sorted(paper.messages[-1]["data"]) == ["image/png", "text/plain"]
+    assert [line.split(":")[0] for line in paper.messages[-1]["data"]["text/plain"].splitlines()] == [
+        f"{number}. Cell In[5]" for number in (1, 2, 3, 4)
+    ]
+
+
+def test_several_runs_without_numbers_stay_a_table() -> None:
+    paper = Paper()
+    sweep(paper, Place("cell"), 2, numbers=False)
+    assert sorted(paper.messages[-1]["data"]) == ["text/html", "text/plain"]
+
+
+def test_a_picture_of_several_runs_that_cannot_be_drawn_leaves_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(board: object) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(place, "kept_of_several", fails)
+    paper = Paper()
+    sweep(paper, Place("cell"), 2)
+    assert paper.text == "these runs could not be drawn (RuntimeError: no fonts)\n"
+    assert "text/html" in paper.messages[-1]["data"]
 
 
 def test_a_line_comes_every_half_minute_and_one_at_the_end() -> None:
@@ -164,7 +204,7 @@ def test_a_line_comes_every_half_minute_and_one_at_the_end() -> None:
 
 def test_where_nobody_watches_the_picture_is_kept() -> None:
     paper, clock = Paper(), Clock()
-    shown = NowAndThen(paper, 1, FACTS, keeps_picture=True, clock=clock)
+    shown = NowAndThen(paper, 1, FACTS, place=Place(), clock=clock)
     report(shown, clock, 5.0)
     shown.end("done", 5.0)
     assert [sorted(message["data"]) for message in paper.messages] == [["image/png", "text/plain"]]
@@ -174,7 +214,7 @@ def test_a_picture_that_cannot_be_drawn_is_said_and_the_panel_stays(monkeypatch:
     def fails(*args: object) -> None:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(live, "kept", fails)
+    monkeypatch.setattr(place, "kept", fails)
     paper, clock = Paper(), Clock()
     shown = LivePanel(paper, 1, FACTS, clock=clock)
     report(shown, clock, 1.0)

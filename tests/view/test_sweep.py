@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nbaccel.view.board import Board
+from nbaccel.view.figure import picture
+from nbaccel.view.history import History
+from nbaccel.view.panel import Panel
+from nbaccel.view.state import Facts, State
+from nbaccel.view.sweep import draw_runs
+from view.runs import a_run
+
+DONE = State("done", "done in 0:10, 100 steps")
+
+
+def sweep(runs: int) -> Board:
+    board = Board()
+    for at in range(runs):
+        board.finish(Panel(a_run(2, 100), Facts(f"train(lr={at})")), 10.0, DONE)
+    return board
+
+
+def words(board: Board) -> list[str]:
+    return [text.get_text() for text in draw_runs(board).axes[1].texts]
+
+
+def test_every_run_has_a_curve_and_a_line_of_words() -> None:
+    board = sweep(2)
+    board.finish(Panel(a_run(1, 50), Facts("of $5 and $x^")), 3.0, State("failed", "failed after 3.0 s"))
+    figure = draw_runs(board)
+    assert len(figure.axes[0].lines) == 3
+    assert (
+        len({(line.get_color(), line.get_linestyle(), str(line._dash_pattern)) for line in figure.axes[0].lines}) == 3
+    )  # type: ignore[attr-defined]
+    assert figure.get_suptitle() == "3 runs: 2 done, 1 failed"
+    shown = words(board)
+    assert shown[:3] == ["1. train(lr=0)", f"loss {board.rows[0].latest:#.4g}", "0:10"]
+    assert shown[6] == "3. of $5 and $x^"
+    assert shown[7].startswith("failed, loss ")
+    assert picture(figure, "words").png
+
+
+def test_of_very_many_runs_the_first_and_the_latest_are_named() -> None:
+    shown = words(sweep(300))
+    assert [text for text in shown if "." in text and "train" in text][7:9] == ["8. train(lr=7)", "293. train(lr=292)"]
+    assert "… 284 more runs" in shown
+
+
+@pytest.mark.parametrize("runs", [3, 40, 300])
+def test_the_picture_of_a_sweep_and_its_words_take_less_than_200_kb(runs: int) -> None:
+    board = sweep(runs)
+    assert len(json.dumps(picture(draw_runs(board), board.bundle()["text/plain"]).bundle())) < 200_000
+
+
+def test_runs_without_numbers_are_named_all_the_same() -> None:
+    board = sweep(1)
+    board.finish(Panel(History(1), Facts("nothing")), 0.2, DONE)
+    assert words(board)[3:] == ["2. nothing", "", "0.2 s"]
