@@ -7,12 +7,13 @@ they do in between is a run, which `group.py` watches.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.member import Member
@@ -21,6 +22,7 @@ from nbaccel.launch.start import StartMethod
 from nbaccel.launch.telemetry import Rings
 from nbaccel.launch.wire.channel import Channel
 from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.wire.parcel import Parcel
 from nbaccel.launch.wire.pipes import MarkedPipe
 from nbaccel.world import World
 
@@ -100,25 +102,53 @@ class Crew:
                 os.close(fd)
         for rank, (process, (channel, out, err)) in enumerate(zip(processes, mine, strict=True)):
             self.guard(f"+{process.pid}")
-            self.members.append(Member(rank, process, channel))
+            self.members.append(Member(rank, process, channel, spec.stays))
             self.pipes += [MarkedPipe(out, rank, "stdout", nonce), MarkedPipe(err, rank, "stderr", nonce)]
+
+    def give(self, task: str, parcel: Parcel, outsiders: Collection[int]) -> None:
+        """Give ranks that stay, and have nothing to do, another task.
+
+        task: its class's reference.  parcel: from which it unpacks itself.  outsiders: ranks that do not get it.
+        """
+        gone = [member.rank for member in self.members if member.has_ended]
+        absent = sorted({*outsiders, *gone})
+        self.page.begin(absent)
+        for member in self.members:
+            member.begin(takes_part=member.rank not in absent)
+        order = {"op": "task", "task": task, "outsiders": absent}
+        for member in self.members:
+            if member.is_working:
+                with contextlib.suppress(OSError):  # it has died meanwhile: its pidfd will tell
+                    member.channel.send(order, [parcel.fd])
+
+    def dismiss(self) -> None:
+        """Ranks that stay do so no longer; the next run over this crew is their farewell."""
+        for member in self.members:
+            member.stays = False
 
     def fds(self) -> list[int]:
         """Descriptors that only the kernel may hold, while ranks live."""
         channels = [member.channel.fileno() for member in self.members if member.channel.is_open]
         return channels + [pipe.fd for pipe in self.pipes if pipe.is_open]
 
-    def bury(self) -> list[int]:
-        """End every process that is left, also those that ranks have started; the exit codes by rank.
+    def bury(self, members: Sequence[Member] | None = None) -> None:
+        """End every process that is left of `members`, by default all; also those that they have started.
 
         What they printed can still be read. A second time changes nothing.
         """
-        alive = [member.process.pid for member in self.members if member.process.is_alive]
-        if alive and session_members(alive):
-            kill_session(*alive, wait_s=5.0)
-        for pid in alive:
-            self.guard(f"-{pid}")
-        return [member.process.reap() for member in self.members]
+        wanted = self.members if members is None else members
+        alive = [member.process for member in wanted if member.process.is_alive]
+        leaders = [process.pid for process in alive]
+        if leaders and session_members(leaders):
+            kill_session(*leaders, wait_s=5.0)
+        for process in alive:
+            process.reap()
+            self.guard(f"-{process.pid}")
+
+    @property
+    def exit_codes(self) -> list[int]:
+        """By rank; 0 for those that live."""
+        return [member.process.exit_code or 0 for member in self.members]
 
     def close(self) -> None:
         """No process of the crew survives this, whatever happened before; then all else goes."""

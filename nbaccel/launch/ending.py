@@ -6,6 +6,7 @@ they have said and how long they have had. It never waits itself.
     Running    nothing to do until every rank has reported; then all are released together
     Stopping   the user asked, or the time limit came: finish the step, keep the results
     Aborting   a rank failed: the others cannot go on; BreakingHang: no rank gets on
+    Untangling a rank failed, and ranks stay: all are to come back, if they can
     Killing    the user asked twice: now
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from nbaccel.launch.member import Member
 from nbaccel.launch.wire.control import SAVE_GRACE_S, ControlPage
 
-__all__ = ["Aborting", "BreakingHang", "Ending", "Killing", "Running", "Stopping"]
+__all__ = ["Aborting", "BreakingHang", "Ending", "Killing", "Running", "Stopping", "Untangling"]
 
 TICK_S = 0.02
 _NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
@@ -112,6 +113,26 @@ class BreakingHang(Aborting):
     def __init__(self, members: Sequence[Member], now: float, page: ControlPage) -> None:
         super().__init__(members, now, page, wants_results=False)
         self._patience_s = _HUNG_S
+
+
+class Untangling(BreakingHang):
+    """A rank failed, or none gets on, and the ranks stay. Rank 0 is kept if one can be: what was trained is there.
+
+    A rank that waits inside torch for the failed one hears no interrupt. If it is rank 0, those that are through leave,
+    which ends its waiting; if it is another, it has to go.
+    """
+
+    _lets_go = False
+
+    def advance(self, now: float) -> None:
+        first, *others = self.members
+        if first.is_working and not self._lets_go and now > self.began + _HUNG_S / 2:
+            self._lets_go = True
+            self._patience_s += _PATIENCE_S
+            for member in others:
+                if not member.is_working:
+                    member.stays = False
+        super().advance(now)
 
 
 class Stopping(Ending):

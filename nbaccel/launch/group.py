@@ -12,7 +12,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from nbaccel.events import Listener
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.crew import Crew
-from nbaccel.launch.ending import Aborting, BreakingHang, Ending, Killing, Running, Stopping
+from nbaccel.launch.ending import Aborting, BreakingHang, Ending, Killing, Running, Stopping, Untangling
 from nbaccel.launch.hangs import Hang, HangWatch
 from nbaccel.launch.member import Member, Report
 from nbaccel.launch.openfiles import files_being_written
@@ -51,6 +51,7 @@ class Ended:
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
     open_files: what ranks were writing to when the first of them failed.  hang: that ended the run.
+    stays: ranks that are not among the dead live on.
     """
 
     reports: list[Report | None]
@@ -63,6 +64,7 @@ class Ended:
     steps: int | None = None
     open_files: list[str] = field(default_factory=list)
     hang: Hang | None = None
+    stays: bool = False
 
     def close(self) -> None:
         """Let go of what the ranks sent."""
@@ -72,7 +74,7 @@ class Ended:
 
 
 class WorkerGroup:
-    """Has the ranks of a crew do one run: listens to them, and sees them all out.
+    """Has the ranks of a crew do one run: listens to them, and sees out those that do not stay.
 
     notice: shows one line of ours to the user.  listeners: hear what the ranks report.
     beside: what else is looked at meanwhile.
@@ -108,8 +110,11 @@ class WorkerGroup:
         self._is_over = False
         self._has_grace = False  # whether the guardian lets the ranks outlive the kernel
 
-    def run(self) -> Ended:
-        """Run to the end; afterwards no process of the run exists.
+    def run(self, begin: Callable[[Collection[int]], None] | None = None) -> Ended:
+        """Run to the end; afterwards no process of the run exists but ranks that stay, with nothing to do.
+
+        begin: gives the ranks their work, if they are not to be started with it; it gets descriptors of the kernel that
+            no rank may hold.
 
         Raises:
             BadFork: see there.
@@ -122,8 +127,12 @@ class WorkerGroup:
             self._selector.register(self._presses, selectors.EVENT_READ, self._presses.read)
             owned.enter_context(self._presses.of_the_keyboard())
             owned.enter_context(self._terminations())
-            owned.callback(self._see_everybody_out)
-            self._crew.start(self._spec, [self._selector.fileno(), *self._presses.fds])
+            owned.callback(self._see_out, self._members)
+            fds = [self._selector.fileno(), *self._presses.fds]
+            if begin is None:
+                self._crew.start(self._spec, fds)
+            else:
+                begin(fds)
             self._watch()
             self._hangs = HangWatch(
                 self._page, self._members, self._crew.store_path, self._spec.hang_timeout_s, self._notice, began
@@ -135,10 +144,13 @@ class WorkerGroup:
 
     def _watch(self) -> None:
         for member in self._members:
+            if member.has_ended:
+                continue
             self._selector.register(member.process.pidfd, selectors.EVENT_READ, partial(self._on_end, member))
             self._selector.register(member.channel, selectors.EVENT_READ, partial(self._on_message, member))
         for pipe in self._crew.pipes:
-            self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._on_output, pipe))
+            if pipe.is_open:
+                self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._on_output, pipe))
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
@@ -147,7 +159,7 @@ class WorkerGroup:
         ending: Ending = Running(self._members, began)
         presses = 0
         has_noticed = False
-        while not all(member.has_ended for member in self._members):
+        while not all(member.is_through for member in self._members):
             self._wait(ending, None if limit_s is None or self._is_timed_out else began + limit_s)
             now = time.monotonic()
             if self._presses.count > presses:
@@ -174,10 +186,14 @@ class WorkerGroup:
                 elif self._cause_is_known(now):
                     pids = [member.process.pid for member in self._members]
                     self._open_files = files_being_written(pids, self._crew.folder)
-                    ending = Aborting(self._members, time.monotonic(), page, self._spec.wants_results)
+                    ending = (
+                        Untangling(self._members, time.monotonic(), page)
+                        if self._spec.stays
+                        else Aborting(self._members, time.monotonic(), page, self._spec.wants_results)
+                    )
                 elif (hang := self._hangs.tick(now)) is not None:
                     self._hang = hang
-                    ending = BreakingHang(self._members, now, page)
+                    ending = (Untangling if self._spec.stays else BreakingHang)(self._members, now, page)
             if isinstance(ending, Stopping) and not has_noticed and now > ending.began + _FINISHING_NOTICE_S:
                 has_noticed = True
                 if ending.is_finishing_a_step:
@@ -269,35 +285,40 @@ class WorkerGroup:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def _see_everybody_out(self) -> None:
-        """No process of the run survives this, whatever happened before, and what they said is shown."""
+    def _see_out(self, members: Sequence[Member]) -> None:
+        """No process of `members` survives this, whatever happened before, and what they said is shown."""
         if self._is_over:
             return
         self._is_over = True
-        self._crew.bury()
+        self._crew.bury(members)
         if self._has_grace:
             self._crew.guard("=0")
-        self._drain()
+        self._drain({member.rank for member in members})
         self._telemetry.read(time.monotonic(), is_last=True)
         for member in self._members:
             for message in member.displays.values():
                 self._router.publish(member.rank, message)
+            member.displays.clear()
 
-    def _drain(self) -> None:
-        """Read what is left in the pipes; whoever still holds a writing end is given a moment, not more."""
+    def _drain(self, gone: Collection[int]) -> None:
+        """Read what is left in the pipes; whoever still holds a writing end is given a moment, not more.
+
+        gone: ranks whose pipes have served. The others have written by now what belongs to this run.
+        """
         deadline = time.monotonic() + _DRAIN_S
         for pipe in self._crew.pipes:
             while pipe.is_open and time.monotonic() < deadline + _DRAIN_S:
                 before = time.monotonic()
                 self._on_output(pipe)
                 if pipe.is_open and pipe.was_empty:
-                    if before > deadline:
+                    if before > deadline or pipe.rank not in gone:
                         break
                     time.sleep(0.002)
-            self._close_pipe(pipe)
+            if pipe.rank in gone:
+                self._close_pipe(pipe)
 
     def _ended(self, seconds: float) -> Ended:
-        self._see_everybody_out()
+        self._see_out([member for member in self._members if member.has_ended or not member.stays])
         self._presses.read()
         causes = [rank for rank in self._failures if not self._is_consequence(self._members[rank])]
         first = (causes or self._failures or [None])[0]  # type: ignore[list-item]
@@ -305,7 +326,7 @@ class WorkerGroup:
             first = self._hang.rank
         return Ended(
             reports=[member.report for member in self._members],
-            exit_codes=self._crew.bury(),
+            exit_codes=self._crew.exit_codes,
             killed_by_us=[member.was_killed for member in self._members],
             first_failed=first,
             is_interrupted=self._presses.count > 0,
@@ -314,6 +335,7 @@ class WorkerGroup:
             steps=self._page.steps_before_stop,
             open_files=self._open_files,
             hang=self._hang,
+            stays=self._spec.stays,
         )
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Launching: a task becomes a finished run. Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
 
-The notebook's cells and the functions of `functions.py` go through it alike.
+The notebook's cells and the functions of `functions.py` go through it alike. `Launcher.start` makes ranks that stay.
 """
 
 from __future__ import annotations
@@ -13,64 +13,33 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from nbaccel.errors import CannotFork, NestedLaunch
 from nbaccel.events import Listener, Restarted
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.crew import Crew
-from nbaccel.launch.group import BadFork, Ended, WorkerGroup
+from nbaccel.launch.group import BadFork, Ended
 from nbaccel.launch.holdings import held_here
 from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.keeper import Keeper
+from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.rank.jupyter import cell_name
+from nbaccel.launch.residents import Residents
 from nbaccel.launch.restarting import Again, Attempt, Over, Restarting
 from nbaccel.launch.screen.audience import Audience
-from nbaccel.launch.screen.router import OutputRouter, Screen
-from nbaccel.launch.spec import LaunchSpec, Task, load_named
+from nbaccel.launch.screen.router import Screen
+from nbaccel.launch.spec import LaunchSpec, load_named
 from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launch.verdict import verdict
-from nbaccel.launch.wire.parcel import unpack
+from nbaccel.launch.watching import Watching, open_log
 from nbaccel.launch.witness import Witness
 from nbaccel.world import World
 
 __all__ = ["Launcher", "Outcome", "default_launcher", "refuse_nested_launch"]
 
 _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel")
-
-
-@dataclass(slots=True)
-class Outcome:
-    """A finished run: how it ended, and what its ranks sent back.
-
-    error: what the run raises, None if no rank failed.  start: how the ranks were started in the end, and why.
-    restarts: a line for each time that it ran out of memory and was started again; all else is of the last attempt.
-    """
-
-    task: Task
-    ended: Ended
-    start: Start
-    error: BaseException | None
-    log_path: str
-    restarts: list[str] = field(default_factory=list)
-
-    def values(self, rank: int = 0) -> dict[str, Any]:
-        """Names and objects that `rank` sent back; empty if it died."""
-        report = self.ended.reports[rank]
-        if report is None or report.parcel_fd < 0:
-            return {}
-        try:
-            values = unpack(report.parcel_fd, namespace=self.task.namespace, anchored=self.task.anchored)
-        except Exception:
-            if self.error is None:
-                raise
-            return {}
-        return {name.removeprefix("out:"): value for name, value in values.items() if name.startswith("out:")}
-
-    def close(self) -> None:
-        self.ended.close()
 
 
 class Launcher:
@@ -80,6 +49,7 @@ class Launcher:
         self.keeper = Keeper()
         self.audience = Audience()
         self._one_at_a_time = threading.Lock()
+        self._residents: list[Residents] = []
 
     def run(
         self,
@@ -103,32 +73,18 @@ class Launcher:
         """
         refuse_nested_launch()
         with self._one_at_a_time:
-            return self._run(spec, screen, shown_ranks, notice, listeners, beside)
+            return self._run(spec, Watching(screen, shown_ranks, notice, listeners, beside))
 
-    def _run(
-        self,
-        spec: LaunchSpec,
-        screen: Screen,
-        shown_ranks: Collection[int] | None,
-        notice: Callable[[str], None] | None,
-        listeners: Sequence[Listener],
-        beside: Sequence[Beside],
-    ) -> Outcome:
+    def _run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
         _load_once(spec)
-        say = notice or (lambda line: screen.write("stderr", line + "\n"))
         restarting = Restarting(lambda: held_here(spec.task.namespace))
         restarts: list[str] = []
         log_path = self.keeper.new_log()
-        with open(log_path, "wb", opener=_for_its_owner) as log:
+        with open_log(log_path) as log:
 
             def attempt(spec: LaunchSpec, witness: Witness) -> Ended:
-                router = OutputRouter(spec.world_size, screen, shown_ranks=shown_ranks, log=log)
-                try:
-                    with closing(self._crew(spec)) as crew:
-                        heard = [witness, *listeners]
-                        return WorkerGroup(crew, spec, router, notice=say, listeners=heard, beside=beside).run()
-                finally:
-                    router.close()
+                with closing(self._crew(spec)) as crew:
+                    return watching.watch(crew, spec, log, witness)
 
             while True:
                 host, witness = HostMemory(), Witness()
@@ -141,13 +97,46 @@ class Launcher:
                     case Again(spec, line):
                         ended.close()
                         restarts.append(line)
-                        say(line)
-                        for listener in listeners:
+                        watching.say(line)
+                        for listener in watching.listeners:
                             listener.feed(0, time.monotonic(), Restarted(line))
                     case Over(report):
                         break
         error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
         return Outcome(spec.task, ended, spec.start, error, log_path, restarts)
+
+    def start(self, spec: LaunchSpec, screen: Screen) -> Residents:
+        """Start ranks that stay, and have them do their setup and the task of `spec`, which has a home.
+
+        Raises:
+            NestedLaunch, CannotFork: nothing was started.
+            What a rank failed of; KeyboardInterrupt: no rank is left.
+        """
+        refuse_nested_launch()
+        with self._one_at_a_time:
+            _load_once(spec)
+            try:
+                residents = self._settle(spec, Watching(screen))
+            except BadFork:
+                residents = self._settle(replace(spec, start=_instead_of_fork(spec.start)), Watching(screen))
+        self._residents = [each for each in self._residents if each.is_open] + [residents]
+        return residents
+
+    def _settle(self, spec: LaunchSpec, watching: Watching) -> Residents:
+        home = spec.task.home
+        assert home is not None
+        host, crew = HostMemory(), self._crew(spec)
+        try:
+            with open_log(self.keeper.new_log()) as log, closing(watching.watch(crew, spec, log)) as ended:
+                error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name)
+                if ended.is_interrupted:
+                    raise KeyboardInterrupt
+                if error is not None:
+                    raise error
+                return Residents(spec, crew, home, ended, lock=self._one_at_a_time, new_log=self.keeper.new_log)
+        except BaseException:
+            crew.close()
+            raise
 
     def _crew(self, spec: LaunchSpec) -> Crew:
         """Ranks to be: what they need is there, and nothing has begun."""
@@ -158,14 +147,12 @@ class Launcher:
     def _method(self, start: Start) -> StartMethod:
         if start.method == "zygote":
             return ZygoteStart(self.keeper.zygote())
-        return ForkStart(self.keeper.fds())
+        return ForkStart([*self.keeper.fds(), *(fd for residents in self._residents for fd in residents.fds)])
 
     def close(self) -> None:
+        for residents in self._residents:
+            residents.abandon()
         self.keeper.close()
-
-
-def _for_its_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _instead_of_fork(start: Start) -> Start:

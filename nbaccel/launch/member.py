@@ -23,6 +23,8 @@ class Report:
 
     status: "ok", "stopped" (by our stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
     parcel_fd: memfd of its values; whoever takes the report closes it.  snapshot: what it was doing.
+    names: the rank's, where it stays.  sequence: how many collectives torch has issued in the default process group;
+    None without one.
     """
 
     status: str
@@ -32,6 +34,8 @@ class Report:
     links: list[Link] = field(default_factory=list)
     exit_code: Any = None
     snapshot: Snapshot = field(default_factory=Snapshot)
+    names: frozenset[str] = frozenset()
+    sequence: int | None = None
 
     @classmethod
     def from_frame(cls, message: dict[str, Any], fds: list[int]) -> Report:
@@ -44,7 +48,14 @@ class Report:
             links,
             message["exit_code"],
             Snapshot.from_json(message["snapshot"]),
+            frozenset(message["names"]),
+            message["sequence"],
         )
+
+    @classmethod
+    def of_an_outsider(cls) -> Report:
+        """Stands for a rank that took no part."""
+        return cls("ok", -1)
 
     @property
     def is_failure(self) -> bool:
@@ -65,9 +76,12 @@ class Report:
 
 
 class Member:
-    """One rank of a group: its process, its channel and what it has said so far."""
+    """One rank of a group: its process, its channel and what it has said so far.
 
-    def __init__(self, rank: int, process: RankProcess, channel: Channel) -> None:
+    stays: it waits for another task after this one, instead of being released.
+    """
+
+    def __init__(self, rank: int, process: RankProcess, channel: Channel, stays: bool = False) -> None:
         self.rank = rank
         self.process = process
         self.channel = channel
@@ -77,6 +91,17 @@ class Member:
         self.was_killed = False  # by us
         self.was_interrupted = False  # by us, with SIGINT
         self.released_at: float | None = None
+        self.stays = stays
+
+    def begin(self, takes_part: bool) -> None:
+        """Another run of a rank that stays."""
+        self.report = None if takes_part else Report.of_an_outsider()
+        self.was_interrupted = False
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the run has nothing more to expect of it."""
+        return self.has_ended or (self.stays and self.report is not None)
 
     @property
     def is_working(self) -> bool:
@@ -98,7 +123,7 @@ class Member:
 
     def release(self, now: float) -> None:
         """Let a rank that has reported leave."""
-        if self.released_at is None and not self.has_ended:
+        if self.released_at is None and not self.has_ended and not self.stays:
             self.released_at = now
             with contextlib.suppress(OSError):
                 self.channel.send({"op": "exit"})

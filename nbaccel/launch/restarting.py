@@ -153,6 +153,11 @@ class Restarting:
             return f"smaller batches do not help where the notebook itself holds {large[0].share:.0%} of the device"
         if death.doubt and death.doubt in self._doubts:
             return "it was the same with larger batches, so smaller ones will not help"
+        if attempt.spec.stays:
+            return (
+                "ranks that stay never are (--oom is for cells that have ranks of their own: after %accelerate stop "
+                f"this one would go on {_in_parts(loop, 2 * loop.parts)})"
+            )
         if attempt.spec.oom != SHRINK:
             return f"--oom shrink, or oom='shrink' in a launch, would go on {_in_parts(loop, 2 * loop.parts)}"
         if self._restarts >= _MOST_RESTARTS:

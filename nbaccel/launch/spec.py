@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from nbaccel.launch.home import Home
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.wire.parcel import Parcel, pack, unpack
 from nbaccel.world import World
@@ -50,8 +51,14 @@ class Task(ABC):
     namespace: dict[str, Any] | None = None
     """The globals that the code runs in, when it is a notebook cell; ranks bind `accelerator` there."""
 
+    home: Home | None = None
+    """Where it runs, in ranks that stay; None in ranks that end with it."""
+
+    speaker: int = 0
+    """The rank whose values go back."""
+
     reference: ClassVar[str]
-    """How a zygote finds the class again: "module:Class"."""
+    """How a zygote, and a rank that stays, finds the class again: "module:Class"."""
 
     @abstractmethod
     def run(self) -> None:
@@ -71,8 +78,11 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def unpack(cls, fd: int) -> Self:
-        """The task out of its parcel, in a rank."""
+    def unpack(cls, fd: int, home: Home | None = None) -> Self:
+        """The task out of its parcel, in a rank.
+
+        home: of a rank that stays; None in a rank that has just begun.
+        """
 
     def left_behind(self) -> tuple[str, dict[str, Any]]:
         """A file, and the names that its top level has bound, in a rank whose work is over."""
@@ -108,7 +118,7 @@ class FunctionTask(Task):
         return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs})
 
     @classmethod
-    def unpack(cls, fd: int) -> Self:
+    def unpack(cls, fd: int, home: Home | None = None) -> Self:
         values = unpack(fd)
         return cls(values["function"], values["args"], values["kwargs"])
 
@@ -139,6 +149,7 @@ class LaunchSpec:
     wants_results: a failing run waits for rank 0's results before it is ended.
     oom: one of `OOM_CHOICES`.
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
+    stays: the ranks stay when the task is done, and wait for the next.
     """
 
     task: Task
@@ -151,6 +162,7 @@ class LaunchSpec:
     wants_results: bool = True
     oom: str = STOP
     hang_timeout_s: float | None = None
+    stays: bool = False
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:

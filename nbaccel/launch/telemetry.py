@@ -49,7 +49,7 @@ class Telemetry:
         self._rings = rings
         self._listeners = list(listeners)
         self._notice = notice
-        self._told_lost: dict[int, int] = {}
+        self._told_lost = {rank: ring.lost for rank, ring in enumerate(rings)}  # of earlier runs
         self._records = RecordReader()
         self._due = 0.0
 

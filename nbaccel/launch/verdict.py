@@ -41,7 +41,7 @@ def verdict(
     if report is None:
         return RankDied(
             f"rank {rank} of {world_size} {_death(ended.exit_codes[rank], host)}{peers and '; ' + peers}. "
-            f"Variables in the ranks are gone; the next launch starts fresh ones. {memory_report}".rstrip(),
+            f"{_what_is_left(ended)} {memory_report}".rstrip(),
             rank,
             world_size,
             ended.exit_codes[rank],
@@ -49,7 +49,8 @@ def verdict(
     if report.status == "exited":
         code = "" if report.exit_code is None else repr(report.exit_code)
         return RanksFailed(
-            f"rank {rank} of {world_size} called sys.exit({code}) or exit(), which ends the ranks and not the notebook"
+            f"rank {rank} of {world_size} called sys.exit({code}) or exit(), which ends "
+            f"{'the cell and not the ranks' if ended.stays else 'the ranks and not the notebook'}"
             f"{peers and '; ' + peers}. To end a cell early, leave the loop or raise an error of your own.",
             rank,
             world_size,
@@ -57,6 +58,12 @@ def verdict(
     error = _travelled(report, task)
     hint = (_missing_name(report, task) if started_clean else "") or memory_report or advice(report.links)
     return Failure(rank, world_size, report.links, error, peers).exception(cell_name, hint)
+
+
+def _what_is_left(ended: Ended) -> str:
+    if ended.stays:
+        return "Its variables are gone, those of ranks that live are not."
+    return "Variables in the ranks are gone; the next launch starts fresh ones."
 
 
 def _travelled(report: Report, task: Task) -> BaseException | None:

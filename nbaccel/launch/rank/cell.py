@@ -21,10 +21,19 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from nbaccel.errors import CannotSend
+from nbaccel.launch.home import Home, anchors_of
+from nbaccel.launch.rank.wrappers import is_wrapper, plain, undress
 from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, size_of, unpack
 
-__all__ = ["RESULT", "CellSource", "CellTask", "names_assigned", "names_read", "plain"]
+__all__ = [
+    "RESULT",
+    "CellSource",
+    "CellTask",
+    "names_assigned",
+    "names_read",
+    "new_main",
+]
 
 RESULT = "<last expression>"
 """The name under which the last expression's value travels; no variable can be called so."""
@@ -98,6 +107,7 @@ class CellTask(Task):
     namespace: the notebook's globals; a fork runs in its copy of them.
     out: names to bring back, from rank 0 only.
     extra: names that the cell reads only dynamically and that shall travel too (`--in`).
+    home: of ranks that stay.  speaker: the rank whose names go back.
     """
 
     reference = "nbaccel.launch.rank.cell:CellTask"
@@ -108,12 +118,17 @@ class CellTask(Task):
         namespace: dict[str, Any],
         out: tuple[str, ...] = (),
         extra: tuple[str, ...] = (),
+        *,
+        home: Home | None = None,
+        speaker: int = 0,
     ) -> None:
         self.source = source
         self.namespace: dict[str, Any] = namespace
         self.out = out
         self.extra = extra
-        self._anchors = _class_anchors(namespace)
+        self.home = home
+        self.speaker = speaker
+        self._anchors = anchors_of(namespace) if home is None else home.anchors
         self._parts = source.compile()
         self._started_with = {name: id(value) for name, value in namespace.items()}
         self._last: Any = None
@@ -134,9 +149,11 @@ class CellTask(Task):
             print(f"Wall time: {time.monotonic() - began:.3g} s")
 
     def results(self, rank: int) -> Results:
-        if rank != 0:
+        if rank != self.speaker:
             return Results()
-        values = {name: _undressed(plain(self.namespace[name])) for name in self.out if name in self.namespace}
+        values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
+        if self.home is None:
+            undress(values.values())
         facts: dict[str, Any] = {
             "sizes": {name: size_of(value) for name, value in values.items()},
             "not_asked": self._data_not_asked_for(),
@@ -173,13 +190,19 @@ class CellTask(Task):
     def names_to_send(self) -> list[str]:
         """What a process that is no copy of the kernel needs: the names the cell reads, and those of --out and --in."""
         wanted = names_read(self._parts) | set(self.out) | set(self.extra)
+        if self.home is not None:
+            wanted -= self.home.there
         return sorted(name for name in wanted if name in self.namespace and not _belongs_to_ipython(name))
 
     def pack(self) -> Parcel:
         values = {f"in:{name}": self.namespace[name] for name in self.names_to_send()}
-        parcel, refused = pack_what_can_travel(
-            {"head": {"source": self.source, "out": self.out}} | values, namespace=self.namespace
-        )
+        head = {"source": self.source, "out": self.out, "speaker": self.speaker}
+        anchors = None if self.home is None else self.home.anchors
+        parcel, refused = pack_what_can_travel({"head": head} | values, anchors=anchors, namespace=self.namespace)
+        if self.home is not None:  # the ranks may have no need of what they lack: the cell may be about to make it
+            came = {name.removeprefix("in:"): value for name, value in values.items() if name not in refused}
+            self.home.learn(came)
+            return parcel
         if not refused:
             return parcel
         os.close(parcel.fd)
@@ -193,22 +216,20 @@ class CellTask(Task):
         )
 
     @classmethod
-    def unpack(cls, fd: int) -> Self:
-        main = types.ModuleType("__main__")
-        namespace = vars(main)
-        sys.modules["__main__"] = main
-        values = unpack(fd, namespace=namespace)
+    def unpack(cls, fd: int, home: Home | None = None) -> Self:
+        namespace = new_main() if home is None else home.namespace
+        values = unpack(fd, namespace=namespace, anchored=None if home is None else home.find)
         head = values.pop("head")
-        namespace |= {name.removeprefix("in:"): value for name, value in values.items()}
-        ipython = sys.modules.get("IPython")
-        shell = None if ipython is None else ipython.get_ipython()
-        if ipython is not None and shell is not None:
-            namespace["get_ipython"] = ipython.get_ipython
-            shell.user_ns = namespace
-            shell.user_module = main
-        return cls(head["source"], namespace, head["out"])
+        came = {name.removeprefix("in:"): value for name, value in values.items()}
+        if home is not None:
+            home.learn(came)
+        for name, value in came.items():
+            namespace.setdefault(name, value)
+        return cls(head["source"], namespace, head["out"], home=home, speaker=head["speaker"])
 
     def anchored(self, name: str) -> Any:
+        if self.home is not None:
+            return self.home.find(name)
         kind, _, of = name.partition(":")
         return type(self.namespace[of]) if kind == "type" else self.namespace[of]
 
@@ -241,49 +262,18 @@ def _loop_is_running() -> bool:
     return True
 
 
-def _class_anchors(namespace: dict[str, Any]) -> dict[int, str]:
-    """Classes and functions of the notebook by id, and the classes of its objects when no name leads to them.
-
-    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False.
-    """
-    anchors: dict[int, str] = {}
-    for name, value in list(namespace.items()):
-        kind = type(value)
-        if kind.__module__ == "__main__":
-            anchors.setdefault(id(kind), f"type:{name}")
-    for name, value in list(namespace.items()):
-        if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
-            anchors[id(value)] = f"name:{name}"
-    return anchors
-
-
-def plain(value: Any) -> Any:
-    """What a prepared or parallel object wraps; any other object itself.
-
-    Objects of `nbaccel.train` say so by `__nbaccel_unwrap__`; torch's own wrappers, and classes derived from them, are
-    known by their module.
-    """
-    kind = type(value)
-    if _is_wrapper(value):
-        return value.__nbaccel_unwrap__()
-    if any(base.__module__.startswith("torch.nn.parallel.") for base in kind.__mro__):
-        return plain(value.module)
-    if kind.__module__.startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):
-        return plain(value._orig_mod)
-    return value
-
-
-def _is_wrapper(value: Any) -> bool:
-    """Whether `value` says what it wraps. Its class is asked: a `__getattr__` of the user's may do anything."""
-    return hasattr(type(value), "__nbaccel_unwrap__")
-
-
-def _undressed(value: Any) -> Any:
-    """A model without what `prepare` put before its class's own forward: the rank is over, it has served."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.nn.Module) and _is_wrapper(vars(value).get("forward")):
-        del value.forward
-    return value
+def new_main() -> dict[str, Any]:
+    """The names of a new and empty `__main__`, in a rank that is no copy of the notebook."""
+    main = types.ModuleType("__main__")
+    namespace = vars(main)
+    sys.modules["__main__"] = main
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if ipython is not None and shell is not None:
+        namespace["get_ipython"] = ipython.get_ipython
+        shell.user_ns = namespace
+        shell.user_module = main
+    return namespace
 
 
 def _formatted(value: Any) -> dict[str, Any]:
@@ -307,7 +297,7 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
         return False
     comes_from_us = type(value).__module__.startswith("nbaccel.")  # an Accelerator that the cell made
-    return not comes_from_us or _is_wrapper(value)  # what we wrap is data
+    return not comes_from_us or is_wrapper(value)  # what we wrap is data
 
 
 def _is_heavy(value: Any) -> bool:

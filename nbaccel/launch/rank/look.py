@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from nbaccel.launch.rank.cell import plain
 from nbaccel.launch.rank.describing import described
+from nbaccel.launch.rank.wrappers import plain
 from nbaccel.launch.snapshot import Scene, Value
 
 __all__ = ["is_users", "left_behind", "scenes"]

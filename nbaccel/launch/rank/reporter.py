@@ -61,6 +61,8 @@ class Reporter:
         self._gauges: list[Gauge] = []
         self._is_wanted = threading.Event()
         self._is_written = threading.Event()
+        self._is_at_work = threading.Event()
+        self._is_at_work.set()
         self._memory = MemoryMeter()
         self._record: Sink = self._write
         self._routes: dict[type[Event], Sink] = {
@@ -77,6 +79,7 @@ class Reporter:
             Metric: self._metric,
             Gauge: self._gauges.append,  # type: ignore[dict-item]  # routed here are gauges
         }
+        self._own_routes = dict(self._routes)
         self._is_closed = False
         _silence_in_children(self)
         self._thread = threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True)
@@ -94,6 +97,24 @@ class Reporter:
         self._is_wanted.set()
         self._is_written.wait(_PATIENCE_S)
 
+    def route(self, kind: type[Event], sink: Sink | None) -> None:
+        """Have `sink` hear events of `kind` first, where it may raise; None for nobody."""
+        report = self._own_routes.get(kind, self._record)
+
+        def both(event: Event) -> None:
+            if sink is not None:
+                sink(event)
+            report(event)
+
+        self._routes[kind] = report if sink is None else both
+
+    def rest(self) -> None:
+        """Look at nothing until `wake`: the rank has nothing to do."""
+        self._is_at_work.clear()
+
+    def wake(self) -> None:
+        self._is_at_work.set()
+
     def close(self) -> None:
         """`flush`, and look at nothing any more. A rank need not: its end is that of its process."""
         self.flush()
@@ -104,6 +125,7 @@ class Reporter:
 
     def _run(self) -> None:
         while not self._is_closed:
+            self._is_at_work.wait()
             is_wanted = self._is_wanted.wait(_EVERY_S)
             self._is_wanted.clear()
             self._write_losses()

@@ -11,7 +11,8 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from nbaccel.launch.guardian import kill_session
 
@@ -30,11 +31,21 @@ class DeathWatch:
 
     def __init__(self, kernel_pidfd: int, channel_fd: int) -> None:
         self.when_kernel_died: Callable[[], None] = _nothing
+        self._is_at_rest = False
         self._kernel_pidfd = kernel_pidfd
         self._channel_fd = os.dup(channel_fd)  # the number may be closed and used again
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="nbaccel-death-watch", daemon=True).start()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """The rank has nothing to do, and so nothing to save: it ends at once if the kernel dies."""
+        self._is_at_rest = True
+        try:
+            yield
+        finally:
+            self._is_at_rest = False
 
     def _run(self) -> None:
         kernel = select.poll()
@@ -43,8 +54,9 @@ class DeathWatch:
         both.register(self._kernel_pidfd, select.POLLIN)
         both.register(self._channel_fd, 0)  # hang-up is always reported
         both.poll()
-        if kernel.poll(_DYING_MS if self.when_kernel_died is not _nothing else 0):
-            self.when_kernel_died()
+        act = _nothing if self._is_at_rest else self.when_kernel_died
+        if kernel.poll(_DYING_MS if act is not _nothing else 0):
+            act()
         me = os.getpid()
         kill_session(me, spare=me)
         os.kill(me, signal.SIGKILL)

@@ -18,11 +18,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
 from nbaccel.errors import RunStopped
-from nbaccel.events import outlet
+from nbaccel.events import Loss, outlet
+from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.grace import SaveGrace
@@ -33,6 +35,7 @@ from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.rank.stacks import tell_on_signal
 from nbaccel.launch.rank.watch import DeathWatch
+from nbaccel.launch.rank.wrappers import undressed
 from nbaccel.launch.report import describe
 from nbaccel.launch.snapshot import Snapshot
 from nbaccel.launch.spec import RankBoot, Results, Task, load_named
@@ -91,6 +94,10 @@ class _Interrupt:
         if self.is_open:
             raise KeyboardInterrupt
 
+    def forget(self) -> None:
+        """What came for one task has nothing to do with the next."""
+        self._has_come = False
+
     def __enter__(self) -> None:
         self.is_open = not self._has_come
         if self._has_come:
@@ -124,37 +131,37 @@ class _Rank:
         self._stacks = tell_on_signal(boot.store_path, self.rank)
         meet_in_file(boot.store_path, boot.world)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
-        self.calls = CallLog(PeerWatch(self.page, self.rank))
+        self._peers = PeerWatch(self.page, self.rank)
+        self.calls = CallLog(self._peers)
+        self._gate = StepGate(self.page, self.rank)
         ring = RingWriter(boot.ring_fd)
-        self.reporter = Reporter(
-            ring,
-            StepGate(self.page, self.rank),
-            self.calls,
-            SaveGrace(self.page, self.rank, watch),
-        )
+        self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
         attach_to_foreign_trainers()
         self.is_fork = is_fork
+        self._watch = watch
 
     def live(self, make_task: Callable[[], Task]) -> int:
-        """Run the task, report, wait for the kernel's word, say farewell; returns the exit code."""
+        """Run the task and report, again while the kernel has more; then say farewell; returns the exit code."""
         if self.is_fork and _cuda_is_broken():
             # The kernel touched CUDA in a way that only a child can see. Nothing of the user's has run yet.
             self.channel.send({"op": "bad_fork"})
             return 0
         with outlet(self.reporter):
-            status = self._work(make_task)
-        self._await_release()
+            status, home = self._work(make_task, self.boot.setup)
+            while (order := self._await_order()) is not None:
+                status, _ = self._work(partial(_guest, *order, home))
         return self._farewell(status)
 
-    def _work(self, make_task: Callable[[], Task]) -> str:
+    def _work(self, make_task: Callable[[], Task], setup: str | None = None) -> tuple[str, Home | None]:
+        """How the task ended, and where it ran."""
         status = "ok"
         error: BaseException | None = None
         trace: TracebackType | None = None
         task: Task | None = None
         try:
             task = make_task()
-            if self.boot.setup is not None:
-                load_named(self.boot.setup)(task.namespace)
+            if setup is not None:
+                load_named(setup)(task.namespace)
             with self.interrupt:
                 task.run()
         except (RunStopped, KeyboardInterrupt) as stop:
@@ -171,7 +178,9 @@ class _Rank:
         self.reporter.flush()
         self.page.finish(self.rank)
         self._report(status, error, task, _snapshot(task, trace, self.calls))
-        return status
+        # A traceback knows this frame: names that lead back to it would keep the user's frames, with all they hold.
+        error = trace = None
+        return status, None if task is None else task.home
 
     def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:
         """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""
@@ -181,7 +190,9 @@ class _Rank:
         values = {f"out:{name}": value for name, value in results.values.items()}
         if error is not None:
             values["error"] = error
-        parcel, refused = pack_what_can_travel(values, anchors=anchors, namespace=namespace)
+        home = None if task is None else task.home
+        with contextlib.nullcontext() if home is None else undressed(results.values.values()):
+            parcel, refused = pack_what_can_travel(values, anchors=anchors, namespace=namespace)
         missing = dict(results.missing) | {
             name.removeprefix("out:"): reason
             for name, reason in refused.items()
@@ -197,19 +208,35 @@ class _Rank:
             "exit_code": error.code if isinstance(error, SystemExit) else None,
             "chain": [] if error is None else describe(error),
             "snapshot": snapshot.to_json(),
+            "names": [] if home is None else list(home.namespace),
+            "sequence": _sequence_number(),
         }
         self.channel.send(message, [parcel.fd])
         os.close(parcel.fd)
 
-    def _await_release(self) -> None:
-        """Stay until the kernel has heard from every rank.
+    def _await_order(self) -> tuple[dict[str, Any], int] | None:
+        """The kernel's word: the next task, or None to leave.
 
-        A rank that left at once would close its connections under peers that are still forming the group.
-        Ended by the kernel's word, by its end of the channel closing, or by the death watch.
+        It comes when the kernel has heard from every rank. One that left at once would close its connections under
+        peers that are still forming the group. Ended also by the kernel's end of the channel closing, or by the death
+        watch.
         """
-        while (frame := self.channel.receive()) is not None:
-            if frame[0].get("op") == "exit":
-                return
+        with self._watch.at_rest():
+            self.reporter.rest()
+            while (frame := self.channel.receive()) is not None:
+                message, fds = frame
+                if message.get("op") == "exit":
+                    return None
+                if message.get("op") == "task":
+                    break
+        if frame is None:
+            return None
+        self.reporter.wake()
+        self.interrupt.forget()
+        self._gate.begin()
+        self._peers.begin(message["outsiders"])
+        self.reporter.route(Loss, self._peers.refuse_backward if message["outsiders"] else None)
+        return message, fds[0]
 
     def _farewell(self, status: str) -> int:
         """The rank's own atexit handlers, threads and children get 10 s; then the process ends whatever they do."""
@@ -257,6 +284,26 @@ class _Rank:
             sys.stderr.flush()
             self.channel.send({"op": "display", "id": self._message_id, "message": message})
             os.write(self._mark_fd, mark(self.boot.run_nonce, self._message_id))
+
+
+def _guest(message: dict[str, Any], parcel_fd: int, home: Home | None) -> Task:
+    """A task that came to a rank that stays."""
+    try:
+        task: Task = load_named(message["task"]).unpack(parcel_fd, home)
+    finally:
+        os.close(parcel_fd)
+    return task
+
+
+def _sequence_number() -> int | None:
+    """How many collectives torch has issued in the default process group; None without one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    try:
+        return int(distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return None
 
 
 def mark(nonce: str, message_id: int) -> bytes:

@@ -23,6 +23,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
@@ -106,9 +107,21 @@ class ControlPage:
         fd = os.memfd_create("nbaccel-control", os.MFD_CLOEXEC)
         os.ftruncate(fd, _HEADER + _SLOT * world_size)
         page = cls(fd, world_size)
-        for rank in range(world_size):
-            page.write(rank, Position(-1, -1, 0.0, 0.0, parked=False, in_step=False))
+        page.begin()
         return page
+
+    def begin(self, outsiders: Sequence[int] = ()) -> None:
+        """As for a new run; kernel side, while no rank works.
+
+        outsiders: ranks that take no part in it. Whoever waits for them waits in vain, as for ranks that have finished.
+        """
+        saves_itself = self.saves_itself  # said once by a rank, and for good
+        self._map[:] = bytes(len(self._map))
+        self.saves_itself = saves_itself
+        for rank in range(self.world_size):
+            self.write(rank, Position(-1, -1, 0.0, 0.0, parked=False, in_step=False))
+        for rank in outsiders:
+            self.finish(rank)
 
     def close(self) -> None:
         self._map.close()
@@ -133,13 +146,16 @@ class ControlPage:
     def positions(self) -> list[Position]:
         return [self.read(rank) for rank in range(self.world_size)]
 
+    def collectives(self, rank: int) -> int:
+        """How many collectives of ours `rank` has entered."""
+        return int(_COLLECTIVES.unpack_from(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT)[0])
+
     def count_collectives(self, rank: int, entered: int) -> None:
         _COLLECTIVES.pack_into(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT, entered)
 
     def beat(self, rank: int) -> tuple[int, int]:
         """How far `rank` has come: collectives, and the position entered. It changes while the rank gets on."""
-        at = _HEADER + rank * _SLOT
-        return _COLLECTIVES.unpack_from(self._map, at + _COLLECTIVES_AT)[0], self.read(rank).entered
+        return self.collectives(rank), self.read(rank).entered
 
     def finish(self, rank: int) -> None:
         """Say that `rank` has done its work: it will enter no collective any more."""
@@ -159,10 +175,7 @@ class ControlPage:
     def finished_before(self, collective: int) -> list[int]:
         """The ranks that have done their work, and have not entered as many collectives as that."""
         return [
-            rank
-            for rank in range(self.world_size)
-            if self.has_finished(rank)
-            and _COLLECTIVES.unpack_from(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT)[0] < collective
+            rank for rank in range(self.world_size) if self.has_finished(rank) and self.collectives(rank) < collective
         ]
 
     @property
@@ -233,6 +246,10 @@ class StepGate:
         self._last = -1
         self._entered_at = 0.0
 
+    def begin(self) -> None:
+        """The rank begins with another run."""
+        self._last, self._entered_at = -1, 0.0
+
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepEntered):
             self._enter(position_number(event.step, event.substep))
@@ -275,9 +292,30 @@ class PeerWatch:
         self._page = page
         self._rank = rank
         self._entered = 0
+        self._outsiders: Sequence[int] = ()
+
+    def begin(self, outsiders: Sequence[int]) -> None:
+        """The rank begins with another run.  outsiders: ranks that take no part in it."""
+        self._entered = 0
+        self._outsiders = outsiders
+
+    def refuse_backward(self, event: Event) -> None:
+        """A prepared model exchanges its gradients with all ranks, or its replicas drift apart."""
+        self._refuse("backward")
+
+    def _refuse(self, call: str) -> None:
+        """Before the call is made, so that the ranks stay in step."""
+        are = "rank {} takes" if len(self._outsiders) == 1 else "ranks {} take"
+        raise CollectiveMismatch(
+            f"rank {self._rank} of {self._page.world_size} was about to enter a collective ({call}), which all ranks "
+            f"must enter, and {are.format(', '.join(map(str, self._outsiders)))} no part in this cell. Nothing was "
+            "exchanged. Run the cell without --only, or leave the call out of it."
+        )
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CollectiveEntered):
+            if self._outsiders:
+                self._refuse(event.call)
             self._entered += 1
             self._page.count_collectives(self._rank, self._entered)
         elif isinstance(event, GroupRenewed):

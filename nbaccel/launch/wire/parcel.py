@@ -135,6 +135,7 @@ def _write(values: dict[str, Any], anchors: Mapping[int, str], namespace: dict[s
                 _write_all(fd, source, offset)
                 end = offset + source.nbytes
             places.append((offset, end - offset))
+        packer.forget()
         table = pickle.dumps((places, packer.buffers))
         _write_all(fd, memoryview(table + _FOOTER.pack(_MAGIC, end)), end)
         return Parcel(fd, end + len(table) + _FOOTER.size)

@@ -58,6 +58,14 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return make, args, (set_state, state), items, pairs, _set_function_state
         return reduced
 
+    def forget(self) -> None:
+        """Let go of what was packed. A pickler is part of a cycle: all would stay until the collector comes.
+
+        An error among it brings a traceback along, and that every frame with the user's objects.
+        """
+        self.clear_memo()
+        self.blocks.clear()
+
     def _is_of_namespace(self, function: types.FunctionType) -> bool:
         return self._namespace is not None and function.__globals__ is self._namespace
 

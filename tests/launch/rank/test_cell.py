@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launch.rank.cell import CellSource, CellTask, plain
+from nbaccel.launch.rank.cell import CellSource, CellTask
+from nbaccel.launch.rank.wrappers import plain
 
 
 class Bunch(dict[str, Any]):

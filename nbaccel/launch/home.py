@@ -1,0 +1,85 @@
+"""Home: what tasks find where ranks stay from one task to the next. One in the kernel, and one in each rank.
+
+Names live in the rank; the kernel sends one that a rank lacks with the first cell that reads it. Classes and functions
+of the notebook that a rank has been given are known by the same name on both sides, so only that name travels, and an
+object that comes back is of the notebook's own class.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["Home", "anchors_of"]
+
+
+class Home:
+    """The names of one side, and the classes and functions that both sides know.
+
+    namespace: the notebook's in the kernel, the rank's own in a rank.
+    there: in the kernel, the names that all ranks at work have.
+
+    >>> home = Home({})
+    >>> home.learn({"x": 1, "twice": anchors_of})
+    >>> home.find("name:twice")
+    Traceback (most recent call last):
+    ...
+    KeyError: 'name:twice'
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.namespace = namespace
+        self.there: frozenset[str] = frozenset()
+        self._known: dict[str, Any] = {}
+
+    def learn(self, values: Mapping[str, Any]) -> None:
+        """The other side has these values under the same names from now on."""
+        self._known |= {name: _behind(name, values) for name in anchors_of(values).values()}
+
+    def forget(self) -> None:
+        """Nothing is known to the other side."""
+        self._known.clear()
+
+    @property
+    def anchors(self) -> dict[int, str]:
+        """What both sides know, by id."""
+        return {id(value): name for name, value in self._known.items()}
+
+    def find(self, name: str) -> Any:
+        """This side's object for one that both know.
+
+        Raises:
+            KeyError: it is not known.
+        """
+        return self._known[name]
+
+    def outdated(self, names: Iterator[str] | list[str]) -> list[str]:
+        """Classes and functions among `names` that have been defined anew here since the other side got them."""
+        changed = []
+        for name in names:
+            value, known = self.namespace.get(name), self._known.get(f"name:{name}")
+            if known is not None and value is not known and isinstance(value, type | types.FunctionType):
+                changed.append(name)
+        return changed
+
+
+def anchors_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Classes and functions of the notebook by id, and the classes of its objects when no name leads to them.
+
+    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False.
+    """
+    anchors: dict[int, str] = {}
+    for name, value in list(namespace.items()):
+        kind = type(value)
+        if kind.__module__ == "__main__":
+            anchors.setdefault(id(kind), f"type:{name}")
+    for name, value in list(namespace.items()):
+        if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
+            anchors[id(value)] = f"name:{name}"
+    return anchors
+
+
+def _behind(anchor: str, namespace: Mapping[str, Any]) -> Any:
+    kind, _, name = anchor.partition(":")
+    return type(namespace[name]) if kind == "type" else namespace[name]

@@ -1,0 +1,119 @@
+"""What ranks that stay do besides cells: settle, take names from the notebook, give names back. Made in the kernel, run
+in ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from nbaccel.launch.home import Home
+from nbaccel.launch.rank.cell import new_main
+from nbaccel.launch.rank.wrappers import plain
+from nbaccel.launch.spec import Results, Task
+from nbaccel.launch.wire.parcel import Parcel, pack, size_of, unpack
+
+__all__ = ["Pull", "Push", "Residence"]
+
+
+class _HomeTask(Task):
+    """A task at home."""
+
+    home: Home
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.namespace: dict[str, Any] = home.namespace
+
+    def anchors(self) -> dict[int, str]:
+        return self.home.anchors
+
+    def anchored(self, name: str) -> Any:
+        return self.home.find(name)
+
+
+class Residence(_HomeTask):
+    """The first task of ranks that stay: it does nothing, and its home is that of all tasks to come.
+
+    A fork has every name of the notebook; a rank of the zygote has none, and gets each with the first cell that reads
+    it.
+    """
+
+    reference = "nbaccel.launch.rank.residence:Residence"
+
+    def __init__(self, home: Home) -> None:
+        super().__init__(home)
+        home.learn(home.namespace)
+
+    def run(self) -> None:
+        """The setup has been done by now."""
+
+    def results(self, rank: int) -> Results:
+        return Results()
+
+    def pack(self) -> Parcel:
+        self.home.forget()
+        return pack({})
+
+    @classmethod
+    def unpack(cls, fd: int, home: Home | None = None) -> Self:
+        return cls(Home(new_main()))
+
+
+class Push(_HomeTask):
+    """Gives every rank the notebook's values of `names`, in place of what they have under these names."""
+
+    reference = "nbaccel.launch.rank.residence:Push"
+
+    def __init__(self, home: Home, names: Sequence[str], values: dict[str, Any] | None = None) -> None:
+        super().__init__(home)
+        self.names = names
+        self._values = values or {}
+
+    def run(self) -> None:
+        self.namespace.update(self._values)
+
+    def results(self, rank: int) -> Results:
+        return Results()
+
+    def pack(self) -> Parcel:
+        values = {name: self.namespace[name] for name in self.names}
+        parcel = pack(values, anchors=self.home.anchors, namespace=self.namespace)
+        self.home.learn(values)
+        return parcel
+
+    @classmethod
+    def unpack(cls, fd: int, home: Home | None = None) -> Self:
+        assert home is not None
+        values = unpack(fd, namespace=home.namespace, anchored=home.find)
+        home.learn(values)
+        return cls(home, tuple(values), values)
+
+
+class Pull(_HomeTask):
+    """Sends back what one rank has under `names`."""
+
+    reference = "nbaccel.launch.rank.residence:Pull"
+
+    def __init__(self, home: Home, names: Sequence[str], speaker: int = 0) -> None:
+        super().__init__(home)
+        self.names = names
+        self.speaker = speaker
+
+    def run(self) -> None:
+        """Everything is there already."""
+
+    def results(self, rank: int) -> Results:
+        if rank != self.speaker:
+            return Results()
+        values = {name: plain(self.namespace[name]) for name in self.names if name in self.namespace}
+        missing = {name: f"rank {rank} has no such name" for name in self.names if name not in self.namespace}
+        return Results(values, missing, facts={"sizes": {name: size_of(value) for name, value in values.items()}})
+
+    def pack(self) -> Parcel:
+        return pack({"names": self.names, "speaker": self.speaker})
+
+    @classmethod
+    def unpack(cls, fd: int, home: Home | None = None) -> Self:
+        assert home is not None
+        values = unpack(fd)
+        return cls(home, values["names"], values["speaker"])

@@ -1,0 +1,210 @@
+"""Residents: ranks that stay from one task to the next. Runs in the kernel; `Launcher.start` makes them.
+
+Between two tasks they hold their memory and wait for the kernel's word, which costs no time; they die with the kernel
+as all ranks do. They are compared after every task: out of step, or with one of them gone, they take no further cell,
+though the names of those that live can still be had.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from nbaccel.launch.crew import Crew
+from nbaccel.launch.group import Ended
+from nbaccel.launch.holdings import held_here
+from nbaccel.launch.home import Home
+from nbaccel.launch.hostmemory import HostMemory
+from nbaccel.launch.member import Member
+from nbaccel.launch.outcome import Outcome
+from nbaccel.launch.rank.jupyter import cell_name
+from nbaccel.launch.report import signal_name
+from nbaccel.launch.restarting import Attempt, Restarting
+from nbaccel.launch.spec import LaunchSpec, Task
+from nbaccel.launch.standing import Standing, out_of_step
+from nbaccel.launch.verdict import verdict
+from nbaccel.launch.watching import Watching, open_log
+from nbaccel.launch.witness import Witness
+
+__all__ = ["Residents"]
+
+
+class Residents:
+    """The ranks of one start. Whoever has them closes them.
+
+    spec: how they were started.  ended: how the start went.  home: the kernel's side of what they have.
+    lock: one run at a time.  new_log: the path of the next run's log.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        crew: Crew,
+        home: Home,
+        ended: Ended,
+        *,
+        lock: threading.Lock,
+        new_log: Callable[[], str],
+    ) -> None:
+        self.spec = spec
+        self.home = home
+        self.since = time.time()
+        self.is_open = True
+        self._crew = crew
+        self._lock = lock
+        self._new_log = new_log
+        self._names: dict[int, frozenset[str]] = {}
+        self._standings: dict[int, Standing] = {}
+        self._gone: dict[int, str] = {}
+        self._out_of_step = ""
+        self._compare(ended, (), "the start")
+
+    # --- what they do ------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        task: Task,
+        watching: Watching,
+        *,
+        title: str,
+        outsiders: Collection[int] = (),
+        timeout_s: float | None = None,
+        hang_timeout_s: float | None = None,
+    ) -> Outcome:
+        """Have the ranks do a task that is at home with them; returns when all have reported, and wait again.
+
+        title: the task in words.  outsiders: ranks that take no part.  The limits are those of `LaunchSpec`.
+        A rank that has to be killed, since it does not listen, is gone; the others stay.
+
+        Raises:
+            CannotSend: a name cannot travel to the ranks; they have not been asked.
+        """
+        alive = self.alive
+        insiders = [rank for rank in alive if rank not in outsiders]
+        absent = [rank for rank in range(self.spec.world_size) if rank not in insiders]
+        spec = replace(self.spec, task=task, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
+        host, witness, log_path = HostMemory(), Witness(), self._new_log()
+        with self._lock:
+            self.home.there = frozenset.intersection(*(self._names[rank] for rank in insiders))
+            parcel = task.pack()
+            try:
+                with open_log(log_path) as log:
+                    ended = watching.watch(
+                        self._crew,
+                        spec,
+                        log,
+                        witness,
+                        begin=lambda fds: self._crew.give(task.reference, parcel, absent),
+                        outsiders=absent,
+                    )
+            except BaseException:  # the group has buried them all
+                self._end()
+                raise
+            finally:
+                os.close(parcel.fd)
+            self._compare(ended, absent, title)
+        over = Restarting(lambda: held_here(task.namespace)).after(Attempt(spec, ended, witness, host))
+        error = verdict(ended, task, True, host, cell_name, getattr(over, "report", ""))
+        return Outcome(task, ended, spec.start, error, log_path)
+
+    def close(self, watching: Watching) -> None:
+        """End the ranks, as a run ends; no process of theirs is left."""
+        with self._lock:
+            if not self.is_open:
+                return
+            try:
+                self._crew.dismiss()
+                with open_log(self._new_log()) as log:
+                    watching.watch(self._crew, self.spec, log, begin=lambda fds: None).close()
+            finally:
+                self._end()
+
+    def abandon(self) -> None:
+        """End the ranks at once, unheard; a second time changes nothing."""
+        if self.is_open:
+            self._end()
+
+    def _end(self) -> None:
+        self.is_open = False
+        self._crew.close()
+
+    # --- what is known of them ---------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> list[int]:
+        """Ranks whose process lives."""
+        return sorted(self.pids)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process by rank, of those that live."""
+        if not self.is_open:
+            return {}
+        self._look_for_deaths()
+        return {member.rank: member.process.pid for member in self._crew.members if not member.has_ended}
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors that no other rank may hold."""
+        return self._crew.fds() if self.is_open else []
+
+    def names(self, rank: int) -> frozenset[str]:
+        """The names that `rank` has; none if it is gone."""
+        return self._names.get(rank, frozenset())
+
+    @property
+    def trouble(self) -> str:
+        """Why no further cell can run in these ranks; empty if one can."""
+        if self.is_open:
+            self._look_for_deaths()
+        of = self.spec.world_size
+        gone = "; ".join(f"rank {rank} of {of} {how}" for rank, how in sorted(self._gone.items()))
+        return gone or self._out_of_step
+
+    def _compare(self, ended: Ended, outsiders: Collection[int], title: str) -> None:
+        """Take note of where each rank stands after a task."""
+        for member in self._crew.members:
+            report = ended.reports[member.rank]
+            if member.has_ended:
+                self._bury(member, f"in {title}")
+            elif member.rank in outsiders:
+                self._standings[member.rank] = Standing(self._standings[member.rank].issued)
+            elif report is not None:
+                self._names[member.rank] = report.names
+                self._standings[member.rank] = self._standing(member.rank, report.sequence, ended, bool(outsiders))
+        if places := out_of_step(self._standings):
+            self._out_of_step = f"the ranks are out of step since {title}, so the next collective could hang ({places})"
+
+    def _standing(self, rank: int, issued: int | None, ended: Ended, is_partial: bool) -> Standing:
+        """Steps count where a rank failed: in a run that went well a rank may have had a loop of its own."""
+        position = self._crew.page.read(rank)
+        is_inside = position.in_step and ended.first_failed is not None and not is_partial
+        return Standing(issued, self._crew.page.collectives(rank), position.step if is_inside else -1)
+
+    def _look_for_deaths(self) -> None:
+        poll = select.poll()
+        living = {member.process.pidfd: member for member in self._crew.members if not member.has_ended}
+        for pidfd in living:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(0):
+            member = living[pidfd]
+            member.has_ended = True
+            self._crew.bury([member])
+            self._bury(member, "while it had nothing to do")
+
+    def _bury(self, member: Member, when: str) -> None:
+        self._gone.setdefault(member.rank, f"{_end_of(member)} {when}")
+        self._names.pop(member.rank, None)
+        self._standings.pop(member.rank, None)
+
+
+def _end_of(member: Member) -> str:
+    """How a rank's process ended; it has been reaped."""
+    code = member.process.exit_code or 0
+    if member.was_killed:
+        return "did not listen and had to be ended"
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,46 @@
+"""Standing: where each rank that stays is in what all ranks do together. Pure; runs in the kernel.
+
+Collectives have no names: the next one that a rank enters meets the next one of its peers. So ranks of which one has
+failed or was stopped between two collectives must not enter another, or they hang or mix bytes up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Standing", "out_of_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One rank.
+
+    issued: collectives that torch has issued in the default process group (gloo counts those of DDP too); None without
+        a group.
+    entered: collectives of ours that the rank has entered in its last task.  step: that it has not finished; -1: none.
+
+    >>> str(Standing(12, 3)), str(Standing(None)), str(Standing(4, 1, 7))
+    ('12 collectives', 'no process group', '4 collectives, inside step 7')
+    """
+
+    issued: int | None = None
+    entered: int = 0
+    step: int = -1
+
+    def __str__(self) -> str:
+        group = "no process group" if self.issued is None else f"{self.issued} collectives"
+        return group if self.step < 0 else f"{group}, inside step {self.step}"
+
+
+def out_of_step(standings: Mapping[int, Standing]) -> str:
+    """Where each rank stands, if not all stand alike; else nothing.
+
+    >>> out_of_step({0: Standing(4), 1: Standing(4)})
+    ''
+    >>> out_of_step({0: Standing(4), 1: Standing(3)})
+    'rank 0: 4 collectives; rank 1: 3 collectives'
+    """
+    if len(set(standings.values())) < 2:
+        return ""
+    return "; ".join(f"rank {rank}: {standing}" for rank, standing in sorted(standings.items()))

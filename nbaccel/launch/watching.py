@@ -1,0 +1,68 @@
+"""Watching: who sees and hears a run, and how one is watched for them. Runs in the kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from nbaccel.events import Listener
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.crew import Crew
+from nbaccel.launch.group import Ended, WorkerGroup
+from nbaccel.launch.screen.router import OutputRouter, Screen
+from nbaccel.launch.spec import LaunchSpec
+
+__all__ = ["Watching", "open_log"]
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """Those for whom a run is watched.
+
+    shown_ranks: whose output is shown; None for all.  notice: shows one line of ours to the user.
+    listeners: hear what the ranks report.  beside: looked at while the ranks work, by the thread that waits for them.
+    """
+
+    screen: Screen
+    shown_ranks: Collection[int] | None = None
+    notice: Callable[[str], None] | None = None
+    listeners: Sequence[Listener] = ()
+    beside: Sequence[Beside] = ()
+
+    def say(self, line: str) -> None:
+        """One line of ours."""
+        if self.notice is None:
+            self.screen.write("stderr", f"{line}\n")
+        else:
+            self.notice(line)
+
+    def watch(
+        self,
+        crew: Crew,
+        spec: LaunchSpec,
+        log: BinaryIO,
+        witness: Listener | None = None,
+        begin: Callable[[Collection[int]], None] | None = None,
+        outsiders: Collection[int] = (),
+    ) -> Ended:
+        """One run of a crew, from its beginning to its end.
+
+        log: gets all that is printed.  witness: hears before all others.  begin: see `WorkerGroup.run`.
+        outsiders: ranks that take no part.
+        """
+        shown: Collection[int] | None = self.shown_ranks
+        if outsiders:
+            insiders = [rank for rank in range(spec.world_size) if rank not in outsiders]
+            shown = [rank for rank in insiders if shown is None or rank in shown]
+        heard = [*([] if witness is None else [witness]), *self.listeners]
+        with closing(OutputRouter(spec.world_size, self.screen, shown_ranks=shown, log=log)) as router:
+            group = WorkerGroup(crew, spec, router, notice=self.say, listeners=heard, beside=self.beside)
+            return group.run(begin)
+
+
+def open_log(path: str) -> BinaryIO:
+    """A new file that its owner alone can read."""
+    return open(path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600))

@@ -1,0 +1,364 @@
+"""Ranks that stay: what they keep from task to task, when they are in step, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from nbaccel.errors import CannotSend, RankDied
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.guardian import session_members
+from nbaccel.launch.home import Home
+from nbaccel.launch.launcher import Launcher, Outcome
+from nbaccel.launch.preflight import Start
+from nbaccel.launch.rank.cell import CellSource, CellTask
+from nbaccel.launch.rank.residence import Pull, Push, Residence
+from nbaccel.launch.residents import Residents
+from nbaccel.launch.screen.router import ConsoleScreen
+from nbaccel.launch.spec import LaunchSpec
+from nbaccel.launch.watching import Watching
+
+WORLD_SIZE = 2
+SETUP = "nbaccel.train.setup:setup_rank"
+
+Make = Callable[..., "Ranks"]
+
+
+class Ranks:
+    """Two ranks that stay, and the notebook they belong to."""
+
+    def __init__(self, launcher: Launcher, method: str, setup: str | None, names: dict[str, Any]) -> None:
+        self.notebook: dict[str, Any] = {"__name__": "__main__", **names}
+        self.home = Home(self.notebook)
+        spec = LaunchSpec(
+            Residence(self.home),
+            WORLD_SIZE,
+            Start(method, "a test"),
+            setup=setup,
+            environ={"NBACCEL_CPU": "1"},
+            stays=True,
+        )
+        self.residents: Residents = launcher.start(spec, ConsoleScreen())
+        self.error: BaseException | None = None
+        self.outcome: Outcome | None = None
+
+    def cell(
+        self,
+        code: str,
+        out: tuple[str, ...] = (),
+        without: Sequence[int] = (),
+        beside: Sequence[Beside] = (),
+        **limits: float,
+    ) -> dict[str, Any]:
+        """What a cell sends back; its error is kept."""
+        speaker = min({*range(WORLD_SIZE)} - {*without})
+        source = CellSource(code, "Cell In[1]")
+        task = CellTask(source, self.notebook, out, home=self.home, speaker=speaker)
+        return self._run(task, Watching(ConsoleScreen(), beside=beside), without, **limits)
+
+    def push(self, *names: str) -> None:
+        self._run(Push(self.home, names), Watching(ConsoleScreen()))
+
+    def pull(self, *names: str, rank: int = 0) -> dict[str, Any]:
+        without = [other for other in range(WORLD_SIZE) if other != rank]
+        return self._run(Pull(self.home, names, rank), Watching(ConsoleScreen()), without)
+
+    def _run(self, task: Any, watching: Watching, without: Sequence[int] = (), **limits: float) -> dict[str, Any]:
+        outcome = self.residents.run(task, watching, title="Cell In[1]", outsiders=without, **limits)
+        try:
+            self.outcome, self.error = outcome, outcome.error
+            return outcome.values()
+        finally:
+            outcome.close()
+
+
+@pytest.fixture
+def ranks(launcher: Launcher, start_method: str) -> Iterator[Make]:
+    """Makes ranks that stay, without a process group unless `setup` makes one; none is left behind."""
+    made: list[Ranks] = []
+
+    def make(setup: str | None = None, **names: Any) -> Ranks:
+        made.append(Ranks(launcher, start_method, setup, names))
+        return made[-1]
+
+    yield make
+    for each in made:
+        pids = list(each.residents.pids.values())
+        each.residents.close(Watching(ConsoleScreen()))
+        assert session_members(pids) == set()
+
+
+def test_names_stay_in_the_ranks_from_cell_to_cell(ranks: Make) -> None:
+    us = ranks(x=5)
+    us.cell("import os; y = x + int(os.environ['RANK'])")
+    us.cell("y += 1")
+    assert us.cell("y", out=("y",))["y"] == 6
+    assert us.pull("y", rank=1) == {"y": 7}
+    assert "y" not in us.notebook
+
+
+def test_a_later_name_of_the_notebook_comes_with_the_first_cell_that_reads_it_and_then_drifts(
+    ranks: Make,
+) -> None:
+    us = ranks()
+    us.notebook["x"] = 1
+    us.cell("x += 10")
+    us.notebook["x"] = 2
+    assert us.cell("x += 0", out=("x",)) == {"x": 11}
+    us.push("x")
+    assert us.cell("x += 0", out=("x",)) == {"x": 2}
+
+
+def test_a_name_that_cannot_travel_is_refused_by_push_and_no_trouble_to_a_cell_that_makes_it_anew(ranks: Make) -> None:
+    us = ranks()
+    us.notebook["lock"] = threading.Lock()
+    with pytest.raises(CannotSend, match="lock"):
+        us.push("lock")
+    assert us.cell("lock = 3; y = lock", out=("y",)) == {"y": 3}
+
+
+def test_objects_come_back_as_the_notebooks_own_classes(ranks: Make) -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Net:\n    pass\nmade = Net()", scope)
+    us = ranks(Net=scope["Net"], made=scope["made"])
+    us.notebook["later"] = type("Later", (), {"__module__": "__main__"})
+    values = us.cell("made.x = 1; other = Net(); third = later()", out=("made", "other", "third"))
+    assert type(values["made"]) is type(values["other"]) is us.notebook["Net"]
+    assert type(values["third"]) is us.notebook["later"]
+
+
+def test_a_class_that_was_defined_anew_is_noticed(ranks: Make) -> None:
+    us = ranks(f=lambda: 1)
+    us.notebook["f"].__module__ = "__main__"
+    us.push("f")
+    assert us.home.outdated(["f"]) == []
+    us.notebook["f"] = lambda: 2
+    assert us.home.outdated(["f"]) == ["f"]
+
+
+def test_an_error_leaves_names_and_ranks_and_the_next_cell_works(ranks: Make) -> None:
+    us = ranks(SETUP, y=3)
+    us.cell("y += 1; 1 / 0")
+    assert isinstance(us.error, ZeroDivisionError)
+    assert us.residents.trouble == ""
+    assert us.cell("accelerator.wait_for_everyone(); y += 1", out=("y",)) == {"y": 5}
+
+
+def test_the_frames_of_an_error_do_not_hold_the_users_objects(ranks: Make) -> None:
+    us = ranks()
+    us.cell(
+        """
+        import weakref
+        class Large: pass
+        def fail():
+            global seen
+            large = Large()
+            seen = weakref.ref(large)
+            raise ValueError("no")
+        fail()
+        """.replace("\n        ", "\n")
+    )
+    assert isinstance(us.error, ValueError)
+    assert us.cell("is_gone = seen() is None", out=("is_gone",)) == {"is_gone": True}
+
+
+@pytest.mark.slow
+def test_ranks_out_of_step_say_so_with_their_numbers_and_names_can_still_be_had(ranks: Make) -> None:
+    us = ranks(SETUP)
+    us.cell("y = 3\nif accelerator.process_index: 1 / 0\naccelerator.wait_for_everyone()")
+    assert isinstance(us.error, ZeroDivisionError)
+    assert us.residents.trouble == (
+        "the ranks are out of step since Cell In[1], so the next collective could hang "
+        "(rank 0: 2 collectives; rank 1: 1 collectives)"
+    )
+    assert us.pull("y", rank=1) == {"y": 3}
+
+
+@pytest.mark.slow
+def test_the_collectives_of_ddp_are_counted_too_and_rank_0_is_kept(ranks: Make) -> None:
+    """Rank 0 waits inside torch, where it hears no interrupt, for gradients of a rank that has failed."""
+    us = ranks(SETUP)
+    us.cell("import torch\nmodel = accelerator.prepare(torch.nn.Linear(2, 2)); kept = 1")
+    us.cell("if accelerator.process_index: 1 / 0\naccelerator.backward(model(torch.ones(1, 2)).sum())")
+    assert isinstance(us.error, ZeroDivisionError)
+    assert "rank 1 of 2" in us.residents.trouble
+    assert us.residents.alive == [0]
+    assert us.pull("kept") == {"kept": 1}
+
+
+def test_a_cell_on_some_ranks_leaves_the_others_alone_and_speaks_by_its_first(ranks: Make) -> None:
+    us = ranks()
+    us.cell("y = 0")
+    assert us.cell("y += 1", out=("y",), without=[0]) == {"y": 1}
+    assert us.pull("y") == {"y": 0}
+
+
+def test_a_collective_that_lacks_ranks_is_an_error_before_it_begins_and_the_ranks_stay_in_step(ranks: Make) -> None:
+    us = ranks(SETUP)
+    us.cell("accelerator.wait_for_everyone()", without=[1])
+    assert "rank 1 takes no part in this cell. Nothing was exchanged. Run the cell without --only" in str(us.error)
+    us.cell("import torch\nmodel = accelerator.prepare(torch.nn.Linear(2, 2))")
+    us.cell("accelerator.backward(model(torch.ones(1, 2)).sum())", without=[0])
+    assert "(backward), which all ranks must enter, and rank 0 takes no part" in str(us.error)
+    assert us.residents.trouble == ""
+    us.cell("accelerator.wait_for_everyone()")
+    assert us.error is None
+
+
+def test_a_prepared_model_comes_back_as_the_user_wrote_it_and_goes_on_in_the_ranks(ranks: Make) -> None:
+    us = ranks(SETUP)
+    us.cell("import torch\nmodel = torch.nn.Linear(2, 2)\nprepared = accelerator.prepare(model)")
+    for _ in range(2):
+        came = us.cell("accelerator.backward(prepared(torch.ones(1, 2)).sum())", out=("model", "prepared"))
+        assert us.error is None
+        assert "forward" not in vars(came["model"])
+        assert type(came["prepared"]).__name__ == "Linear"
+    assert us.residents.trouble == ""
+
+
+def test_random_numbers_go_on_from_cell_to_cell(ranks: Make) -> None:
+    us = ranks()
+    first = us.cell("import random; random.seed(0); a = random.random(); b = random.random()", out=("a", "b"))
+    us.cell("random.seed(0); a = random.random()")
+    assert us.cell("b = random.random()", out=("b",))["b"] == first["b"]
+
+
+def test_sys_exit_ends_the_cell_and_not_the_ranks(ranks: Make) -> None:
+    us = ranks()
+    us.cell("import sys; sys.exit(3)")
+    assert "called sys.exit(3) or exit(), which ends the cell and not the ranks" in str(us.error)
+    assert us.residents.alive == [0, 1]
+
+
+@pytest.mark.parametrize("when", ["busy", "idle"])
+def test_a_dead_rank_is_named_and_the_names_of_the_other_can_still_be_had(ranks: Make, when: str) -> None:
+    us = ranks()
+    us.cell("y = 4")
+    if when == "busy":
+        us.cell("import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)")
+        assert isinstance(us.error, RankDied)
+        assert "Its variables are gone, those of ranks that live are not." in str(us.error)
+        assert us.residents.trouble == "rank 1 of 2 was killed by SIGKILL in Cell In[1]"
+    else:
+        pidfd = os.pidfd_open(us.residents.pids[1])
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        assert select.select([pidfd], [], [], 30)[0]
+        os.close(pidfd)
+        assert us.residents.trouble == "rank 1 of 2 was killed by SIGKILL while it had nothing to do"
+    assert us.residents.alive == [0]
+    assert us.pull("y") == {"y": 4}
+
+
+class _PressAtOnce(Beside):
+    def __init__(self, times: int) -> None:
+        self._left = times
+
+    def due_in(self, now: float) -> float | None:
+        return 0.0 if self._left else None
+
+    def tick(self, now: float, press: Callable[[], None]) -> None:
+        for _ in range(self._left):
+            press()
+        self._left = 0
+
+
+def test_a_press_stops_the_cell_and_the_names_stay(ranks: Make) -> None:
+    us = ranks(y=1)
+    us.cell("import threading\ny += 1\nthreading.Event().wait()", beside=[_PressAtOnce(1)])
+    assert us.outcome is not None
+    assert us.outcome.ended.is_interrupted
+    assert us.cell("y += 1", out=("y",)) == {"y": 3}
+
+
+def test_two_presses_end_the_ranks(ranks: Make) -> None:
+    us = ranks()
+    us.cell("import threading\nthreading.Event().wait()", beside=[_PressAtOnce(2)])
+    assert us.residents.alive == []
+
+
+def test_training_that_is_stopped_goes_on_in_the_next_cell(ranks: Make) -> None:
+    us = ranks(SETUP)
+    us.cell(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+        "model, optimizer, loader = accelerator.prepare(\n"
+        "    model, optimizer, torch.utils.data.DataLoader(torch.ones(8, 4), 2))\n"
+        "steps = 0\n"
+        "def epoch():\n"
+        "    global steps\n"
+        "    for x in loader:\n"
+        "        accelerator.backward(model(x).sum()); optimizer.step(); optimizer.zero_grad(); steps += 1\n"
+    )
+    us.cell("while True: epoch()", timeout_s=0.2)
+    assert us.outcome is not None
+    assert us.outcome.ended.is_timed_out
+    assert us.residents.trouble == ""
+    done = [us.pull("steps", rank=rank)["steps"] for rank in range(WORLD_SIZE)]
+    assert done[0] == done[1]
+    us.cell("epoch()")
+    assert us.error is None
+    assert us.pull("steps")["steps"] == done[0] + 2
+
+
+def test_what_a_thread_prints_between_two_cells_is_shown_with_the_next(
+    ranks: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    us = ranks()
+    us.cell(
+        "import threading, os\n"
+        "has_printed, may_print = threading.Event(), threading.Event()\n"
+        "def speak():\n"
+        "    may_print.wait()\n"
+        "    print('x' * 100, flush=True)\n"
+        "    has_printed.set()\n"
+        "thread = threading.Thread(target=speak, daemon=True)\n"
+        "thread.start()\n"
+    )
+    us.cell("threading.Timer(0.01, may_print.set).start()")
+    us.cell("assert has_printed.wait(30)")
+    assert "x" * 100 in capfd.readouterr().out
+
+
+def test_a_thread_that_floods_the_output_between_two_cells_hangs_nothing(ranks: Make) -> None:
+    us = ranks()
+    us.cell(
+        "import threading\n"
+        "def flood():\n"
+        "    for _ in range(100): print('y' * 50_000)\n"
+        "thread = threading.Thread(target=flood, daemon=True)\n"
+        "thread.start()\n"
+    )
+    us.cell("thread.join(30); is_over = not thread.is_alive()", out=("is_over",))
+    assert us.cell("is_over", out=("is_over",))["is_over"]
+
+
+def test_other_ranks_hold_nothing_of_those_that_stay(ranks: Make) -> None:
+    """A forked rank with a copy of a channel's end would keep the others from noticing that the kernel let go."""
+    from nbaccel.launch.functions import launch
+
+    us = ranks()
+    held = {os.readlink(f"/proc/self/fd/{fd}") for fd in us.residents.fds}
+
+    def others() -> list[str]:
+        links = []
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return [link for link in links if link in held]
+
+    assert launch(others, 2, start_method="fork").values == [[], []]
+    us.cell("x = 1")
+    assert us.error is None
+
+
+def test_ranks_that_fail_to_settle_leave_nothing(launcher: Launcher, start_method: str) -> None:
+    with pytest.raises(Exception, match="nothing_there"):
+        Ranks(launcher, start_method, "nbaccel.train.setup:nothing_there", {})
