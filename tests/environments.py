@@ -54,9 +54,14 @@ class Environment:
 
     def environ(self, **changes: str) -> dict[str, str]:
         """This process's environment with `changes`, for a program that runs here."""
-        if self.before is not None:
-            changes["PYTHONPATH"] = os.pathsep.join([str(self.before), os.environ.get("PYTHONPATH", str(REPOSITORY))])
-        return {**os.environ, **changes}
+        return {**os.environ, **self.changes, **changes}
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """The variables that make a program run here and not elsewhere."""
+        if self.before is None:
+            return {}
+        return {"PYTHONPATH": os.pathsep.join([str(self.before), os.environ.get("PYTHONPATH", str(REPOSITORY))])}
 
 
 NEWEST = Environment("newest", Path(sys.executable))

@@ -34,7 +34,7 @@ class StopButton:
 
     def __init__(self, on_click: Callable[[], None]) -> None:
         self._panel = widgets.HTML()
-        self._button = widgets.Button(layout=widgets.Layout(width="auto", margin="4px 0 0 0"))
+        self._button = widgets.Button(layout=widgets.Layout(width="auto", margin="4px 0 0 0", align_self="flex-start"))
         self._box = widgets.VBox([self._panel, self._button])
         self._box.add_class(CSS_CLASS)
         self._box._view_count = 0  # not None: front ends are to report how many of them show it

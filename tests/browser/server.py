@@ -159,7 +159,12 @@ class JupyterServer:
 
 def _offer_kernels(folder: Path) -> None:
     for environment in ENVIRONMENTS:
-        spec = {"argv": environment.kernel_argv, "display_name": environment.name, "language": "python"}
+        spec = {
+            "argv": environment.kernel_argv,
+            "display_name": environment.name,
+            "language": "python",
+            "env": environment.changes,
+        }
         path = folder / environment.name / "kernel.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(spec))

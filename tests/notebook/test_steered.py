@@ -49,7 +49,7 @@ def test_where_no_front_end_shows_it_within_seconds_the_panel_goes_on_without() 
     clock = Clock()
     steered = steered_by(clock=clock)
     shown(steered)
-    clock.now = 3.1
+    clock.now = 2.1
     assert shown(steered) == PANEL
     assert steered.hint == HINT
     assert shown(steered) == PANEL
@@ -80,7 +80,7 @@ def test_nothing_is_polled_while_there_is_no_button() -> None:
     steered = steered_by()
     assert steered.due_in(0.0) is None
     shown(steered)
-    assert steered.due_in(0.0) == pytest.approx(0.025)
+    assert steered.due_in(0.0) == pytest.approx(0.05)
     steered.close()
     assert steered.due_in(0.0) is None
 
