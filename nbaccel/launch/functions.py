@@ -21,6 +21,7 @@ from nbaccel.launch.launcher import Outcome, default_launcher, refuse_nested_lau
 from nbaccel.launch.preflight import choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
+from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import STOP, FunctionTask, LaunchSpec
 from nbaccel.settings import RunSettings
 from nbaccel.view.history import History
@@ -99,11 +100,11 @@ def launch(
         hang_timeout_s=hang_timeout_s,
         oom=oom,
     )
-    if start.method == "inline":
-        return _launch_inline(spec, check)
     launcher = default_launcher()
     facts = Facts(_call_in_words(function, args, kwargs), str(chosen), chosen.names())
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
+    if start.method == "inline":
+        return _launch_inline(spec, check, shown)
     outcome = launcher.run(spec, shown, listeners=[shown])
     try:
         error, word = _how_it_ended(outcome)
@@ -166,11 +167,18 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
     )
 
 
-def _launch_inline(spec: LaunchSpec, check: bool) -> Run:
-    history = History(1, time.monotonic())
-    seconds, error = run_inline(spec, check, [history])
+def _launch_inline(spec: LaunchSpec, check: bool, shown: ShownRun) -> Run:
+    began, error = time.monotonic(), None
+    try:
+        with shown.until_its_end():
+            run_inline(spec, [shown])
+    except Exception as failure:
+        if check:
+            raise
+        error = failure
     assert isinstance(spec.task, FunctionTask)
-    return Run([spec.task.value], history, error, spec.start.method, spec.start.reason, "", seconds)
+    seconds = time.monotonic() - began
+    return Run([spec.task.value], shown.history, error, spec.start.method, spec.start.reason, "", seconds)
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -1,13 +1,16 @@
 """Inline start: one rank, in the kernel's own process. For machines that cannot fork, and data too large to copy.
 
-What the rank reports is heard at its step boundaries and at its end: here the kernel has no thread to spare.
+What the rank reports is heard, and its panel drawn, between two of its reports, by the thread that makes them: no other
+thread could show anything without getting in the way of the user's own output. A loop that reports nothing is followed
+by nobody.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from nbaccel.events import Event, Listener, outlet
@@ -20,33 +23,31 @@ from nbaccel.launch.wire.ring import RingWriter
 __all__ = ["run_inline"]
 
 
-def run_inline(spec: LaunchSpec, check: bool, listeners: Sequence[Listener] = ()) -> tuple[float, BaseException | None]:
-    """Run the task here and now; returns the seconds it took, and its error unless `check` lets that through.
+def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
+    """Run the task here and now; its error is raised.
 
     listeners: hear what it reports, as rank 0.
 
     The environment is put back afterwards. Device memory that the task took stays the kernel's.
     """
-    began = time.monotonic()
-    before = {name: os.environ.get(name) for name in spec.environ}
-    os.environ.update(spec.environ)
-    error: BaseException | None = None
+    with _environment(spec.environ), _heard(listeners):
+        if spec.setup is not None:
+            load_named(spec.setup)(spec.task.namespace)
+        spec.task.run()
+
+
+@contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in environ}
+    os.environ.update(environ)
     try:
-        with _heard(listeners):
-            if spec.setup is not None:
-                load_named(spec.setup)(spec.task.namespace)
-            spec.task.run()
-    except Exception as failure:
-        if check:
-            raise
-        error = failure
+        yield
     finally:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-    return time.monotonic() - began, error
 
 
 @contextmanager
@@ -58,15 +59,19 @@ def _heard(listeners: Sequence[Listener]) -> Iterator[None]:
     ring = RingWriter(fd)
     os.close(fd)
 
-    def at_a_boundary(event: Event) -> None:
-        telemetry.tick(time.monotonic())
-
     def unheard(event: Event) -> None:
-        """There is no peer, and no kernel to outlive."""
+        """There is no peer, no kernel to outlive, and nobody who could stop a step from outside."""
 
-    reporter = Reporter(ring, gate=at_a_boundary, watch=unheard, grace=unheard)
+    reporter = Reporter(ring, gate=unheard, watch=unheard, grace=unheard)
+    own_thread = threading.get_ident()
+
+    def hear(event: Event) -> None:
+        reporter(event)
+        if threading.get_ident() == own_thread:
+            telemetry.tick(time.monotonic())
+
     try:
-        with outlet(reporter):
+        with outlet(hear):
             yield
     finally:
         reporter.close()

@@ -46,10 +46,14 @@ class Launcher:
     """Runs tasks, one after the other; owns what they share (`Keeper`)."""
 
     def __init__(self) -> None:
-        self.keeper = Keeper()
         self.audience = Audience()
         self._one_at_a_time = threading.Lock()
         self._residents: list[Residents] = []
+
+    @functools.cached_property
+    def keeper(self) -> Keeper:
+        """Made for the first run that starts a process: some machines can start none."""
+        return Keeper()
 
     def run(
         self,
@@ -152,7 +156,8 @@ class Launcher:
     def close(self) -> None:
         for residents in self._residents:
             residents.abandon()
-        self.keeper.close()
+        if "keeper" in self.__dict__:
+            self.keeper.close()
 
 
 def _instead_of_fork(start: Start) -> Start:

@@ -111,7 +111,7 @@ class Session:
         self.say(str(plan))
         spec = plan.spec(task, self._setup)
         if plan.start.method == "inline":
-            return self._run_inline(spec, task)
+            return self._run_inline(spec, task, self._show(plan, source, spec, survey, Frames()))
         with steered(self.shell) as (frames, beside):
             run = CellRun(plan, source, task, spec, self._show(plan, source, spec, survey, frames))
             self.rank_memory.begin(source.name)
@@ -153,10 +153,10 @@ class Session:
             # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook by now.
             run.show_end()
 
-    def _run_inline(self, spec: LaunchSpec, task: CellTask) -> Any:
+    def _run_inline(self, spec: LaunchSpec, task: CellTask, shown: ShownRun) -> Any:
         """The cell in the notebook's own process. Names that `--out` does not list are as before afterwards."""
-        with self._only_out_changes(task):
-            run_inline(spec, check=True)
+        with shown.until_its_end(), self._only_out_changes(task):
+            run_inline(spec, [shown])
         results = task.results(0)
         raise_if_missing(results.missing, task.out)
         return _value_of(results)

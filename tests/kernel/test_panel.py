@@ -149,6 +149,29 @@ def test_runs_of_one_cell_share_one_display(kernel: RealKernel) -> None:
     assert kernel.value("type(runs[0].figure(size=(3, 2))).__module__") == "matplotlib.figure"
 
 
+@pytest.mark.slow
+def test_a_run_in_the_kernel_itself_has_a_panel_and_a_picture_too(kernel: RealKernel) -> None:
+    cell = kernel.do(accelerate(trains(20, then="time.sleep(0.05)"), start="inline", n=1))
+    assert cell.panels == 1
+    live = [frame for frame in cell.frames if "text/html" in frame]
+    assert len(live) >= 3  # two seconds at least, and the last one
+    assert "Stop: interrupt the kernel" in live[0]["text/html"]
+    assert sorted(cell.panel) == ["image/png", "text/plain"]
+    assert re.search(r"^done in .*, 40 steps, loss \S+, acc 0.5000", cell.stdout, re.M)
+    runs = kernel.do(
+        """
+        import nbaccel
+        def train():
+            from nbaccel.events import Metric, emit
+            for step in range(20):
+                emit(Metric({"loss": 1 / (step + 1)}, step))
+        run = nbaccel.launch(train, 1, start_method="inline")
+        """
+    )
+    assert sorted(runs.panel) == ["image/png", "text/plain"]
+    assert kernel.value("len(run.history.rows)") == 20
+
+
 def test_plain_is_text_alone(kernel: RealKernel) -> None:
     cell: Cell = kernel.do(accelerate(trains(5), flags="--plain"))
     assert (cell.panels, cell.displays) == (0, [])

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
-from nbaccel.launch import ending
+from nbaccel.launch import ending, functions
 from nbaccel.launch.functions import debug_launcher, launch, notebook_launcher
 from nbaccel.launch.guardian import session_members
+from nbaccel.launch.launcher import Launcher
 
 
 def rank() -> int:
@@ -404,6 +405,26 @@ def test_inline_runs_in_this_process_and_puts_the_environment_back() -> None:
     run = launch(os.getpid, 1, start_method="inline", mixed_precision="bf16")
     assert run.value == os.getpid()
     assert dict(os.environ) == before
+
+
+def test_inline_runs_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher()
+    monkeypatch.setattr(functions, "default_launcher", lambda: launcher)
+    monkeypatch.delattr(os, "pidfd_open")  # macOS has none
+    assert launch(pow, args=(2, 5)).value == 32
+    launcher.close()
+
+
+def test_an_inline_run_that_fails_has_its_error_and_the_history_until_then() -> None:
+    def train() -> None:
+        from nbaccel.events import Metric, emit
+
+        emit(Metric({"loss": 0.5}, 0))
+        raise ValueError("11 classes")
+
+    run = launch(train, 1, start_method="inline", check=False)
+    assert isinstance(run.error, ValueError)
+    assert run.history.rows == [{"step": 0, "loss": 0.5}]
 
 
 def test_metrics_of_rank_0_are_the_history() -> None:

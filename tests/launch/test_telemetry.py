@@ -217,7 +217,7 @@ def test_a_run_in_the_kernels_own_process_is_heard_too() -> None:
         emit(Metric({"accuracy": 0.5}, step))
 
     heard, threads = _Heard(), threading.active_count()
-    run_inline(LaunchSpec(FunctionTask(train), 1, Start("inline", "")), check=True, listeners=[heard])
+    run_inline(LaunchSpec(FunctionTask(train), 1, Start("inline", "")), [heard])
     (metric,) = heard.of(Metric)
     assert metric.values == {"accuracy": 0.5}
     assert heard.of(Memory)
@@ -233,9 +233,7 @@ def test_a_run_in_the_kernels_own_process_has_a_history_and_leaves_nothing_of_ou
     assert list(launch(train, 1, start_method="inline").history.rows) == [{"step": 3, "loss": 0.5}]
     heard = _Heard()
     with pytest.raises(ZeroDivisionError):
-        run_inline(
-            LaunchSpec(FunctionTask(lambda: (train(), 1 // 0)), 1, Start("inline", "")), check=True, listeners=[heard]
-        )
+        run_inline(LaunchSpec(FunctionTask(lambda: (train(), 1 // 0)), 1, Start("inline", "")), [heard])
     assert heard.of(Metric) == [Metric({"loss": 0.5}, 3)]
     train()
     assert len(heard.of(Metric)) == 1

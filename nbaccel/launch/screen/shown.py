@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nbaccel.events import Event, Listener
@@ -75,6 +76,18 @@ class ShownRun(Listener):
             self._conclude(seconds, State.ended(word, seconds, self.history.steps, why))
         except Exception as trouble:
             self.write("stderr", f"this run could not be drawn ({type(trouble).__name__}: {trouble})\n")
+
+    @contextmanager
+    def until_its_end(self) -> Iterator[None]:
+        """The block is the run, in this process."""
+        began = self._clock()
+        try:
+            yield
+        except BaseException as error:
+            word = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            self.end(word, self._clock() - began, error)
+            raise
+        self.end("done", self._clock() - began)
 
     def _conclude(self, seconds: float, state: State) -> None:
         """Show what stays."""

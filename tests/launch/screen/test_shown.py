@@ -257,3 +257,32 @@ def test_programs_that_execute_notebooks_are_known(tmp_path: Path, command: str,
 def test_kaggle_says_that_nobody_watches() -> None:
     assert runs_unattended(Platform.KAGGLE_BATCH)
     assert not runs_unattended(Platform.KAGGLE, parent=7, root=Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, "done in 5.0 s, 50 steps"),
+        (ValueError("11 classes"), "failed after 5.0 s, 50 steps: ValueError: 11 classes"),
+        (KeyboardInterrupt(), "stopped after 5.0 s, 50 steps"),
+    ],
+)
+def test_a_run_in_this_process_says_how_it_ended_and_lets_its_error_through(
+    error: BaseException | None, expected: str
+) -> None:
+    paper, clock = Paper(), Clock()
+    shown = LivePanel(paper, 1, FACTS, clock=clock)
+
+    def run() -> None:
+        with shown.until_its_end():
+            report(shown, clock, 5.0)
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)):
+            run()
+    assert paper.messages[-1]["data"]["text/plain"].splitlines()[0] == f"Cell In[5]: {expected}"
+    assert paper.text.startswith(expected)
