@@ -41,9 +41,10 @@ READS_ENVIRONMENT = {
 
 PRINTS = {
     "cli/__init__.py": "a command answers by printing",
-    "cli/answer.py": "a command answers by printing",
+    "cli/answer.py": "a line beside what a command prints",
     "cli/demo.py": "a command answers by printing",
     "cli/launch.py": "a command answers by printing",
+    "launch/rank/debugger.py": "a debugger speaks beside the lines of pdb",
     "launch/rank/cell.py": "`%%time` inside a cell answers in the rank's output",
     "train/faces/control.py": "`accelerator.print` is print",
 }

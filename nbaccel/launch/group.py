@@ -25,6 +25,8 @@ from nbaccel.launch.hangs import Hang, HangWatch
 from nbaccel.launch.member import Member, Report
 from nbaccel.launch.openfiles import files_being_written
 from nbaccel.launch.presses import Presses
+from nbaccel.launch.prompting import Prompting
+from nbaccel.launch.rank.jupyter import PROMPT
 from nbaccel.launch.screen.router import OutputRouter
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.telemetry import Telemetry
@@ -34,6 +36,7 @@ from nbaccel.launch.wire.pipes import MarkedPipe
 __all__ = ["BadFork", "Ended", "WorkerGroup"]
 
 _SETTLE_S = 0.5  # a lost connection is seen by peers before its cause is seen by us
+_ALIKE_S = 2.0
 _DRAIN_S = 0.2
 _FINISHING_NOTICE_S = 0.5
 
@@ -106,6 +109,10 @@ class WorkerGroup:
         self._is_bad_fork = False
         self._is_stop_wanted = False  # by a rank
         self._is_timed_out = False
+        self._prompting = Prompting(notice)
+        self._excused_s = 0.0  # in which somebody typed
+        self._has_quit = False  # a rank left by its debugger
+        self._is_running = True  # and not being ended
         self._hang: Hang | None = None
         self._is_over = False
         self._has_grace = False  # whether the guardian lets the ranks outlive the kernel
@@ -160,9 +167,12 @@ class WorkerGroup:
         presses = 0
         has_noticed = False
         while not all(member.is_through for member in self._members):
-            self._wait(ending, None if limit_s is None or self._is_timed_out else began + limit_s)
+            limit_at = None if limit_s is None else began + limit_s + self._excused_s
+            self._wait(ending, None if self._is_timed_out else limit_at)
             now = time.monotonic()
-            if self._presses.count > presses:
+            if self._has_quit and not isinstance(ending, Aborting | Killing):
+                ending = self._breaking_off(now)
+            elif self._presses.count > presses:
                 presses = self._presses.count
                 for each in self._beside:
                     each.pressed(presses)
@@ -178,7 +188,7 @@ class WorkerGroup:
                 if page.stop_wanted and not self._is_stop_wanted:  # a rank was told to end
                     self._is_stop_wanted = True
                     self._presses.press()
-                if limit_s is not None and now > began + limit_s:
+                if limit_s is not None and now > began + limit_s + self._excused_s:
                     self._is_timed_out = True
                     ending = Stopping(self._members, now, page)
                 elif self._is_bad_fork:
@@ -186,11 +196,7 @@ class WorkerGroup:
                 elif self._cause_is_known(now):
                     pids = [member.process.pid for member in self._members]
                     self._open_files = files_being_written(pids, self._crew.folder)
-                    ending = (
-                        Untangling(self._members, time.monotonic(), page)
-                        if self._spec.stays
-                        else Aborting(self._members, time.monotonic(), page, self._spec.wants_results)
-                    )
+                    ending = self._breaking_off(time.monotonic())
                 elif (hang := self._hangs.tick(now)) is not None:
                     self._hang = hang
                     ending = (Untangling if self._spec.stays else BreakingHang)(self._members, now, page)
@@ -198,11 +204,18 @@ class WorkerGroup:
                 has_noticed = True
                 if ending.is_finishing_a_step:
                     self._notice("finishing the step, press again to stop now")
+            self._is_running = isinstance(ending, Running)
             ending.advance(now)
             self._router.tick()
             self._telemetry.tick(now)
             for each in self._beside:
                 each.tick(now, self._presses.press)
+
+    def _breaking_off(self, now: float) -> Ending:
+        """A rank has left in the middle: the others cannot go on."""
+        if self._spec.stays:
+            return Untangling(self._members, now, self._page)
+        return Aborting(self._members, now, self._page, self._spec.wants_results)
 
     def _wait(self, ending: Ending, limit_at: float | None) -> None:
         """Wait for something to happen, but no longer than until something is due; then handle all that happened."""
@@ -244,8 +257,23 @@ class WorkerGroup:
         if message_id not in member.displays:
             self._on_message(member)
         message = member.displays.pop(message_id, None)
-        if message is not None:
+        if message is None:
+            return
+        if message["kind"] == PROMPT:
+            self._prompt(member, message["prompt"])
+        else:
             self._router.publish(member.rank, message)
+
+    def _prompt(self, member: Member, prompt: str) -> None:
+        """Ask what the rank's debugger wants to know, unless the run is about to end."""
+        self._presses.read()
+        is_open = self._is_running and self._presses.count == 0
+        if is_open:
+            self._prompting.announce(member)
+        self._router.settle(member.rank)
+        seconds = self._prompting.answer(member, prompt, is_open=is_open, press=self._presses.press)
+        self._excused_s += seconds
+        self._hangs.excuse(seconds)
 
     def _on_message(self, member: Member) -> None:
         for message, fds in member.channel.drain():
@@ -254,6 +282,10 @@ class WorkerGroup:
                     member.displays[message["id"]] = message["message"]
                 case "bad_fork":
                     self._is_bad_fork = True
+                case "quit":
+                    self._has_quit = True
+                case "post_mortem":
+                    member.is_looked_at = True
                 case "done":
                     member.report = Report.from_frame(message, fds)
                     if member.report.is_failure:
@@ -272,16 +304,20 @@ class WorkerGroup:
 
     def _failed(self, member: Member) -> None:
         self._failures.append(member.rank)
+        debugged = self._spec.task.debugged
+        # Ranks run one program: the one that a person wants to look at may be about to fail alike.
+        alike_s = _ALIKE_S if debugged is not None and self._members[debugged].is_working else 0.0
         if self._settled_at is None:
-            self._settled_at = time.monotonic() + (_SETTLE_S if self._is_consequence(member) else 0.0)
+            self._settled_at = time.monotonic() + max(alike_s, _SETTLE_S if self._is_consequence(member) else 0.0)
         elif not self._is_consequence(member):
-            self._settled_at = time.monotonic()
+            self._settled_at = time.monotonic() + alike_s
 
     def _is_consequence(self, member: Member) -> bool:
         return member.report is not None and member.report.is_consequence
 
     def _cause_is_known(self, now: float) -> bool:
-        return self._settled_at is not None and now >= self._settled_at
+        is_settled = self._settled_at is not None and now >= self._settled_at
+        return is_settled and not any(member.is_looked_at and member.is_working for member in self._members)
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -297,7 +333,8 @@ class WorkerGroup:
         self._telemetry.read(time.monotonic(), is_last=True)
         for member in self._members:
             for message in member.displays.values():
-                self._router.publish(member.rank, message)
+                if message["kind"] != PROMPT:
+                    self._router.publish(member.rank, message)
             member.displays.clear()
 
     def _drain(self, gone: Collection[int]) -> None:
@@ -329,7 +366,7 @@ class WorkerGroup:
             exit_codes=self._crew.exit_codes,
             killed_by_us=[member.was_killed for member in self._members],
             first_failed=first,
-            is_interrupted=self._presses.count > 0,
+            is_interrupted=self._presses.count > 0 or self._has_quit,
             is_timed_out=self._is_timed_out,
             seconds=seconds,
             steps=self._page.steps_before_stop,

@@ -153,6 +153,10 @@ class HangWatch:
             self._notice(str(hang))
         return None
 
+    def excuse(self, seconds: float) -> None:
+        """Do not count the last `seconds`: the ranks waited for a person."""
+        self._since += seconds
+
     def due_in(self, now: float) -> float | None:
         """Seconds until `tick` may have something to do, beyond the half second of telemetry."""
         return None if self._asked_at is None else max(0.0, self._asked_at + _ANSWER_S - now)

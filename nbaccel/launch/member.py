@@ -90,6 +90,7 @@ class Member:
         self.has_ended = False  # its process is over, though perhaps not reaped yet
         self.was_killed = False  # by us
         self.was_interrupted = False  # by us, with SIGINT
+        self.is_looked_at = False  # it failed, and has not reported yet: somebody looks at it in the debugger
         self.released_at: float | None = None
         self.stays = stays
 

@@ -57,6 +57,9 @@ class Task(ABC):
     speaker: int = 0
     """The rank whose values go back."""
 
+    debugged: int | None = None
+    """The rank whose `breakpoint()` and errors open a debugger in the notebook; None: such calls are refused."""
+
     reference: ClassVar[str]
     """How a zygote, and a rank that stays, finds the class again: "module:Class"."""
 
@@ -102,8 +105,15 @@ class FunctionTask(Task):
 
     reference = "nbaccel.launch.spec:FunctionTask"
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        debugged: int | None = None,
+    ) -> None:
         self.function = function
+        self.debugged = debugged
         self.args = args
         self.kwargs = kwargs or {}
         self.value: Any = None
@@ -115,12 +125,12 @@ class FunctionTask(Task):
         return Results(values={"value": self.value})
 
     def pack(self) -> Parcel:
-        return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs})
+        return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs, "debugged": self.debugged})
 
     @classmethod
     def unpack(cls, fd: int, home: Home | None = None) -> Self:
         values = unpack(fd)
-        return cls(values["function"], values["args"], values["kwargs"])
+        return cls(**values)
 
     def anchors(self) -> dict[int, str]:
         """Classes of `__main__`: without this a class of the script would come back as a copy of itself."""

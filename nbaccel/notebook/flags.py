@@ -24,6 +24,7 @@ from nbaccel.notebook.values import (
     read_kept,
     read_names,
     read_processes,
+    read_rank,
     read_ranks,
     read_seconds,
     read_seed,
@@ -84,7 +85,10 @@ _SETTINGS = (
 """Flags that a notebook can choose for all its cells: `%accelerate config` and nbaccel.toml know them by their long
 names."""
 
-_OF_ONE_CELL: tuple[Any, ...] = ()
+_OF_ONE_CELL = (
+    _flag("--pdb", metavar="RANK", type=read_rank,
+          help="debug that rank here: breakpoint() stops in it, an error opens a post-mortem; default off"),
+)  # fmt: skip
 """Flags that mean one cell and nothing beyond it."""
 
 _HELP_WIDTH, _HELP_COLUMN = 120, 32

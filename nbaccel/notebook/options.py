@@ -35,6 +35,7 @@ class Options:
     inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".
     timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
+    pdb: the rank to debug.
     """
 
     num_processes: int | str | None = None
@@ -58,6 +59,7 @@ class Options:
     keep: int | None = None
     resume: str | None = None
     time_limit: float | None = None
+    pdb: int | None = None
 
     def over(self, weaker: Options) -> Options:
         """These choices, and `weaker`'s where these say nothing. "auto" is a choice."""
@@ -83,20 +85,23 @@ class Options:
         return min(limits, default=None, key=lambda limit: limit.seconds)
 
     def shown_ranks(self, world_size: int) -> frozenset[int] | None:
-        """The ranks whose output is shown; None for all.
+        """The ranks whose output is shown, the one to debug among them; None for all.
 
         Raises:
             LaunchRefused: a rank that the run does not have.
         """
+        if self.pdb is not None and self.pdb >= world_size:
+            raise LaunchRefused(f"--pdb {self.pdb}: {_number_of_ranks(world_size)}; name one of these.")
         if self.ranks in (None, "all"):
             return None
         shown = frozenset(expanded(self.ranks or ""))
         if max(shown) >= world_size:
-            raise LaunchRefused(
-                f"--ranks {self.ranks}: this run has {world_size} rank{'s' * (world_size > 1)}, "
-                f"{'0 alone' if world_size == 1 else f'0-{world_size - 1}'}; name some of these, or all."
-            )
-        return shown
+            raise LaunchRefused(f"--ranks {self.ranks}: {_number_of_ranks(world_size)}; name some of these, or all.")
+        return shown if self.pdb is None else shown | {self.pdb}
+
+
+def _number_of_ranks(world_size: int) -> str:
+    return f"this run has {'1 rank, 0 alone' if world_size == 1 else f'{world_size} ranks, 0-{world_size - 1}'}"
 
 
 def expanded(ranks: str) -> Iterator[int]:

@@ -16,7 +16,7 @@ from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.rank.cell import CellTask
-from nbaccel.launch.spec import SHRINK, LaunchSpec
+from nbaccel.launch.spec import SHRINK, STOP, LaunchSpec
 from nbaccel.launch.wire.weight import size_of
 from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import RunSettings
@@ -89,7 +89,7 @@ class Plan:
             timeout_s=None if self.options.limit is None else self.options.limit.seconds,
             hang_timeout_s=self.options.hang_timeout,
             wants_results=bool(task.out),
-            oom=self.options.oom or SHRINK,
+            oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # it was looked at
         )
 
     def facts(self, title: str) -> Facts:

@@ -22,6 +22,7 @@ __all__ = [
     "read_kept",
     "read_names",
     "read_processes",
+    "read_rank",
     "read_ranks",
     "read_seconds",
     "read_seed",
@@ -90,6 +91,13 @@ def read_ranks(text: str) -> str:
     if not is_list or not list(expanded(text)):
         raise argparse.ArgumentTypeError(f"ranks are all, a number, or a list such as 0,2-3; got {text!r}")
     return text
+
+
+def read_rank(text: str) -> int:
+    """The number of one rank; whether the run has it is not known yet."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a rank is a number, the first is 0; got {text!r}")
+    return int(text)
 
 
 def read_seconds(text: str) -> float:

@@ -142,11 +142,13 @@ class Execution:
     all: every one of the kernel that somebody still looks at, by the id of its message. Whoever reads reads for all.
     """
 
-    def __init__(self, client: Any, code: str, all_: MutableMapping[str, Execution], stop_on_error: bool) -> None:
+    def __init__(
+        self, client: Any, code: str, all_: MutableMapping[str, Execution], stop_on_error: bool, allow_stdin: bool
+    ) -> None:
         self._client = client
         self._sent_at = time.monotonic()
         self._all = all_
-        self._id = client.execute(code, stop_on_error=stop_on_error)
+        self._id = client.execute(code, stop_on_error=stop_on_error, allow_stdin=allow_stdin)
         self._all[self._id] = self
         self._is_idle = False
         self._reply: dict[str, Any] | None = None
@@ -170,6 +172,14 @@ class Execution:
     def until_text(self, *texts: str, timeout_s: float = 30.0) -> Cell:
         """Read on until all `texts` were printed."""
         return self.until(lambda cell: all(text in cell.text for text in texts), timeout_s)
+
+    def prompt(self, timeout_s: float = 30.0) -> str:
+        """Wait until the cell asks for input; returns what it asks."""
+        return str(self._client.get_stdin_msg(timeout=timeout_s)["content"]["prompt"])
+
+    def answer(self, text: str) -> None:
+        """Type a line."""
+        self._client.input(text)
 
     def end(self, timeout_s: float = 60.0) -> Cell:
         """Wait until the cell is over."""
@@ -242,12 +252,14 @@ class RealKernel:
 
     # --- cells -------------------------------------------------------------------------------------------------
 
-    def begin(self, code: str, *, stop_on_error: bool = False) -> Execution:
+    def begin(self, code: str, *, stop_on_error: bool = False, allow_stdin: bool = True) -> Execution:
         """Send a cell; the common indentation of `code` goes, and so does a first empty line.
 
+        allow_stdin: whether somebody could answer to `input`.
         stop_on_error: where it fails, the kernel drops the cells that wait behind it, as for "Run All".
         """
-        self._latest = Execution(self._client, textwrap.dedent(code).strip("\n"), self._executions, stop_on_error)
+        code = textwrap.dedent(code).strip("\n")
+        self._latest = Execution(self._client, code, self._executions, stop_on_error, allow_stdin)
         return self._latest
 
     def run(self, code: str, timeout_s: float = 60.0) -> Cell:

@@ -40,6 +40,7 @@ def options(line: str) -> Options:
         ("--cpu --plain --debug", Options(cpu=True, plain=True, debug=True)),
         ("--start zygote --seed 0", Options(start="zygote", seed=0)),
         ("--oom stop", Options(oom="stop")),
+        ("--pdb 1", Options(pdb=1)),
         ("-n 2  # two of them", Options(num_processes=2)),
     ],
 )
@@ -73,6 +74,7 @@ def test_flags_are_read(line: str, expected: Options) -> None:
         ("--cpu=1", "--cpu takes no value; got '1'."),
         ("--plot a,b,c,d", "--plot: 3 curves have room beside each other, and one is the least; got 'a,b,c,d'."),
         ("--plot=,", "and one is the least; got ','. Write names with commas between them, such as loss,acc"),
+        ("--pdb first", "--pdb: a rank is a number, the first is 0; got 'first'."),
         ("--plain=no", "--plain takes no value; got 'no'."),
         ("--debug=on", "--debug takes no value; got 'on'."),
         ("--cpu yes", "'yes' belongs to no flag"),
@@ -156,6 +158,7 @@ def test_an_empty_value_goes_back_to_the_default() -> None:
         ("--seed", "there is no setting '--seed' (did you mean seed=…?); settings are KEY=VALUE"),
         ("mixed-precision=fp8", "--mixed-precision: a precision is auto, no, fp16 or bf16; got 'fp8'."),
         ("seed", "'seed' needs a value: seed=…"),
+        ("pdb=1", "--pdb means one cell and is none of the settings: write it behind %%accelerate; settings are "),
         ("cpu=maybe", "cpu is true or false; got 'maybe'."),
         ("num-processes=0", "a number of ranks is 1 or more"),
     ],
@@ -183,3 +186,9 @@ def test_a_rank_that_the_run_does_not_have_is_refused() -> None:
         Options(ranks="2").shown_ranks(2)
     with pytest.raises(LaunchRefused, match="this run has 1 rank, 0 alone"):
         Options(ranks="1").shown_ranks(1)
+    with pytest.raises(LaunchRefused, match=r"--pdb 2: this run has 2 ranks, 0-1; name one of these\."):
+        Options(pdb=2).shown_ranks(2)
+
+
+def test_the_rank_that_is_debugged_is_shown() -> None:
+    assert Options(ranks="0", pdb=2).shown_ranks(4) == {0, 2}

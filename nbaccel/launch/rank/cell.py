@@ -108,6 +108,7 @@ class CellTask(Task):
     out: names to bring back, from rank 0 only.
     extra: names that the cell reads only dynamically and that shall travel too (`--in`).
     home: of ranks that stay.  speaker: the rank whose names go back.
+    debugged: see `Task`.
     """
 
     reference = "nbaccel.launch.rank.cell:CellTask"
@@ -121,8 +122,10 @@ class CellTask(Task):
         *,
         home: Home | None = None,
         speaker: int = 0,
+        debugged: int | None = None,
     ) -> None:
         self.source = source
+        self.debugged = debugged
         self.namespace: dict[str, Any] = namespace
         self.out = out
         self.extra = extra
@@ -196,7 +199,7 @@ class CellTask(Task):
 
     def pack(self) -> Parcel:
         values = {f"in:{name}": self.namespace[name] for name in self.names_to_send()}
-        head = {"source": self.source, "out": self.out, "speaker": self.speaker}
+        head = {"source": self.source, "out": self.out, "speaker": self.speaker, "debugged": self.debugged}
         anchors = None if self.home is None else self.home.anchors
         parcel, refused = pack_what_can_travel({"head": head} | values, anchors=anchors, namespace=self.namespace)
         if self.home is not None:  # the ranks may have no need of what they lack: the cell may be about to make it
@@ -225,7 +228,14 @@ class CellTask(Task):
             home.learn(came)
         for name, value in came.items():
             namespace.setdefault(name, value)
-        return cls(head["source"], namespace, head["out"], home=home, speaker=head["speaker"])
+        return cls(
+            head["source"],
+            namespace,
+            head["out"],
+            home=home,
+            speaker=head["speaker"],
+            debugged=head["debugged"],
+        )
 
     def anchored(self, name: str) -> Any:
         if self.home is not None:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from nbaccel.errors import NoInput
 
 __all__ = [
+    "PROMPT",
     "Publish",
     "adopt_notebook",
     "cell_name",
@@ -32,6 +33,10 @@ __all__ = [
 
 Publish = Callable[[dict[str, Any]], None]
 """Sends one rich message: {"kind": "display"|"update"|"clear", "data", "metadata", "display_id", "wait"}."""
+
+PROMPT = "prompt"
+"""The kind of a message that is a question, {"kind", "prompt"}. It stands among the lines as a picture does, and the
+rank waits for its answer."""
 
 
 def kernel_ports() -> frozenset[int]:
@@ -127,8 +132,8 @@ def _refuse_input(rank: int) -> None:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NoInput(
             f"rank {rank} asked for keyboard input (input, getpass or a debugger), but nobody can type into a rank. "
-            "Ask in a cell of its own before this one, for example to log in, or run this cell in the kernel: "
-            "%%accelerate --start inline -n 1"
+            "Ask in a cell of its own before this one, for example to log in; for a debugger, %%accelerate "
+            f"--pdb {rank} lets this rank ask, and %%accelerate --start inline -n 1 runs the cell in the kernel."
         )
 
     import getpass

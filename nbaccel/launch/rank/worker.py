@@ -8,6 +8,7 @@ print. Nothing may unwind past `run_rank`: above it is the kernel's own message 
 from __future__ import annotations
 
 import atexit
+import bdb
 import contextlib
 import fcntl
 import io
@@ -26,9 +27,10 @@ from nbaccel.errors import RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
+from nbaccel.launch.rank.debugger import RunIsOver, debugging
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.grace import SaveGrace
-from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
+from nbaccel.launch.rank.jupyter import PROMPT, adopt_notebook, flush_figures
 from nbaccel.launch.rank.look import left_behind, scenes
 from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
@@ -117,6 +119,7 @@ class _Rank:
         self.channel = Channel.from_fd(boot.channel_fd)
         self._message_id = 0
         self._publishing = threading.Lock()
+        self._asking = threading.Lock()
         os.environ.update(boot.environ)
         _limit_threads(boot.threads)
         old_streams = self._replace_streams()
@@ -162,9 +165,16 @@ class _Rank:
             task = make_task()
             if setup is not None:
                 load_named(setup)(task.namespace)
-            with self.interrupt:
-                task.run()
-        except (RunStopped, KeyboardInterrupt) as stop:
+            with debugging(task.debugged, self.rank, self._ask, self._tell) as debugger:
+                try:
+                    with self.interrupt:
+                        task.run()
+                except bdb.BdbQuit:
+                    raise
+                except Exception as failure:
+                    debugger.post_mortem(failure)
+                    raise
+        except (RunStopped, KeyboardInterrupt, bdb.BdbQuit) as stop:
             status, trace = "stopped", stop.__traceback__
         except SystemExit as exit_:
             status, error, trace = "exited", exit_, exit_.__traceback__
@@ -284,6 +294,22 @@ class _Rank:
             sys.stderr.flush()
             self.channel.send({"op": "display", "id": self._message_id, "message": message})
             os.write(self._mark_fd, mark(self.boot.run_nonce, self._message_id))
+
+    def _ask(self, prompt: str) -> str:
+        """What a person types at `prompt`, which is shown behind all that this rank has printed."""
+        with self._asking:
+            self._publish({"kind": PROMPT, "prompt": prompt})
+            frame = self.channel.receive()
+        if frame is None or frame[0]["op"] != "answer" or frame[0]["is_over"]:
+            raise RunIsOver
+        if (typed := frame[0]["text"]) is None:
+            raise bdb.BdbQuit
+        return str(typed)
+
+    def _tell(self, op: str) -> None:
+        """Said at once, before the report: that it comes late, or that peers are about to miss this rank."""
+        with contextlib.suppress(OSError):
+            self.channel.send({"op": op})
 
 
 def _guest(message: dict[str, Any], parcel_fd: int, home: Home | None) -> Task:

@@ -103,14 +103,23 @@ class OutputRouter:
             kinds = ", ".join(message.get("data") or ()) or message["kind"]
             self._log.remark(rank, f"rich output of this rank is not shown: {kinds}")
             return
+        now = self._settled(rank)
+        for own in self._displays.translate(message):
+            self._painter.publish(own, now)
+
+    def settle(self, rank: int) -> None:
+        """Show all that `rank` has printed so far: somebody is about to answer to it."""
+        if rank in self._readers:
+            self._painter.paint(self._settled(rank), at_once=True)
+
+    def _settled(self, rank: int) -> float:
         now = self._clock()
         for stream, reader in self._readers[rank].items():
             self._push(rank, stream, reader.settle(now, at_once=True), now)
             self._want_bar(rank, stream)
         self._take_partial(now, older_than_s=0.0)
         self._show(self._merger.force(rank, now, self._budget.left(now)))
-        for own in self._displays.translate(message):
-            self._painter.publish(own, now)
+        return now
 
     def rank_done(self, rank: int) -> None:
         """The pipes of `rank` are at their end: a last line without newline is complete."""
