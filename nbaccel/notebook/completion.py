@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nbaccel.notebook.config_command import SAVE
+from nbaccel.notebook.flags import EXAMPLES
 from nbaccel.notebook.mistakes import COMMANDS
 from nbaccel.notebook.parsing import keys
 
@@ -34,8 +35,9 @@ def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: I
     action = _open_flag(parser, words)
     if action is not None and action.metavar == "NAMES":
         return sorted(name for name in names if name.startswith(symbol) and not name.startswith("_"))
-    if action is not None and action.choices is not None and words[-1] in action.option_strings:
-        return [str(choice) for choice in action.choices if str(choice).startswith(symbol)]
+    if action is not None and words[-1] in action.option_strings:
+        values = action.choices or EXAMPLES.get(action.dest, ())
+        return [str(value) for value in values if str(value).startswith(symbol)]
     return sorted(flag for other in parser._actions for flag in other.option_strings if flag.startswith(symbol or "--"))
 
 

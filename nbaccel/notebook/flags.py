@@ -31,7 +31,7 @@ from nbaccel.notebook.values import (
 )
 from nbaccel.settings import PRECISIONS
 
-__all__ = ["flags", "flags_parser", "settings", "some_flags"]
+__all__ = ["EXAMPLES", "flags", "flags_parser", "settings", "some_flags"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -90,6 +90,24 @@ _OF_ONE_CELL = (
           help="debug that rank here: breakpoint() stops in it, an error opens a post-mortem; default off"),
 )  # fmt: skip
 """Flags that mean one cell and nothing beyond it."""
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "num_processes": (AUTO, "1", "2", "4", "8"),
+    "accumulate": ("1", "2", "4", "8"),
+    "ranks": ("all", "0", "0,1"),
+    "devices": ("0", "0,1"),
+    "timeout": ("60", "600"),
+    "hang_timeout": ("60", "600"),
+    "plot": ("loss", "loss,lr"),
+    "seed": ("0", "42"),
+    "checkpoint_every": ("10min", "30min", "500steps"),
+    "checkpoint_dir": ("checkpoints",),
+    "keep": ("1", "3"),
+    "resume": ("checkpoints",),
+    "time_limit": ("8h30m", "11h30m"),
+    "pdb": ("0", "1"),
+}
+"""What completion offers behind a flag that takes more than can be listed, by its name in `Options`."""
 
 _HELP_WIDTH, _HELP_COLUMN = 120, 32
 

@@ -1,7 +1,7 @@
 """Refusals: what a cell may not ask for, found before anything starts. Runs in the kernel; changes nothing.
 
-Flags that exclude each other, and a front end that cannot do what a flag needs. What is wrong with one flag by itself
-is said where its value is read; what the machine cannot do, by the plan.
+Flags that exclude each other, places that are none, and a front end that cannot do what a flag needs. What is wrong
+with one flag by itself is said where its value is read; what the machine cannot do, by the plan.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -16,7 +17,7 @@ from IPython.core.error import UsageError
 from nbaccel.errors import LaunchRefused
 from nbaccel.notebook.options import Options
 
-__all__ = ["EXCLUSIONS", "Exclusion", "refuse_contradictions", "refuse_without_input"]
+__all__ = ["EXCLUSIONS", "Exclusion", "refuse_contradictions", "refuse_without_input", "refuse_wrong_places"]
 
 _GIVEN: dict[str, Callable[[Options], bool]] = {
     "--pdb": lambda options: options.pdb is not None,
@@ -57,6 +58,21 @@ def refuse_contradictions(options: Options) -> None:
     for exclusion in EXCLUSIONS:
         if exclusion.applies(options):
             raise UsageError(str(exclusion))
+
+
+def refuse_wrong_places(options: Options) -> None:
+    """
+    Raises:
+        LaunchRefused: checkpoints could not be written, or read, where the flags say.
+    """
+    folder, source = options.checkpoint_dir, options.resume
+    if folder and Path(folder).expanduser().is_file():
+        raise LaunchRefused(f"--checkpoint-dir {folder}: that is a file, and checkpoints need a folder; name another.")
+    if source and not Path(source).expanduser().exists():
+        raise LaunchRefused(
+            f"--resume {source}: there is neither a checkpoint nor a folder of some in {Path.cwd()}; correct the path, "
+            "or write --resume alone for the newest in --checkpoint-dir."
+        )
 
 
 def refuse_without_input(options: Options, shell: Any) -> None:

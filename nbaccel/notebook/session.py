@@ -30,7 +30,7 @@ from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.memory import RankMemory
 from nbaccel.notebook.options import Options
 from nbaccel.notebook.plan import Plan
-from nbaccel.notebook.refusals import refuse_contradictions, refuse_without_input
+from nbaccel.notebook.refusals import refuse_contradictions, refuse_without_input, refuse_wrong_places
 from nbaccel.notebook.source import read_cell
 from nbaccel.notebook.steered import steered
 from nbaccel.notebook.why import PostMortem
@@ -104,6 +104,7 @@ class Session:
         refuse_nested_launch()
         options = asked.over(self.configured())
         refuse_contradictions(options)
+        refuse_wrong_places(options)
         refuse_without_input(options, self.shell)
         source = read_cell(self.shell, body)
         task = CellTask(source, self.shell.user_ns, options.out or (), options.inputs or (), debugged=options.pdb)

@@ -1,0 +1,138 @@
+"""Every flag of a cell, given wrongly: one sentence each, and nothing is started. A new flag needs its rows here.
+
+Which wrong texts a reader refuses, in more detail, is tested in `test_options`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.error import UsageError
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.notebook.completion import candidates
+from nbaccel.notebook.flags import flags_parser
+from nbaccel.notebook.refusals import EXCLUSIONS
+
+WRONG = {
+    "--num-processes": [("-n 0", "a number of ranks is 1 or more, or auto; got '0'"), ("-n 2.5", "got '2.5'")],
+    "--mixed-precision": [("-p fp8", "a precision is auto, no, fp16 or bf16; got 'fp8'")],
+    "--accumulate": [("-a 0", "batches per optimizer step are 1 or more; got '0'"), ("-a two", "got 'two'")],
+    "--out": [
+        ("--out a.b", "'a.b' is not the name of a variable"),
+        (
+            "--out modle",
+            "--out modle: neither the notebook nor the cell has a variable of that name (did you mean",
+        ),
+    ],
+    "--in": [
+        ("--in 3", "'3' is not the name of a variable"),
+        ("--in modle", "the notebook has not a variable"),
+    ],
+    "--ranks": [
+        ("--ranks last", "ranks are all, a number, or a list such as 0,2-3; got 'last'"),
+        ("-n 2 --ranks 2", "--ranks 2: this run has 2 ranks, 0-1; name some of these, or all."),
+    ],
+    "--devices": [
+        (
+            "--devices 7",
+            "--devices 7: there is no GPU '7'; NVML sees no GPU here. Leave --devices out to run on",
+        ),
+        ("--devices 0 --cpu", "--cpu and --devices 0 contradict each other: leave one of them out."),
+    ],
+    "--cpu": [("--cpu=yes", "--cpu takes no value; got 'yes'.")],
+    "--timeout": [
+        ("--timeout 0", "a time limit is a number of seconds above 0; got '0'"),
+        ("--timeout 5 --start inline", "--timeout can stop ranks only, and this cell would run in the notebook's own"),
+    ],
+    "--hang-timeout": [("--hang-timeout never", "a time limit is a number of seconds above 0; got 'never'")],
+    "--start": [
+        ("--start spawn", "a start is auto, fork, zygote or inline; got 'spawn'"),
+        ("--start inline -n 2", "--start inline runs in the notebook's own process, so it cannot be 2 ranks"),
+    ],
+    "--plot": [("--plot a,b,c,d", "3 curves have room beside each other, and one is the least; got 'a,b,c,d'")],
+    "--plain": [("--plain=1", "--plain takes no value; got '1'.")],
+    "--seed": [("--seed -1", "a seed lies in 0..4294867295; got '-1'")],
+    "--debug": [("--debug=1", "--debug takes no value; got '1'.")],
+    "--oom": [("--oom ignore", "what follows is shrink or stop; got 'ignore'")],
+    "--checkpoint-every": [("--checkpoint-every often", "an interval is steps or a time, as in 500, 500steps, 10min")],
+    "--checkpoint-dir": [
+        ("--checkpoint-dir a_file", "--checkpoint-dir a_file: that is a file, and checkpoints need a folder"),
+    ],
+    "--keep": [("--keep 0", "checkpoints to keep are 1 or more; got '0'")],
+    "--resume": [("--resume nowhere", "--resume nowhere: there is neither a checkpoint nor a folder of some in ")],
+    "--time-limit": [
+        ("--time-limit soon", "a time is hours, minutes or seconds, as in 11h30m, 10min, 90s; got 'soon'")
+    ],
+    "--pdb": [
+        ("--pdb first", "a rank is a number, the first is 0; got 'first'"),
+        ("-n 2 --pdb 2", "--pdb 2: this run has 2 ranks, 0-1; name one of these."),
+        ("--pdb 0 --start inline", "--pdb and --start inline exclude each other: in the notebook's own process"),
+    ],
+}
+"""Long flag to lines that use it wrongly, and what is said."""
+
+PARSER = flags_parser()
+
+
+def long(action: argparse.Action) -> str:
+    return action.option_strings[-1]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a_file").touch()
+
+
+@pytest.fixture(autouse=True)
+def a_person_can_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbaccel.notebook.refusals._takes_input", lambda shell: True)
+
+
+def test_every_flag_has_rows() -> None:
+    assert list(WRONG) == [long(action) for action in PARSER._actions]
+
+
+@pytest.mark.parametrize(("line", "sentence"), [row for rows in WRONG.values() for row in rows])
+def test_a_wrong_value_is_one_sentence_and_starts_nothing(
+    planned: Any, recorder: Any, line: str, sentence: str
+) -> None:
+    planned.run("model = 1")
+    ran = planned.run(f"%%accelerate {line}\nmodel")
+    assert isinstance(ran.error, UsageError | LaunchRefused), ran.error
+    said = ran.stderr or ran.stdout
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert recorder.specs == []
+
+
+@pytest.mark.parametrize("action", [action for action in PARSER._actions if action.nargs is None], ids=long)
+def test_a_flag_without_its_value_is_one_sentence(planned: Any, recorder: Any, action: argparse.Action) -> None:
+    ran = planned.run(f"%%accelerate {long(action)}\n1")
+    assert ran.stderr.startswith("UsageError: ")
+    assert f"{long(action)} needs a value. %accelerate? lists every flag.\n" in ran.stderr
+    assert recorder.specs == []
+
+
+@pytest.mark.parametrize("action", PARSER._actions, ids=long)
+def test_completion_offers_the_flag_and_its_values(action: argparse.Action) -> None:
+    flag = long(action)
+    assert flag in candidates(PARSER, f"%%accelerate {flag[:-1]}", flag[:-1], ())
+    if action.nargs == 0:
+        return
+    offered = candidates(PARSER, f"%%accelerate {flag} ", "", ["model"])
+    assert offered, f"nothing is offered behind {flag}"
+    assert not any(word.startswith("-") for word in offered)
+    read = action.type or str
+    for word in offered:
+        read(word)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("exclusion", EXCLUSIONS, ids=lambda exclusion: f"{exclusion.flag}-{exclusion.other}")
+def test_an_exclusion_names_flags_that_there_are(exclusion: Any) -> None:
+    for flag in (exclusion.flag, exclusion.other):
+        assert flag.split()[0] in PARSER._option_string_actions
