@@ -185,7 +185,7 @@ def test_one_rank_runs_inline_rather_than_copy_a_gigabyte_of_device_memory(
 
     tensors = [torch.zeros(1).as_subclass(OnDevice) for _ in range(2)]
     planned.names.update({"one": {"a": tensors[0]}, "two": [tensors[1], tensors[0]], "result": None})
-    monkeypatch.setattr(planned.session, "_run_inline", lambda spec, task: "inline")
+    monkeypatch.setattr(planned.session, "_run_inline", lambda *given: "inline")
     ran = planned.run("%%accelerate\none, two")
     assert ran.value == "inline"
     assert "inline (the names it reads hold 1.2 GB on the device, too much to copy)" in ran.stdout
