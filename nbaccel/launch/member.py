@@ -98,6 +98,7 @@ class Member:
         """Another run of a rank that stays."""
         self.report = None if takes_part else Report.of_an_outsider()
         self.was_interrupted = False
+        self.is_looked_at = False
 
     @property
     def is_through(self) -> bool:

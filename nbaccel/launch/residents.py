@@ -177,7 +177,9 @@ class Residents:
                 self._names[member.rank] = report.names
                 self._standings[member.rank] = self._standing(member.rank, report.sequence, ended, bool(outsiders))
         if places := out_of_step(self._standings):
-            self._out_of_step = f"the ranks are out of step since {title}, so the next collective could hang ({places})"
+            self._out_of_step = (
+                f"the ranks are out of step since {title}, and the next collective could hang ({places})"
+            )
 
     def _standing(self, rank: int, issued: int | None, ended: Ended, is_partial: bool) -> Standing:
         """Steps count where a rank failed: in a run that went well a rank may have had a loop of its own."""

@@ -87,6 +87,10 @@ class Task(ABC):
         home: of a rank that stays; None in a rank that has just begun.
         """
 
+    def names_to_send(self) -> list[str]:
+        """Names of `namespace` that a process which is no copy of the kernel needs."""
+        return []
+
     def left_behind(self) -> tuple[str, dict[str, Any]]:
         """A file, and the names that its top level has bound, in a rank whose work is over."""
         return "", {}

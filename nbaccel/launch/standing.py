@@ -29,7 +29,8 @@ class Standing:
     step: int = -1
 
     def __str__(self) -> str:
-        group = "no process group" if self.issued is None else f"{self.issued} collectives"
+        plural = "" if self.issued == 1 else "s"
+        group = "no process group" if self.issued is None else f"{self.issued} collective{plural}"
         return group if self.step < 0 else f"{group}, inside step {self.step}"
 
 

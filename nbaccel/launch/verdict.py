@@ -82,6 +82,10 @@ def _missing_name(report: Report, task: Task) -> str:
     found = re.search(r"name '(\w+)' is not defined", last.headline[-1] if last.headline else "")
     if last.type_name != "NameError" or found is None or found[1] not in (task.namespace or {}):
         return ""
+    if task.home is not None:
+        return (
+            f"The notebook has `{found[1]}`, the ranks do not: %accelerate push {found[1]} sends it, or says why not."
+        )
     return (
         f"The notebook has `{found[1]}`, but the cell does not mention it, so it was not sent to the ranks, which "
         f"here start from a clean process. Send it with --in {found[1]}"

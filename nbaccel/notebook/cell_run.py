@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from nbaccel.errors import ResultsMissing
 from nbaccel.events import Listener
 from nbaccel.intervals import said
 from nbaccel.launch.beside import Beside
-from nbaccel.launch.launcher import Launcher, Outcome
+from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
+from nbaccel.launch.screen.router import Screen
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.results import install
 
-__all__ = ["CellRun", "Shown", "briefly", "raise_if_missing"]
+__all__ = ["CellRun", "Host", "Shown", "briefly", "raise_if_missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,22 @@ class Shown:
 
     def __repr__(self) -> str:
         return str(self.data.get("text/plain", "..."))
+
+
+class Host(Protocol):
+    """Who has a spec run by ranks: a `Launcher`, or ranks that stay."""
+
+    def run(
+        self,
+        spec: LaunchSpec,
+        screen: Screen,
+        *,
+        shown_ranks: Collection[int] | None = None,
+        notice: Callable[[str], None] | None = None,
+        listeners: Sequence[Listener] = (),
+        beside: Sequence[Beside] = (),
+    ) -> Outcome:
+        """See `Launcher.run`."""
 
 
 class CellRun:
@@ -63,15 +80,15 @@ class CellRun:
         assert self._outcome is not None, "the run has not ended"
         return self._outcome
 
-    def go(self, launcher: Launcher, *, listeners: Sequence[Listener] = (), beside: Sequence[Beside] = ()) -> None:
-        """Run to the end; no process of it is left.
+    def go(self, host: Host, *, listeners: Sequence[Listener] = (), beside: Sequence[Beside] = ()) -> None:
+        """Run to the end, by `host`; no process of it is left but ranks that stay.
 
         Raises:
             LaunchRefused: nothing was started. The run's own error is not raised, but kept.
         """
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
         heard = [self.shown, *listeners]
-        self._outcome = launcher.run(self.spec, self.shown, shown_ranks=shown_ranks, listeners=heard, beside=beside)
+        self._outcome = host.run(self.spec, self.shown, shown_ranks=shown_ranks, listeners=heard, beside=beside)
         self.error, self.end = _how_it_ended(self._outcome, self.plan)
 
     def show_end(self) -> None:
@@ -92,7 +109,8 @@ class CellRun:
 
     def _conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         outcome, ended, error = self.outcome, self.outcome.ended, self.error
-        report = ended.reports[0]
+        speaker = self.task.speaker
+        report = ended.reports[speaker]
         if ended.is_timed_out and error is None:
             say(_at_the_limit(self.plan, ended.steps))
         if outcome.start.method != self.plan.start.method:
@@ -100,7 +118,7 @@ class CellRun:
         values = _values_of(outcome)
         result = values.pop(RESULT, None)
         facts = {} if report is None else report.facts
-        missing = dict.fromkeys(self.task.out, "rank 0 had ended") if report is None else report.missing
+        missing = dict.fromkeys(self.task.out, f"rank {speaker} had ended") if report is None else report.missing
         if arrivals := install(values, namespace, facts.get("sizes", {})):
             whence = "" if error is None else f" from the {self.end} run"
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")
@@ -155,7 +173,7 @@ def _values_of(outcome: Outcome) -> dict[str, Any]:
         return outcome.values()
     except Exception as error:  # whatever a foreign class does when it is rebuilt
         raise ResultsMissing(
-            "rank 0 sent its results, but they cannot be rebuilt in the notebook "
+            f"rank {outcome.task.speaker} sent its results, but they cannot be rebuilt in the notebook "
             f"({type(error).__name__}: {error}): import what they need in a cell before this one.",
             dict.fromkeys(outcome.task.out, str(error)) if isinstance(outcome.task, CellTask) else {},
         ) from error

@@ -23,6 +23,7 @@ from nbaccel.notebook.values import (
     read_curves,
     read_kept,
     read_names,
+    read_only,
     read_processes,
     read_rank,
     read_ranks,
@@ -75,7 +76,7 @@ _SETTINGS = (
           help="save in the background every 10min, or every 500steps; default never"),
     _flag("--checkpoint-dir", metavar="DIR",
           help="where to; default nbaccel_checkpoints in the working directory"),
-    _flag("--keep", metavar="K", type=read_kept,
+    _flag("--keep-checkpoints", metavar="K", type=read_kept,
           help="how many of these checkpoints stay; default 3"),
     _flag("--resume", metavar="PATH", nargs="?", const="",
           help="go on from the checkpoint in PATH, or from the newest in --checkpoint-dir; default off"),
@@ -88,6 +89,10 @@ names."""
 _OF_ONE_CELL = (
     _flag("--pdb", metavar="RANK", type=read_rank,
           help="debug that rank here: breakpoint() stops in it, an error opens a post-mortem; default off"),
+    _flag("--keep", action="store_true", default=None,
+          help="let the ranks stay after the cell, as %%accelerate start does before it; default off"),
+    _flag("--only", metavar="RANKS", type=read_only,
+          help="run on these of the ranks that stay: 0 or 0,2-3; default all"),
 )  # fmt: skip
 """Flags that mean one cell and nothing beyond it."""
 

@@ -8,7 +8,6 @@ they hold the session.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,15 +19,16 @@ from IPython.core.magic_arguments import magic_arguments
 from nbaccel.errors import NbaccelError
 from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.notebook.cell_run import briefly
+from nbaccel.notebook.commands import Command, Commands, bare
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.config_command import ConfigCommand
 from nbaccel.notebook.flags import flags
 from nbaccel.notebook.memory import Processes, held_by_names, memory_report
-from nbaccel.notebook.mistakes import COMMANDS
 from nbaccel.notebook.parsing import joined, parse
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.source import comments_below_magic
 from nbaccel.notebook.status import doctor_report, status_line
+from nbaccel.notebook.stay_commands import stay_commands
 from nbaccel.notebook.why import why_report
 
 __all__ = ["AccelerateMagics", "panel", "register", "unregister"]
@@ -45,8 +45,8 @@ class AccelerateMagics(Magics):
         super().__init__(shell=shell)
         self._shell = shell
         self.session = session
-        self._configure = ConfigCommand(session)
         self._parser = type(self).accelerate.parser
+        self._commands = self._commanded()
         self._completer = Completer(shell, self._parser)
         self._after_cell = session.cuda.after_cell  # one object, so that it can be taken back
         self._has_set_cuda_check = False
@@ -61,10 +61,13 @@ class AccelerateMagics(Magics):
         can be one, %accelerate config KEY=VALUE … sets flags (the keys are the long ones without dashes), with --save
         for later notebooks too, %accelerate doctor says what this machine offers, %accelerate memory who holds what,
         %accelerate why what the ranks of a failed or interrupted run were doing, side by side.
+        %accelerate start FLAGS starts ranks that stay: cells run in them, and names last from cell to cell, until
+        %accelerate stop. %accelerate push NAMES sends them variables, %accelerate pull NAMES (--rank 1) brings some
+        back, %accelerate restart begins anew.
         """
         try:
             if cell is None:
-                return self._command(joined(line).split())
+                return self._commands.run(joined(line))
             return self.session.run(parse(self._parser, line), cell)
         except NbaccelError as error:
             raise briefly(error) from error.__cause__
@@ -80,24 +83,33 @@ class AccelerateMagics(Magics):
             "the notebook, no rank was started, and nothing below it ran."
         )
 
-    def _command(self, words: list[str]) -> None:
+    def _commanded(self) -> Commands:
         session = self.session
-        match words:
-            case []:
-                session.say(status_line(session.survey(), session.configured(), session.last_run))
-            case ["config", *settings]:
-                self._configure.run(settings)
-            case ["doctor"]:
-                session.say(doctor_report(session.survey(), session.configured(), session.cuda.first_cell))
-            case ["memory"]:
-                session.say(memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names()))
-            case ["why"]:
-                session.say(why_report(session.post_mortem, cell_name))
-            case [word, *_]:
-                raise UsageError(
-                    f"%accelerate {word} is no command: there is %accelerate alone, or with {_either(COMMANDS)}. "
-                    "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks."
-                )
+
+        def status() -> None:
+            session.say(status_line(session.survey(), session.configured(), session.last_run, session.stay.status()))
+
+        def doctor() -> None:
+            session.say(doctor_report(session.survey(), session.configured(), session.cuda.first_cell))
+
+        def memory() -> None:
+            held = memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names())
+            session.say("\n".join(filter(None, [held, session.stay.status()])))
+
+        def why() -> None:
+            session.say(why_report(session.post_mortem, cell_name))
+
+        configure = ConfigCommand(session)
+        return Commands(
+            [
+                Command("config", lambda rest: configure.run(rest.split())),
+                bare("doctor", doctor),
+                bare("memory", memory),
+                bare("why", why),
+                *stay_commands(session, self._parser),
+            ],
+            otherwise=status,
+        )
 
     # --- the extension -----------------------------------------------------------------------------------------
 
@@ -114,7 +126,8 @@ class AccelerateMagics(Magics):
             self.session.start_zygote()
 
     def remove(self) -> None:
-        """The zygote stays: it belongs to the process, and a launch from a function may use it."""
+        """Ranks that stay end. The zygote does not: it is the process's, and a launch from a function may use it."""
+        self.session.stay.close()
         shell = self._shell
         shell.events.unregister("post_run_cell", self._after_cell)
         shell.input_transformers_cleanup.remove(comments_below_magic)
@@ -167,11 +180,3 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("nbaccel."):
         trace = trace.tb_next
     return trace
-
-
-def _either(words: Sequence[str]) -> str:
-    """
-    >>> _either(["config", "doctor", "memory"])
-    'config, doctor or memory'
-    """
-    return f"{', '.join(words[:-1])} or {words[-1]}"

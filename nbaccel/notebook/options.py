@@ -36,6 +36,7 @@ class Options:
     timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
     pdb: the rank to debug.
+    keep, only: of one cell alone. Ranks stay after it; it runs on some of those that do, "0,2-3".
     """
 
     num_processes: int | str | None = None
@@ -56,15 +57,22 @@ class Options:
     oom: str | None = None
     checkpoint_every: str | None = None
     checkpoint_dir: str | None = None
-    keep: int | None = None
+    keep_checkpoints: int | None = None
     resume: str | None = None
     time_limit: float | None = None
     pdb: int | None = None
+    keep: bool | None = None
+    only: str | None = None
 
     def over(self, weaker: Options) -> Options:
         """These choices, and `weaker`'s where these say nothing. "auto" is a choice."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(weaker, **{name: value for name, value in chosen.items() if value is not None})
+
+    @property
+    def of_the_start(self) -> Options:
+        """Without what has a meaning for single cells only."""
+        return replace(self, out=None, inputs=None, keep=None, only=None)
 
     @property
     def world_size(self) -> int | None:

@@ -15,8 +15,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
-from nbaccel.launch.rank.cell import CellTask
-from nbaccel.launch.spec import SHRINK, STOP, LaunchSpec
+from nbaccel.launch.spec import SHRINK, STOP, LaunchSpec, Task
 from nbaccel.launch.wire.weight import size_of
 from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import RunSettings
@@ -34,6 +33,7 @@ class Plan:
     """One run to come.
 
     precision_reason: empty where the user chose.  bytes_to_copy: what travels to ranks that are no copy of the kernel.
+    stays: the ranks are there already, and stay.
     """
 
     options: Options
@@ -43,16 +43,18 @@ class Plan:
     precision_reason: str
     threads: int
     bytes_to_copy: int = 0
+    stays: bool = False
 
     @classmethod
-    def of(cls, options: Options, task: CellTask, survey: Survey, here: ProcessState, cuda_cell: str | None) -> Plan:
+    def of(cls, options: Options, task: Task, survey: Survey, here: ProcessState, cuda_cell: str | None) -> Plan:
         """What `options` come to on this machine, in this notebook.
 
         Raises:
             LaunchRefused: the machine or the notebook cannot do what was asked; the message says what can be.
         """
         devices = choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
-        names = {name: task.namespace[name] for name in task.names_to_send()}
+        namespace = task.namespace or {}
+        names = {name: namespace[name] for name in task.names_to_send()}
         start = choose_start(
             options.start or AUTO,
             world_size=devices.num_processes,
@@ -78,7 +80,8 @@ class Plan:
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
         )
 
-    def spec(self, task: CellTask, setup: str | None) -> LaunchSpec:
+    def spec(self, task: Task, setup: str | None, wants_results: bool = False) -> LaunchSpec:
+        """wants_results: a failing run waits for what the task sends back."""
         return LaunchSpec(
             task=task,
             world_size=self.devices.num_processes,
@@ -88,8 +91,9 @@ class Plan:
             threads=self.threads,
             timeout_s=None if self.options.limit is None else self.options.limit.seconds,
             hang_timeout_s=self.options.hang_timeout,
-            wants_results=bool(task.out),
+            wants_results=wants_results,
             oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # it was looked at
+            stays=self.stays,
         )
 
     def facts(self, title: str) -> Facts:
@@ -100,6 +104,7 @@ class Plan:
             f"{self.settings.mixed_precision}" if self.settings.mixed_precision != "no" else "",
             f"accumulate {accumulate}" if accumulate > 1 else "",
             f"seed {self.settings.seed}",
+            "memory is held until %accelerate stop" if self.stays else "",
         ]
         plots = self.options.plot or ()
         return Facts(title, ", ".join(filter(None, parts)), self.devices.names(), plots)
@@ -146,7 +151,7 @@ def settings_of(options: Options, precision: str | None) -> RunSettings:
         debug=options.debug,
         checkpoint_every=options.checkpoint_every,
         checkpoint_dir=options.checkpoint_dir,
-        keep=options.keep,
+        keep=options.keep_checkpoints,
         resume=options.resume,
     )
 

@@ -1,7 +1,7 @@
 """Session: one notebook's cells in ranks, from the flags to the variables that come back. Runs in the kernel.
 
 The extension owns one per shell. It remembers what the notebook configured, which cell initialised CUDA, and how the
-last run went; it holds no process and no variable of the user's.
+last run went, and whether ranks stay (`stay`); it holds no variable of the user's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbaccel.launch.screen.frames import Frames
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec, Results
-from nbaccel.notebook.cell_run import CellRun, Shown, raise_if_missing
+from nbaccel.notebook.cell_run import CellRun, Host, Shown, raise_if_missing
 from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.memory import RankMemory
@@ -32,6 +32,7 @@ from nbaccel.notebook.options import Options
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.refusals import refuse_contradictions, refuse_without_input, refuse_wrong_places
 from nbaccel.notebook.source import read_cell
+from nbaccel.notebook.stay import Stay
 from nbaccel.notebook.steered import steered
 from nbaccel.notebook.why import PostMortem
 
@@ -77,6 +78,9 @@ class Session:
         self._audience = Audience()
         self._launcher = launcher
         self._setup = setup
+        self.stay = Stay(
+            shell.user_ns, lambda: self.launcher, lambda: self.survey(), lambda: self.cuda.first_cell, setup, self.say
+        )
 
     @property
     def launcher(self) -> Launcher:
@@ -107,21 +111,32 @@ class Session:
         refuse_wrong_places(options)
         refuse_without_input(options, self.shell)
         source = read_cell(self.shell, body)
-        task = CellTask(source, self.shell.user_ns, options.out or (), options.inputs or (), debugged=options.pdb)
         self._check_names(options, body)
-        survey = self.survey()
-        plan = Plan.of(options, task, survey, ProcessState.now(), self.cuda.first_cell)
+        if asked.keep and not self.stay.is_on:
+            self.stay.start(options.of_the_start)
+        host, plan, task = self._lodge(asked, options, source)
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that there is not, before anything is said
-        self.say(str(plan))
-        spec = plan.spec(task, self._setup)
+        self.say(str(plan) if host is self.launcher else f"in {host}")
+        spec = plan.spec(task, self._setup, wants_results=bool(task.out))
         if plan.start.method == "inline":
-            return self._run_inline(spec, task, self._show(plan, source, spec, survey, Frames()))
+            return self._run_inline(spec, task, self._show(plan, source, spec, Frames()))
         with steered(self.shell) as (frames, beside):
-            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, survey, frames))
+            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames))
             self.rank_memory.begin(source.name)
             self.post_mortem = None
-            run.go(self.launcher, listeners=[self.rank_memory], beside=beside)
+            run.go(host, listeners=[self.rank_memory], beside=beside)
             return self._conclude(run)
+
+    def _lodge(self, asked: Options, options: Options, source: CellSource) -> tuple[Host, Plan, CellTask]:
+        """Where a cell runs, as what, and its task: in the ranks that stay, or else in ranks of its own."""
+        if self.stay.is_on:
+            return self.stay.lodge(asked, options, source)
+        if asked.only is not None:
+            raise LaunchRefused(
+                f"--only {asked.only} names ranks that stay, and none do: %accelerate start, or leave it out."
+            )
+        task = CellTask(source, self.shell.user_ns, options.out or (), options.inputs or (), debugged=options.pdb)
+        return self.launcher, Plan.of(options, task, self.survey(), ProcessState.now(), self.cuda.first_cell), task
 
     def say(self, line: str) -> None:
         """One line of ours in the cell's output."""
@@ -133,15 +148,15 @@ class Session:
 
     def _check_names(self, options: Options, body: str) -> None:
         """Refuse names that can only be mistakes, before anything starts."""
-        known = self.shell.user_ns.keys()
+        known = self.shell.user_ns.keys() | self.stay.names
         mentioned = set(re.findall(r"[^\W\d]\w*", body))
         _refuse_unknown("--out", options.out, known | mentioned, "neither the notebook nor the cell has")
         _refuse_unknown("--in", options.inputs, known, "the notebook has not")
 
-    def _show(self, plan: Plan, source: CellSource, spec: LaunchSpec, survey: Survey, frames: Frames) -> ShownRun:
+    def _show(self, plan: Plan, source: CellSource, spec: LaunchSpec, frames: Frames) -> ShownRun:
         facts, is_plain = plan.facts(source.name), bool(plan.options.plain)
         return self._audience.show(
-            self.shell, spec.world_size, facts, survey.platform, is_plain=is_plain, frames=frames
+            self.shell, spec.world_size, facts, self.survey().platform, is_plain=is_plain, frames=frames
         )
 
     # --- after the run -----------------------------------------------------------------------------------------
@@ -154,6 +169,8 @@ class Session:
         try:
             return run.conclude(self.shell.user_ns, self.say)
         finally:
+            if ended.stays:
+                self.stay.after(run.error)
             # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook by now.
             run.show_end()
 

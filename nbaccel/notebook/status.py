@@ -13,13 +13,15 @@ from nbaccel.notebook.session import LastRun
 __all__ = ["doctor_report", "next_cell", "status_line"]
 
 
-def status_line(survey: Survey, config: Options, last_run: LastRun | None) -> str:
+def status_line(survey: Survey, config: Options, last_run: LastRun | None, stay: str = "") -> str:
     """What a cell without flags would run on, and how the last run went.
+
+    stay: of ranks that stay, in words; empty without any.
 
     >>> status_line(Survey(), Options(mixed_precision="bf16", accumulate=4), None)
     'next cell: 1 rank on the CPU, default precision bf16, accumulate 4; no run yet'
     """
-    return f"next cell: {next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
+    return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
 
 
 def next_cell(survey: Survey, config: Options) -> str:

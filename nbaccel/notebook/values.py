@@ -21,6 +21,7 @@ __all__ = [
     "read_curves",
     "read_kept",
     "read_names",
+    "read_only",
     "read_processes",
     "read_rank",
     "read_ranks",
@@ -98,6 +99,13 @@ def read_rank(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"a rank is a number, the first is 0; got {text!r}")
     return int(text)
+
+
+def read_only(text: str) -> str:
+    """Some ranks."""
+    if text == "all":
+        raise argparse.ArgumentTypeError("all ranks take part in a cell without it; name some, such as 0,2-3")
+    return read_ranks(text)
 
 
 def read_seconds(text: str) -> float:

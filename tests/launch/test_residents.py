@@ -175,8 +175,8 @@ def test_ranks_out_of_step_say_so_with_their_numbers_and_names_can_still_be_had(
     us.cell("y = 3\nif accelerator.process_index: 1 / 0\naccelerator.wait_for_everyone()")
     assert isinstance(us.error, ZeroDivisionError)
     assert us.residents.trouble == (
-        "the ranks are out of step since Cell In[1], so the next collective could hang "
-        "(rank 0: 2 collectives; rank 1: 1 collectives)"
+        "the ranks are out of step since Cell In[1], and the next collective could hang "
+        "(rank 0: 2 collectives; rank 1: 1 collective)"
     )
     assert us.pull("y", rank=1) == {"y": 3}
 

@@ -176,8 +176,9 @@ def test_another_command_is_one_sentence(planned: Any) -> None:
     ran = planned.run("%accelerate -n 2")
     assert isinstance(ran.error, UsageError)
     assert ran.stderr == (
-        "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config, doctor, memory or why. "
-        "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks.\n"
+        "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config, doctor, memory, why, "
+        "start, push, pull, restart or stop. Flags belong to a cell that begins with %%accelerate, two percent signs, "
+        "and runs in ranks.\n"
     )
 
 
@@ -211,7 +212,7 @@ def test_help_shows_the_flags(planned: Any) -> None:
         ("%%accelerate --out model --d", "--d", ["--debug", "--devices"]),
         ("%%accelerate --cpu --pl", "--pl", ["--plain", "--plot"]),
         ("%%accelerate", "%%accelerate", []),
-        ("%accelerate ", "", ["config", "doctor", "memory", "why"]),
+        ("%accelerate ", "", ["config", "doctor", "memory", "why", "start", "push", "pull", "restart", "stop"]),
         ("%accelerate d", "d", ["doctor"]),
         ("%accelerate config acc", "acc", ["accumulate="]),
         ("%accelerate config seed=3 acc", "acc", ["accumulate="]),

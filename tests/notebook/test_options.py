@@ -113,7 +113,12 @@ def test_a_value_may_be_written_in_capitals() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["-n auto -p no", "-t 90 --time-limit 11h30m", "--checkpoint-every 500steps --keep 2 --resume here", "--plot a,b"],
+    [
+        "-n auto -p no",
+        "-t 90 --time-limit 11h30m",
+        "--checkpoint-every 500steps --keep-checkpoints 2 --resume here",
+        "--plot a,b",
+    ],
 )
 def test_what_is_described_is_read_as_the_same(line: str) -> None:
     chosen = options(line)

@@ -159,7 +159,7 @@ class CellTask(Task):
             undress(values.values())
         facts: dict[str, Any] = {
             "sizes": {name: size_of(value) for name, value in values.items()},
-            "not_asked": self._data_not_asked_for(),
+            "not_asked": self._data_not_asked_for() if self.home is None else [],
         }
         if self._has_last:
             facts["result"] = _formatted(self._last)
@@ -189,6 +189,10 @@ class CellTask(Task):
         return self._anchors
 
     # --- in the kernel -----------------------------------------------------------------------------------------
+
+    def names_read(self) -> set[str]:
+        """Names that are to be there before the cell: those it reads and does not bind itself."""
+        return names_read(self._parts) - names_assigned(self._parts)
 
     def names_to_send(self) -> list[str]:
         """What a process that is no copy of the kernel needs: the names the cell reads, and those of --out and --in."""

@@ -1,0 +1,72 @@
+"""Commands: what may follow `%accelerate`, one object each. Runs in the kernel; what they do is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from IPython.core.error import UsageError
+
+__all__ = ["Command", "Commands", "bare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One word behind `%accelerate`.  run: gets the rest of the line."""
+
+    name: str
+    run: Callable[[str], None]
+
+
+def bare(name: str, act: Callable[[], None]) -> Command:
+    """A command that takes nothing behind it."""
+
+    def run(rest: str) -> None:
+        if rest:
+            raise UsageError(f"%accelerate {name} takes nothing behind it; got {rest!r}.")
+        act()
+
+    return Command(name, run)
+
+
+class Commands:
+    """The commands of one notebook.
+
+    >>> commands = Commands([bare("hello", lambda: print("hi"))], lambda: print("nothing said"))
+    >>> commands.run("hello"); commands.run("")
+    hi
+    nothing said
+    """
+
+    def __init__(self, commands: Iterable[Command], otherwise: Callable[[], None]) -> None:
+        self._commands = {command.name: command for command in commands}
+        self._otherwise = otherwise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._commands)
+
+    def run(self, line: str) -> None:
+        """Follow the line behind `%accelerate`.
+
+        Raises:
+            UsageError: it begins with no command, or its command cannot be followed.
+        """
+        word, _, rest = line.strip().partition(" ")
+        if not word:
+            self._otherwise()
+        elif word in self._commands:
+            self._commands[word].run(rest.strip())
+        else:
+            raise UsageError(
+                f"%accelerate {word} is no command: there is %accelerate alone, or with {_either(self.names)}. "
+                "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks."
+            )
+
+
+def _either(words: Sequence[str]) -> str:
+    """
+    >>> _either(["config", "doctor", "memory"])
+    'config, doctor or memory'
+    """
+    return f"{', '.join(words[:-1])} or {words[-1]}"

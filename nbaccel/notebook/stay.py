@@ -1,0 +1,377 @@
+"""Stay: ranks that stay from cell to cell, as one notebook has them. Runs in the kernel.
+
+`%accelerate start` begins it, or `--keep` in a cell, `%accelerate stop` ends it. While it lasts, cells run in these
+ranks; what belongs to the start of ranks (how many, on what, the seed) cannot be chosen any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbaccel.errors import LaunchRefused, ResultsMissing
+from nbaccel.hardware import Survey
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.here import ProcessState
+from nbaccel.launch.home import Home
+from nbaccel.launch.launcher import Launcher
+from nbaccel.launch.outcome import Outcome
+from nbaccel.launch.rank.cell import CellSource, CellTask
+from nbaccel.launch.rank.residence import Pull, Push, Residence
+from nbaccel.launch.residents import Residents
+from nbaccel.launch.screen.router import ConsoleScreen, Screen
+from nbaccel.launch.spec import LaunchSpec, Task
+from nbaccel.launch.verdict import ranks_in_words
+from nbaccel.launch.watching import Watching
+from nbaccel.notebook.options import AUTO, Options, expanded
+from nbaccel.notebook.plan import Plan, amount
+from nbaccel.notebook.results import install
+
+__all__ = ["Lodging", "Stay"]
+
+_OF_THE_START = {
+    "num_processes": "-n",
+    "mixed_precision": "-p",
+    "accumulate": "-a",
+    "devices": "-d",
+    "cpu": "--cpu",
+    "start": "--start",
+    "seed": "--seed",
+    "debug": "--debug",
+    "oom": "--oom",
+    "checkpoint_every": "--checkpoint-every",
+    "checkpoint_dir": "--checkpoint-dir",
+    "keep_checkpoints": "--keep-checkpoints",
+    "resume": "--resume",
+}
+"""What a rank is told once, before its first cell."""
+
+_OF_A_CELL = {"out": "--out", "inputs": "--in", "only": "--only", "keep": "--keep"}
+"""What has no meaning without a cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lodging:
+    """Where one cell runs: all the ranks that stay, or some of them. Runs a spec as a `Launcher` would.
+
+    title: the cell in words.  outsiders: ranks that take no part.
+    """
+
+    residents: Residents
+    title: str
+    outsiders: Collection[int] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for rank in range(self.residents.spec.world_size) if rank not in self.outsiders]
+
+    def run(
+        self,
+        spec: LaunchSpec,
+        screen: Screen,
+        *,
+        shown_ranks: Collection[int] | None = None,
+        notice: Callable[[str], None] | None = None,
+        listeners: Sequence[Any] = (),
+        beside: Sequence[Beside] = (),
+    ) -> Outcome:
+        """See `Residents.run`."""
+        return self.residents.run(
+            spec.task,
+            Watching(screen, shown_ranks, notice, listeners, beside),
+            title=self.title,
+            outsiders=self.outsiders,
+            timeout_s=spec.timeout_s,
+            hang_timeout_s=spec.hang_timeout_s,
+        )
+
+    def __str__(self) -> str:
+        """The line that is printed before the run."""
+        size = self.residents.spec.world_size
+        who = f"{ranks_in_words(self.ranks)} of {size}" if self.outsiders else _ranks(size)
+        since = time.strftime("%H:%M:%S", time.localtime(self.residents.since))
+        return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {since}"
+
+
+class Stay:
+    """The ranks that stay in one notebook, if there are any.
+
+    names: the notebook's.  launcher, survey, cuda_cell: ask for what a start needs.  say: one line to the user.
+    """
+
+    def __init__(
+        self,
+        names: dict[str, Any],
+        launcher: Callable[[], Launcher],
+        survey: Callable[[], Survey],
+        cuda_cell: Callable[[], str | None],
+        setup: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._notebook = names
+        self._launcher = launcher
+        self._survey = survey
+        self._cuda_cell = cuda_cell
+        self._setup = setup
+        self._say = say
+        self._residents: Residents | None = None
+        self._plan: Plan | None = None
+        self._options = Options()
+
+    @property
+    def is_on(self) -> bool:
+        return self._residents is not None and self._residents.is_open
+
+    @property
+    def residents(self) -> Residents:
+        """The ranks.
+
+        Raises:
+            UsageError: there are none.
+        """
+        if self._residents is None or not self._residents.is_open:
+            raise UsageError("no ranks stay: %accelerate start makes some, and so does --keep in a cell.")
+        return self._residents
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What rank 0 has; nothing without ranks that stay."""
+        return self.residents.names(0) if self.is_on else frozenset()
+
+    # --- begin and end -----------------------------------------------------------------------------------------
+
+    def start(self, options: Options) -> None:
+        """Start ranks that stay.
+
+        Raises:
+            LaunchRefused: they stay already; or the flags are those of a cell, or cannot be had here.
+        """
+        if self.is_on:
+            if options == self._options:  # the cell was run again
+                return self._say(f"there are {Lodging(self.residents, '')} already")
+            raise LaunchRefused(
+                f"there are {Lodging(self.residents, '')} already, with other flags; %accelerate stop ends them."
+            )
+        for name, flag in _OF_A_CELL.items():
+            if getattr(options, name) is not None:
+                raise LaunchRefused(
+                    f"{flag} belongs to a cell: write it in the line of %%accelerate, not to the start."
+                )
+        task = Residence(Home(self._notebook))
+        plan = Plan.of(options, task, self._survey(), ProcessState.now(), self._cuda_cell())
+        if plan.start.method == "inline":
+            raise LaunchRefused(
+                "ranks that stay are processes of their own, and here one would run in the notebook "
+                f"({plan.start.reason}), where names stay anyway: leave %accelerate start out."
+            )
+        self._say(str(plan))
+        spec = replace(plan.spec(task, self._setup), stays=True)
+        self._residents = self._launcher().start(spec, ConsoleScreen())
+        self._plan, self._options = replace(plan, start=self._residents.spec.start), options
+        if plan.start.method != self._residents.spec.start.method:
+            self._say(f"started by {self._residents.spec.start.method} after all: {self._residents.spec.start.reason}")
+        self._say(f"{Lodging(self._residents, '')}; their memory is held until %accelerate stop")
+
+    def restart(self) -> None:
+        """End the ranks, and start others with the same flags.
+
+        Raises:
+            UsageError: there were none.
+        """
+        if self._residents is None:
+            raise UsageError("no ranks stay, and none did: %accelerate start makes some.")
+        self._residents.close(Watching(ConsoleScreen()))
+        self.start(self._options)
+
+    def stop(self) -> None:
+        """End the ranks.
+
+        Raises:
+            UsageError: there are none.
+        """
+        size = self.residents.spec.world_size
+        self.residents.close(Watching(ConsoleScreen()))
+        self._say(f"{_ranks(size)} ended; nothing is held any more")
+
+    def close(self) -> None:
+        """End the ranks at once and without a word, if there are any."""
+        if self._residents is not None:
+            self._residents.abandon()
+
+    # --- cells -------------------------------------------------------------------------------------------------
+
+    def lodge(self, asked: Options, options: Options, source: CellSource) -> tuple[Lodging, Plan, CellTask]:
+        """Where a cell runs in the ranks that stay, as what, and its task.
+
+        asked: what the cell's own line says.  options: the same over what the notebook has configured.
+
+        Raises:
+            LaunchRefused: it cannot.
+        """
+        residents, plan = self.residents, self._plan
+        assert plan is not None
+        self._refuse_other_start(asked, plan)
+        lodging = Lodging(residents, source.name, self._outsiders(asked))
+        if trouble := residents.trouble:
+            raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
+        task = CellTask(
+            source,
+            self._notebook,
+            options.out or (),
+            options.inputs or (),
+            home=residents.home,
+            speaker=min(lodging.ranks),
+            debugged=options.pdb,
+        )
+        for name in residents.home.outdated(sorted(task.names_read())):
+            self._say(
+                f"{name} was defined anew since the ranks got it, and they have the old one: %accelerate push {name}"
+            )
+        of_the_cell = replace(options, **{name: getattr(plan.options, name) for name in _OF_THE_START})
+        return lodging, replace(plan, options=of_the_cell, stays=True), task
+
+    def after(self, error: BaseException | None) -> None:
+        """Say what has become of the ranks, if a cell was not good for them."""
+        if not self.is_on:
+            self._say("none of the ranks that stayed is left: %accelerate restart starts others with the same flags")
+        elif not self.residents.alive:
+            self.residents.abandon()
+            self.after(error)
+        elif trouble := self.residents.trouble:
+            self._say(f"{trouble}; {self._ways_out()}")
+        elif error is not None:
+            self._say("the ranks live on, with what they have")
+
+    def _refuse_other_start(self, asked: Options, plan: Plan) -> None:
+        for name, flag in _OF_THE_START.items():
+            wanted, has = getattr(asked, name), _chosen(name, plan)
+            if wanted in (None, AUTO, has):
+                continue
+            text = flag if wanted is True else f"{flag} {wanted}"
+            raise LaunchRefused(
+                f"{text} belongs to the start of the ranks, and those that stay were started with "
+                f"{'another choice' if has is None else f'{flag} {has}'}: leave it out, or begin anew with "
+                f"%accelerate stop and %accelerate start {text}."
+            )
+
+    def _outsiders(self, asked: Options) -> list[int]:
+        size = self.residents.spec.world_size
+        ranks = set(range(size)) if asked.only is None else set(expanded(asked.only))
+        if max(ranks) >= size:
+            raise LaunchRefused(
+                f"--only {asked.only}: {_ranks(size)} {'stays' if size == 1 else 'stay'}, "
+                f"{'0 alone' if size == 1 else f'0-{size - 1}'}; name some of these."
+            )
+        return [rank for rank in range(size) if rank not in ranks]
+
+    def _ways_out(self) -> str:
+        return (
+            "so no further cell runs in them: %accelerate pull NAMES still brings variables of "
+            f"{ranks_in_words(self.residents.alive)} back, %accelerate restart begins anew"
+        )
+
+    # --- names -------------------------------------------------------------------------------------------------
+
+    def push(self, names: Sequence[str]) -> None:
+        """Give all ranks the notebook's values.
+
+        Raises:
+            CannotSend: one of them cannot travel, and none was sent.
+        """
+        residents = self.residents
+        if trouble := residents.trouble:
+            raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
+        self._do(Push(residents.home, names), "%accelerate push").close()
+        self._say(f"sent to {_ranks(residents.spec.world_size)}: {', '.join(names)}")
+
+    def pull(self, names: Sequence[str], rank: int = 0) -> None:
+        """Bring one rank's values into the notebook, by the rules of `--out`.
+
+        Raises:
+            LaunchRefused: the rank is gone.
+            ResultsMissing: it has not got the name, or cannot send it; what came is in the notebook.
+        """
+        residents, size = self.residents, self.residents.spec.world_size
+        if rank not in residents.alive:
+            what = residents.trouble if rank < size else f"{_ranks(size)} {'stays' if size == 1 else 'stay'}"
+            raise LaunchRefused(f"rank {rank} has nothing to bring back: {what}.")
+        others = [other for other in range(size) if other != rank]
+        outcome = self._do(Pull(residents.home, names, rank), "%accelerate pull", others)
+        report = outcome.ended.reports[rank]
+        try:
+            arrivals = install(outcome.values(), self._notebook, report.facts.get("sizes", {}) if report else {})
+        finally:
+            outcome.close()
+        if arrivals:
+            self._say(f"brought back: {', '.join(map(str, arrivals))}")
+        if report is not None and report.missing:
+            reasons = ", ".join(f"{name} ({reason})" for name, reason in report.missing.items())
+            raise ResultsMissing(f"not brought back from rank {rank}: {reasons}.", report.missing)
+
+    def _do(self, task: Task, title: str, outsiders: Collection[int] = ()) -> Outcome:
+        """Something else than a cell, which succeeds or raises."""
+        outcome = self.residents.run(task, Watching(ConsoleScreen()), title=title, outsiders=outsiders)
+        error = KeyboardInterrupt() if outcome.ended.is_interrupted else outcome.error
+        if error is not None:
+            outcome.close()
+            self.after(error)
+            raise error
+        return outcome
+
+    # --- words -------------------------------------------------------------------------------------------------
+
+    def status(self) -> str:
+        """Who stays, since when, on what, and how much memory that holds; empty if nobody does."""
+        if not self.is_on:
+            return ""
+        residents, plan = self.residents, self._plan
+        assert plan is not None
+        since = time.strftime("%H:%M:%S", time.localtime(residents.since))
+        holds = ", ".join(f"rank {rank} {held}" for rank, held in self.held().items())
+        status = f"in ranks that stay since {since}: {plan.devices}, and until %accelerate stop they hold: {holds}"
+        return f"{status}; {residents.trouble}; {self._ways_out()}" if residents.trouble else status
+
+    def held(self) -> dict[int, str]:
+        """Memory by rank that lives, in words; what is shared with the notebook does not count."""
+        gpus = self._survey().gpus
+        held = {}
+        for rank, pid in self.residents.pids.items():
+            on_gpus = [
+                f"{amount(count)} on cuda:{gpu.index}"
+                for gpu in gpus
+                for holder, count in gpu.processes
+                if holder == pid and count
+            ]
+            held[rank] = ", ".join([f"{amount(_private_bytes(pid))} on the host", *on_gpus])
+        return held
+
+
+def _private_bytes(pid: int) -> int:
+    """What would be free if the process ended; a fork shares the rest with the notebook."""
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except psutil.Error:  # it has ended meanwhile
+        return 0
+
+
+def _chosen(name: str, plan: Plan) -> Any:
+    """What the ranks were started with."""
+    settled = {
+        "num_processes": plan.devices.num_processes,
+        "mixed_precision": plan.settings.mixed_precision,
+        "accumulate": plan.settings.gradient_accumulation_steps,
+        "start": plan.start.method,
+        "seed": plan.settings.seed,
+        "cpu": True if not plan.devices.gpus else None,
+    }
+    return settled.get(name, getattr(plan.options, name))
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"

@@ -1,0 +1,75 @@
+"""`%accelerate start|push|pull|restart|stop`: reads what follows; `Stay` does the work. Runs in the kernel."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Collection
+
+from IPython.core.error import UsageError
+
+from nbaccel.notebook.commands import Command, bare
+from nbaccel.notebook.parsing import parse
+from nbaccel.notebook.session import Session
+from nbaccel.notebook.values import read_names
+
+__all__ = ["stay_commands"]
+
+_RANK = "--rank"
+
+
+def stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Command]:
+    """The commands of one notebook.  parser: of the flags."""
+
+    def start(rest: str) -> None:
+        session.stay.start(parse(parser, rest).over(session.configured().of_the_start))
+
+    def push(rest: str) -> None:
+        names = _names("push", rest)
+        _refuse_unknown("push", names, session.shell.user_ns)
+        session.stay.push(names)
+
+    def pull(rest: str) -> None:
+        words, rank = _split_rank(rest)
+        session.stay.pull(_names("pull", words), rank)
+
+    return [
+        Command("start", start),
+        Command("push", push),
+        Command("pull", pull),
+        bare("restart", lambda: session.stay.restart()),
+        bare("stop", lambda: session.stay.stop()),
+    ]
+
+
+def _names(command: str, text: str) -> tuple[str, ...]:
+    try:
+        return read_names(",".join(text.split()))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"%accelerate {command} needs names of variables: {error}.") from None
+
+
+def _split_rank(text: str) -> tuple[str, int]:
+    """`y --rank 1` is y of rank 1, `y` that of rank 0.
+
+    >>> _split_rank("y,z --rank 1"), _split_rank("y")
+    (('y,z', 1), ('y', 0))
+    """
+    words = text.replace("=", " ").split()
+    if _RANK not in words:
+        return text, 0
+    at = words.index(_RANK)
+    number = "".join(words[at + 1 : at + 2])
+    if not number.isdecimal():
+        raise UsageError(f"{_RANK} is the number of one rank: %accelerate pull NAMES {_RANK} 1; got {number!r}.")
+    return " ".join(words[:at] + words[at + 2 :]), int(number)
+
+
+def _refuse_unknown(command: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=1)
+            raise UsageError(
+                f"%accelerate {command} {name}: the notebook has no variable of that name"
+                f"{f' (did you mean {near[0]}?)' if near else ''}; nothing was sent."
+            )
