@@ -29,9 +29,12 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-# What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels.
+# What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels, and a
+# training notebook under random faults for so many minutes: `make soak MINUTES=30`.
+MINUTES ?= 5
+
 soak: $(VENV)/.dev $(COLAB)/.stamp
-	$(VENV)/bin/python -m pytest -m soak
+	MINUTES=$(MINUTES) $(VENV)/bin/python -m pytest -m soak
 
 # What a step, a batch, a launch... cost beside raw PyTorch, Accelerate and Fabric: `make bench ROWS=step,loader ROUNDS=5`.
 ROWS ?=

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from jupyter_core.utils import ensure_event_loop
 
 from environments import ENVIRONMENTS, REPOSITORY, Environment
-from leftovers import MARK, Processes
+from leftovers import MARK, Descriptors, Handlers, Processes
 
 # Programs that we start carry this variable, and so does everything that they start.
 os.environ[MARK] = str(os.getpid())
@@ -37,13 +38,21 @@ def environment(request: pytest.FixtureRequest) -> Environment:
     return request.param
 
 
+@pytest.fixture(scope="session", autouse=True)
+def event_loop_of_the_process() -> None:
+    """Clients of kernels make it when they first need one, and keep it: no test is charged for that."""
+    ensure_event_loop()
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fail a test that left a process, a thread, a variable, a process group or a file in the repository."""
+    """Fail a test that left a process, a thread, a variable, a process group, an open descriptor or a handler of a
+    signal behind, or a file in the repository."""
     processes = Processes.now()
     threads = set(threading.enumerate())
     environ = _environ()
     files = _files()
+    descriptors, handlers = Descriptors.now(), Handlers.now()
     yield
     _forget_accelerates_state()
     complaints = [
@@ -52,6 +61,8 @@ def leaves_nothing_behind() -> Iterator[None]:
         *(f"environment variable {name}" for name in _restore_environ(environ)),
         *(f"file {name} in the repository's root" for name in sorted(_files() - files)),
         *_process_groups(),
+        *descriptors.left(),
+        *(f"handler of {name}" for name in handlers.changed()),
     ]
     if complaints:
         pytest.fail("left behind: " + "; ".join(complaints), pytrace=False)

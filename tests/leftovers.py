@@ -1,4 +1,4 @@
-"""Which processes a test left behind: its children, and what got away from it. Reads /proc; about a millisecond.
+"""What a test left behind: processes, open descriptors, signal handlers. Reads /proc; about a millisecond.
 
 A process is ours when its environment carries our mark (a program that we, or a child of ours, started) or
 when its stack begins where ours does (a fork of this very process; the kernel draws that address at each
@@ -7,9 +7,12 @@ exec). Both hold for orphans, which no parent number leads back to.
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import signal
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,3 +87,58 @@ def _kill(pid: int) -> None:
         os.waitpid(pid, 0)
     except (ProcessLookupError, ChildProcessError):
         pass
+
+
+_KINDS = (
+    ("socket", re.compile(r"socket:")),
+    ("pipe", re.compile(r"pipe:")),
+    ("memory file", re.compile(r"/memfd:")),
+    ("process handle", re.compile(r"anon_inode:\[pidfd\]")),
+    ("selector", re.compile(r"anon_inode:\[eventpoll\]")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """How many descriptors of each kind this process has open. Files are left out: libraries keep theirs."""
+
+    counts: Counter[str]
+
+    @classmethod
+    def now(cls) -> Descriptors:
+        counts: Counter[str] = Counter()
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{number}")
+            except OSError:  # the folder's own
+                continue
+            counts.update(kind for kind, pattern in _KINDS if pattern.match(target))
+        return cls(counts)
+
+    def left(self) -> list[str]:
+        """What was opened since and is still open; objects in reference cycles had their chance to close."""
+        if Descriptors.now().counts - self.counts:
+            gc.collect()
+        more = Descriptors.now().counts - self.counts
+        return [f"{count} open {kind}{'s' * (count > 1)}" for kind, count in sorted(more.items())]
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Not SIGCHLD: torch's DataLoader takes it with its first worker, and keeps it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """Who handles which signal."""
+
+    by_signal: dict[signal.Signals, object]
+
+    @classmethod
+    def now(cls) -> Handlers:
+        return cls({number: signal.getsignal(number) for number in _SIGNALS})
+
+    def changed(self) -> list[str]:
+        """The signals that are handled otherwise now."""
+        return [
+            number.name for number, handler in Handlers.now().by_signal.items() if handler != self.by_signal[number]
+        ]

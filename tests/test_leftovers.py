@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 
-from leftovers import Processes
+from leftovers import Descriptors, Handlers, Processes
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -75,3 +78,27 @@ def test_looking_takes_about_a_millisecond() -> None:
     for _ in range(20):
         Processes.now().end_new_ones(patience_s=0)
     assert (time.perf_counter() - start) / 20 < 0.02  # generous: other tests may be running on this machine
+
+
+def test_open_descriptors_are_found_by_their_kind_and_cycles_may_close_theirs() -> None:
+    before = Descriptors.now()
+    assert before.left() == []
+    ends = os.pipe()
+    with socket.socket():
+        assert before.left() == ["2 open pipes", "1 open socket"]
+    for end in ends:
+        os.close(end)
+    cycle: list[object] = [os.fdopen(os.memfd_create("cycle"), "rb")]
+    cycle.append(cycle)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        del cycle
+        assert before.left() == []
+
+
+def test_a_changed_handler_of_a_signal_is_found() -> None:
+    before = Handlers.now()
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    assert before.changed() == ["SIGUSR1"]
+    signal.signal(signal.SIGUSR1, previous)
+    assert before.changed() == []

@@ -173,10 +173,15 @@ def test_a_step_runs_raws_operations_on_tensors_and_one_read_of_the_loss() -> No
 
 
 def test_a_step_that_is_reported_makes_a_few_calls_more() -> None:
-    reporter = Reporter(RingWriter(make_ring()), lambda event: None, lambda event: None, lambda event: None)
+    ring = make_ring()
+    writer = RingWriter(ring)
+    reporter = Reporter(writer, lambda event: None, lambda event: None, lambda event: None)
     unheard = Calls.of(prepared_loop(cpu=True))
     with outlet(reporter):
         heard = Calls.of(prepared_loop(cpu=True))
+    reporter.close()
+    writer.close()
+    os.close(ring)
     assert heard.per_step("in python") - unheard.per_step("in python") <= 5
 
 

@@ -480,7 +480,10 @@ def test_a_refused_parcel_leaves_no_file_descriptor() -> None:
 
 def test_nothing_is_a_parcel_too() -> None:
     assert travel({}) == {}
-    assert isinstance(pack_what_can_travel({"lock": threading.Lock()})[0], Parcel)
+    parcel, refused = pack_what_can_travel({"lock": threading.Lock()})
+    os.close(parcel.fd)
+    assert isinstance(parcel, Parcel)
+    assert list(refused) == ["lock"]
 
 
 # Weight -------------------------------------------------------------------------------------------------------------
@@ -512,7 +515,7 @@ def test_size_of_bytes_and_object_arrays() -> None:
 def test_modules_of_odd_classes_travel_by_name() -> None:
     import torch
 
-    there = unpack(pack({"cudnn": torch.backends.cudnn, "backends": torch.backends}).fd)
+    there = travel({"cudnn": torch.backends.cudnn, "backends": torch.backends})
     assert there["cudnn"] is torch.backends.cudnn
     assert there["backends"] is torch.backends
 
@@ -523,4 +526,4 @@ def test_a_function_may_mention_the_backends_of_torch() -> None:
     def train() -> bool:
         return bool(torch.backends.cudnn.benchmark)
 
-    assert unpack(pack({"train": train}).fd)["train"]() is torch.backends.cudnn.benchmark
+    assert travel({"train": train})["train"]() is torch.backends.cudnn.benchmark
