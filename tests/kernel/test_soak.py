@@ -129,7 +129,7 @@ class Soak:
 
     def _train(self, trouble: Trouble, start: str, folder: str, **place: int) -> str:
         body = TRAINS.format(faults=trouble.faults.format(**place), pause=0.05 if trouble.act else 0)
-        saves = f"--checkpoint-every 5steps --checkpoint-dir {folder} --keep 2"
+        saves = f"--checkpoint-every 5steps --checkpoint-dir {folder} --keep-checkpoints 2"
         return accelerate(body, start, flags=f"--seed 3 {saves} {trouble.flags} --out weights")
 
     def _weights(self, start: str, folder: str) -> list[float]:
