@@ -127,7 +127,7 @@ class AccelerateMagics(Magics):
 
     def remove(self) -> None:
         """Ranks that stay end. The zygote does not: it is the process's, and a launch from a function may use it."""
-        self.session.stay.close()
+        self.session.close()
         shell = self._shell
         shell.events.unregister("post_run_cell", self._after_cell)
         shell.input_transformers_cleanup.remove(comments_below_magic)

@@ -146,6 +146,10 @@ class Session:
         """Have a clean process ready for the first cell that needs one; returns while it is still loading torch."""
         self.launcher.keeper.zygote()
 
+    def close(self) -> None:
+        """End what runs for this notebook."""
+        self.stay.close()
+
     def _check_names(self, options: Options, body: str) -> None:
         """Refuse names that can only be mistakes, before anything starts."""
         known = self.shell.user_ns.keys() | self.stay.names

@@ -97,6 +97,9 @@ def test_the_zygote_is_started_early_only_where_there_is_a_gpu(shell: Any, gpus:
         def start_zygote(self) -> None:
             self.zygotes += 1
 
+        def close(self) -> None:
+            """Nothing runs."""
+
     session = Session()
     magics = AccelerateMagics(shell, session)  # type: ignore[arg-type]
     magics.install()
