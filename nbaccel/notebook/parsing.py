@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -37,12 +38,24 @@ def parse(parser: argparse.ArgumentParser, line: str) -> Options:
     except ValueError as error:
         raise UsageError(f"a quote in this line is not closed ({error}): %%accelerate {line}") from None
     try:
-        known, unknown = parser.parse_known_args(arguments)
+        known, unknown = parser.parse_known_args(_with_keep_told_apart(arguments))
     except UsageError as error:
         raise UsageError(in_our_words(str(error))) from None
     if unknown:
         raise UsageError(f"{what_is_unknown(parser, unknown[0])} %accelerate? lists every flag.")
     return Options(**vars(known))
+
+
+def _with_keep_told_apart(arguments: list[str]) -> list[str]:
+    """`--keep` alone keeps the ranks; with a number it is `--keep-checkpoints`, as in ``Accelerator(keep=3)``.
+
+    >>> _with_keep_told_apart(["--keep", "-n", "2", "--keep", "3"])
+    ['--keep', '-n', '2', '--keep-checkpoints', '3']
+    """
+    return [
+        "--keep-checkpoints" if word == "--keep" and following.isdecimal() else word
+        for word, following in pairwise([*arguments, ""])
+    ]
 
 
 def joined(line: str) -> str:

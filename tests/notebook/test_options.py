@@ -197,3 +197,9 @@ def test_a_rank_that_the_run_does_not_have_is_refused() -> None:
 
 def test_the_rank_that_is_debugged_is_shown() -> None:
     assert Options(ranks="0", pdb=2).shown_ranks(4) == {0, 2}
+
+
+def test_keep_alone_means_the_ranks_and_with_a_number_the_checkpoints() -> None:
+    assert options("--keep -n 2") == Options(keep=True, num_processes=2)
+    assert options("-n 2 --keep 3") == Options(keep_checkpoints=3, num_processes=2)
+    assert options("--keep --keep 3") == Options(keep=True, keep_checkpoints=3)
