@@ -15,7 +15,7 @@ __all__ = ["GROUPS", "REPORTS", "rows"]
 
 GROUPS = ("step", "ranks", "loader", "collectives", "microbatch", "starts", "imports", "saves", "logs")
 
-REPORTS = ("launch", "planner", "executable", "telemetry")
+REPORTS = ("launch", "planner", "executable", "telemetry", "panel")
 
 
 def rows(group: str) -> Sequence[Row]:
