@@ -5,15 +5,16 @@ at least a minute by default. Of each turn: CPU time of the ranks in their train
 costs the training; CPU time of the kernel, and what it sent, between the first and the last frame of the run. The start
 of a run and the picture at its end are counted apart: they do not grow with its length.
 
-Targets: two updates a second, 30 kB/s, 3 % of a core, and 2 % of the ranks' time. The last one is judged against the
-spread of ``--plain`` with itself.
+Targets: two updates a second, 30 kB/s, 3 % of a core, and 2 % of the ranks' time. Other programs change what a step
+costs by more than that, so turns are short and many, and the last target is missed only where the median of their
+ratios lies above it by more than twice its standard error.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -112,27 +113,23 @@ def report(panel: list[Turn], plain: list[Turn]) -> bool:
     share = sum(one.kernel_s for one in panel) / seconds
     ratios = [a.ranks_s / b.ranks_s for a, b in zip(panel, plain, strict=True)]
     slowdown = statistics.median(ratios) - 1
-    # Each plain turn against the next one: what the machine does to a ratio of equals.
-    again = [a.ranks_s / b.ranks_s for a, b in itertools.pairwise(plain)]
-    spread = max((abs(ratio - 1) for ratio in again), default=0.0)
+    error = 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios))  # of a median
     rest = statistics.median(one.whole_s - one.kernel_s for one in panel)
     rest_plain = statistics.median(one.whole_s for one in plain)
     print(f"{len(panel)} turns each, {seconds:.0f} s between first and last frames")
     print(f"panel: {updates:.2f} updates/s, {nbytes / 1000:.1f} kB/s, kernel {share:.2%} of a core")
     print(f"beside that, per run: {rest:.2f} s of the kernel's CPU time; a --plain run takes {rest_plain:.2f} s in all")
-    shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-    print(
-        f"CPU time of the ranks, panel to --plain: median {slowdown:+.2%} ({shown}); plain to plain up to {spread:.2%}"
-    )
-    held = [updates <= _UPDATES_PER_S, nbytes <= _BYTES_PER_S, share < _SHARE, slowdown < max(_SLOWDOWN, spread)]
+    shown = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
+    print(f"CPU time of the ranks, panel to --plain: {slowdown:+.2%}, give or take {error:.2%} (turns: {shown})")
+    held = [updates <= _UPDATES_PER_S, nbytes <= _BYTES_PER_S, share < _SHARE, slowdown - 2 * error < _SLOWDOWN]
     print("every target is held" if all(held) else "FALLS SHORT of a target")
     return all(held)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=13.0, help="of training in a turn, about")
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of training in a turn, about")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         kernel = RealKernel(NEWEST, Path(folder))
