@@ -8,7 +8,7 @@ VENV := .venv
 COLAB := .venv-colab
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test format lint types unit soak coverage bench clean
+.PHONY: demo test format lint types unit soak coverage bench screenshot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -44,6 +44,11 @@ BENCH_JSON ?= build/bench.json
 bench: $(VENV)/.dev
 	@mkdir -p $(dir $(BENCH_JSON))
 	PYTHONPATH=tests $(VENV)/bin/python -m benchmarks --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_JSON)
+
+# The picture in the README, by a real browser.
+screenshot: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
+	$(VENV)/bin/python -m pytest -q tests/browser/test_readme.py --basetemp=build/screenshot
+	cp build/screenshot/*/panel.png notebooks/panel.png
 
 coverage: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)

@@ -33,7 +33,7 @@ __all__ = ["launch"]
 
 _OF_CELLS = (
     *("num-processes", "mixed-precision", "accumulate", "devices", "cpu", "seed", "debug"),
-    *("checkpoint-every", "checkpoint-dir", "keep", "resume"),
+    *("checkpoint-every", "checkpoint-dir", "keep-checkpoints", "resume"),
 )
 """The flags of a cell that mean a script too."""
 

@@ -28,13 +28,27 @@ def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: I
     words = line.removesuffix(symbol).replace("=", " ").split()
     if not words:  # the magic itself is still being written
         return []
-    if words[0] == "%accelerate":
-        if words[1:2] == ["config"]:
+    match words:
+        case ["%accelerate"]:
+            return [word for word in COMMANDS if word.startswith(symbol)]
+        case ["%accelerate", "config", *_]:
             return _settings(parser, line.removesuffix(symbol), symbol)
-        return [word for word in COMMANDS if word.startswith(symbol) and len(words) == 1]
+        case ["%accelerate", "push" | "pull", *_]:
+            return _variables(names, symbol)
+        case ["%accelerate", command, *_] if command != "start":
+            return []
+    return _flags(parser, words, symbol, names)
+
+
+def _variables(names: Iterable[str], symbol: str) -> list[str]:
+    return sorted(name for name in names if name.startswith(symbol) and not name.startswith("_"))
+
+
+def _flags(parser: argparse.ArgumentParser, words: list[str], symbol: str, names: Iterable[str]) -> list[str]:
+    """A flag, or what may follow the one that was written."""
     action = _open_flag(parser, words)
     if action is not None and action.metavar == "NAMES":
-        return sorted(name for name in names if name.startswith(symbol) and not name.startswith("_"))
+        return _variables(names, symbol)
     if action is not None and words[-1] in action.option_strings:
         values = action.choices or EXAMPLES.get(action.dest, ())
         return [str(value) for value in values if str(value).startswith(symbol)]

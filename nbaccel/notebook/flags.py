@@ -107,10 +107,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "seed": ("0", "42"),
     "checkpoint_every": ("10min", "30min", "500steps"),
     "checkpoint_dir": ("checkpoints",),
-    "keep": ("1", "3"),
+    "keep_checkpoints": ("1", "3"),
     "resume": ("checkpoints",),
     "time_limit": ("8h30m", "11h30m"),
     "pdb": ("0", "1"),
+    "only": ("0", "0,1"),
 }
 """What completion offers behind a flag that takes more than can be listed, by its name in `Options`."""
 

@@ -57,13 +57,18 @@ class AccelerateMagics(Magics):
     def accelerate(self, line: str, cell: str | None = None) -> Any:
         """Run the cell in ranks, on every device of the machine.
 
-        %accelerate alone is a status line, %accelerate config shows what is set for the notebook, as a form where there
-        can be one, %accelerate config KEY=VALUE … sets flags (the keys are the long ones without dashes), with --save
-        for later notebooks too, %accelerate doctor says what this machine offers, %accelerate memory who holds what,
-        %accelerate why what the ranks of a failed or interrupted run were doing, side by side.
-        %accelerate start FLAGS starts ranks that stay: cells run in them, and names last from cell to cell, until
-        %accelerate stop. %accelerate push NAMES sends them variables, %accelerate pull NAMES (--rank 1) brings some
-        back, %accelerate restart begins anew.
+        Without a cell, with one percent sign:
+          %accelerate                   what the next cell would run on, and how the last run went
+          %accelerate config            what the notebook has chosen, as a form where there can be one
+          %accelerate config KEY=VALUE  choose flags (long ones without dashes) for all cells; --save for others too
+          %accelerate doctor            what this machine offers
+          %accelerate memory            who holds how much of it
+          %accelerate why               what the ranks of a run that failed or was interrupted were doing, side by side
+          %accelerate start FLAGS       start ranks that stay: cells run in them, and names last from cell to cell
+          %accelerate push NAMES        send them variables of the notebook
+          %accelerate pull NAMES        bring variables back from rank 0, or with --rank 1 from another
+          %accelerate restart           end them, and start others with the same flags
+          %accelerate stop              end them
         """
         try:
             if cell is None:

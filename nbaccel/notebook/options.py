@@ -72,7 +72,7 @@ class Options:
     @property
     def of_the_start(self) -> Options:
         """Without what has a meaning for single cells only."""
-        return replace(self, out=None, inputs=None, keep=None, only=None)
+        return replace(self, out=None, inputs=None, keep=None, only=None, pdb=None)
 
     @property
     def world_size(self) -> int | None:

@@ -50,7 +50,7 @@ _OF_THE_START = {
 }
 """What a rank is told once, before its first cell."""
 
-_OF_A_CELL = {"out": "--out", "inputs": "--in", "only": "--only", "keep": "--keep"}
+_OF_A_CELL = {"out": "--out", "inputs": "--in", "only": "--only", "keep": "--keep", "pdb": "--pdb"}
 """What has no meaning without a cell."""
 
 
@@ -216,6 +216,8 @@ class Stay:
         assert plan is not None
         self._refuse_other_start(asked, plan)
         lodging = Lodging(residents, source.name, self._outsiders(asked))
+        if options.pdb in lodging.outsiders:
+            raise LaunchRefused(f"--pdb {options.pdb}: that rank takes no part in this cell, --only {asked.only} does.")
         if trouble := residents.trouble:
             raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
         task = CellTask(

@@ -1,4 +1,4 @@
-"""Every flag of a cell, given wrongly: one sentence each, and nothing is started. A new flag needs its rows here.
+"""Every flag and every command, given wrongly: one sentence each, and nothing is started. A new one needs rows here.
 
 Which wrong texts a reader refuses, in more detail, is tested in `test_options`.
 """
@@ -6,6 +6,7 @@ Which wrong texts a reader refuses, in more detail, is tested in `test_options`.
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from IPython.core.error import UsageError
 from nbaccel.errors import LaunchRefused
 from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.flags import flags_parser
+from nbaccel.notebook.magics import AccelerateMagics
+from nbaccel.notebook.mistakes import COMMANDS
 from nbaccel.notebook.refusals import EXCLUSIONS
 
 WRONG = {
@@ -62,7 +65,7 @@ WRONG = {
     "--checkpoint-dir": [
         ("--checkpoint-dir a_file", "--checkpoint-dir a_file: that is a file, and checkpoints need a folder"),
     ],
-    "--keep": [("--keep 0", "checkpoints to keep are 1 or more; got '0'")],
+    "--keep-checkpoints": [("--keep-checkpoints 0", "checkpoints to keep are 1 or more; got '0'")],
     "--resume": [("--resume nowhere", "--resume nowhere: there is neither a checkpoint nor a folder of some in ")],
     "--time-limit": [
         ("--time-limit soon", "a time is hours, minutes or seconds, as in 11h30m, 10min, 90s; got 'soon'")
@@ -72,8 +75,47 @@ WRONG = {
         ("-n 2 --pdb 2", "--pdb 2: this run has 2 ranks, 0-1; name one of these."),
         ("--pdb 0 --start inline", "--pdb and --start inline exclude each other: in the notebook's own process"),
     ],
+    "--keep": [("--keep=yes", "--keep takes no value; got 'yes'.")],
+    "--only": [
+        ("--only all", "all ranks take part in a cell without it; name some, such as 0,2-3"),
+        ("--only first", "ranks are all, a number, or a list such as 0,2-3; got 'first'"),
+        ("--only 0", "--only 0 names ranks that stay, and none do: %accelerate start, or leave it out."),
+    ],
 }
 """Long flag to lines that use it wrongly, and what is said."""
+
+WRONG_COMMANDS = {
+    "config": [("config seed", "'seed' needs a value: seed=…; settings are KEY=VALUE"), ("config pdb=1", "one cell")],
+    "doctor": [("doctor now", "%accelerate doctor takes nothing behind it; got 'now'.")],
+    "memory": [("memory all", "%accelerate memory takes nothing behind it; got 'all'.")],
+    "why": [("why not", "%accelerate why takes nothing behind it; got 'not'.")],
+    "start": [
+        ("start -n 0", "a number of ranks is 1 or more, or auto; got '0'"),
+        ("start 2", "'2' belongs to no flag; for 2 ranks it is -n 2."),
+        ("start --out model", "--out belongs to a cell: write it in the line of %%accelerate, not to the start."),
+        ("start --pdb 0", "--pdb belongs to a cell"),
+        ("start --start inline", "ranks that stay are processes of their own, and here one would run in the notebook"),
+    ],
+    "push": [
+        ("push", "%accelerate push needs names of variables: no name was given"),
+        ("push modle", "%accelerate push modle: the notebook has no variable of that name (did you mean model?); "),
+        ("push model", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
+    ],
+    "pull": [
+        ("pull", "%accelerate pull needs names of variables: no name was given"),
+        ("pull y --rank one", "--rank is the number of one rank: %accelerate pull NAMES --rank 1; got 'one'."),
+        ("pull y", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
+    ],
+    "restart": [
+        ("restart -n 2", "%accelerate restart takes nothing behind it; got '-n 2'."),
+        ("restart", "no ranks stay, and none did: %accelerate start makes some."),
+    ],
+    "stop": [
+        ("stop now", "%accelerate stop takes nothing behind it; got 'now'."),
+        ("stop", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
+    ],
+}
+"""Command to lines that use it wrongly, and what is said."""
 
 PARSER = flags_parser()
 
@@ -130,6 +172,26 @@ def test_completion_offers_the_flag_and_its_values(action: argparse.Action) -> N
     read = action.type or str
     for word in offered:
         read(word)  # type: ignore[operator]
+
+
+def test_every_command_has_rows_and_a_line_of_help(planned: Any) -> None:
+    magics = planned.shell.magics_manager.registry["AccelerateMagics"]
+    assert set(WRONG_COMMANDS) == set(COMMANDS) == set(magics._commands.names)
+    help_ = str(AccelerateMagics.accelerate.__doc__)
+    assert [name for name in COMMANDS if not re.search(rf"^  %accelerate {name}\b.{{10,}}", help_, re.M)] == []
+
+
+@pytest.mark.parametrize(("line", "sentence"), [row for rows in WRONG_COMMANDS.values() for row in rows])
+def test_a_wrong_command_is_one_sentence_and_starts_nothing(
+    planned: Any, recorder: Any, line: str, sentence: str
+) -> None:
+    planned.run("model = 1")
+    ran = planned.run(f"%accelerate {line}")
+    assert isinstance(ran.error, UsageError | LaunchRefused), ran.error
+    said = ran.stderr or ran.stdout
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert recorder.specs == []
 
 
 @pytest.mark.parametrize("exclusion", EXCLUSIONS, ids=lambda exclusion: f"{exclusion.flag}-{exclusion.other}")

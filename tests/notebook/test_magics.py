@@ -224,6 +224,10 @@ def test_help_shows_the_flags(planned: Any) -> None:
         ("%accelerate config cpu=f", "f", ["false"]),
         ("%accelerate config sed=", "", []),
         ("%accelerate doctor ", "", []),
+        ("%accelerate push mo", "mo", ["model"]),
+        ("%accelerate pull model,h", "h", ["history"]),
+        ("%accelerate start -p b", "b", ["bf16"]),
+        ("%accelerate start --mi", "--mi", ["--mixed-precision"]),
     ],
 )
 def test_what_fits_is_offered(line: str, symbol: str, expected: list[str]) -> None:
