@@ -55,3 +55,18 @@ def test_where_nobody_can_type_the_flag_is_refused_before_anything_starts(kernel
     assert "here nobody can type any (this front end takes no input" in cell.failed("LaunchRefused").evalue
     assert "2 ranks" not in cell.stdout
     assert kernel.extra(before) == {}
+
+
+def test_ranks_that_stay_are_debugged_and_live_on(kernel: RealKernel) -> None:
+    kernel.do("%accelerate start --cpu -n 2")
+    try:
+        execution = kernel.begin("%%accelerate --pdb 1\nsecret = 5\n1 / 0")
+        for command in ("secret += 1", "q"):
+            assert execution.prompt() == "[rank 1] (Pdb) "
+            execution.answer(command)
+        cell = execution.end()
+        cell.failed("ZeroDivisionError")
+        assert "the ranks live on, with what they have" in cell.stdout
+        assert "[rank 0] 5\n" in kernel.do("%%accelerate\nprint(secret)").stdout
+    finally:
+        kernel.do("%accelerate stop")
