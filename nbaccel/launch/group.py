@@ -7,15 +7,11 @@ while ranks only work. Whatever ends the run, `run` returns after every process 
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
-import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from nbaccel.events import Listener
 from nbaccel.launch.beside import Beside
@@ -30,6 +26,7 @@ from nbaccel.launch.rank.jupyter import PROMPT
 from nbaccel.launch.screen.router import OutputRouter
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.telemetry import Telemetry
+from nbaccel.launch.termination import stopped_before_termination
 from nbaccel.launch.wire.control import SAVE_GRACE_S
 from nbaccel.launch.wire.pipes import MarkedPipe
 
@@ -133,7 +130,7 @@ class WorkerGroup:
             owned.callback(self._selector.close)
             self._selector.register(self._presses, selectors.EVENT_READ, self._presses.read)
             owned.enter_context(self._presses.of_the_keyboard())
-            owned.enter_context(self._terminations())
+            owned.enter_context(stopped_before_termination(lambda: self._page.saves_itself))
             owned.callback(self._see_out, self._members)
             fds = [self._selector.fileno(), *self._presses.fds]
             if begin is None:
@@ -374,32 +371,3 @@ class WorkerGroup:
             hang=self._hang,
             stays=self._spec.stays,
         )
-
-    @contextlib.contextmanager
-    def _terminations(self) -> Iterator[None]:
-        """SIGTERM ends the kernel as ever; a run that saves itself is stopped first, as by a press."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = signal.getsignal(signal.SIGTERM)
-        has_come = False
-
-        def end(number: int, frame: Any) -> None:
-            nonlocal has_come
-            if self._page.saves_itself and not has_come:
-                has_come = True
-                os.kill(os.getpid(), signal.SIGINT)
-            else:
-                pass_on()
-
-        def pass_on() -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        signal.signal(signal.SIGTERM, end)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-            if has_come:
-                pass_on()

@@ -70,11 +70,6 @@ class Options:
         return replace(weaker, **{name: value for name, value in chosen.items() if value is not None})
 
     @property
-    def of_the_start(self) -> Options:
-        """Without what has a meaning for single cells only."""
-        return replace(self, out=None, inputs=None, keep=None, only=None, pdb=None)
-
-    @property
     def world_size(self) -> int | None:
         """The number of ranks that was asked for; None for as many as there are devices."""
         return self.num_processes if isinstance(self.num_processes, int) else None

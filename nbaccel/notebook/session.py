@@ -32,6 +32,7 @@ from nbaccel.notebook.options import Options
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.refusals import refuse_contradictions, refuse_without_input, refuse_wrong_places
 from nbaccel.notebook.source import read_cell
+from nbaccel.notebook.start_flags import of_the_start
 from nbaccel.notebook.stay import Stay
 from nbaccel.notebook.steered import steered
 from nbaccel.notebook.why import PostMortem
@@ -113,7 +114,7 @@ class Session:
         source = read_cell(self.shell, body)
         self._check_names(options, body)
         if asked.keep and not self.stay.is_on:
-            self.stay.start(options.of_the_start)
+            self.stay.start(of_the_start(options))
         host, plan, task = self._lodge(asked, options, source)
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that there is not, before anything is said
         self.say(str(plan) if host is self.launcher else f"in {host}")

@@ -6,16 +6,14 @@ ranks; what belongs to the start of ranks (how many, on what, the seed) cannot b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.hardware import Survey
-from nbaccel.launch.beside import Beside
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.home import Home
 from nbaccel.launch.launcher import Launcher
@@ -23,78 +21,17 @@ from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.rank.cell import CellSource, CellTask
 from nbaccel.launch.rank.residence import Pull, Push, Residence
 from nbaccel.launch.residents import Residents
-from nbaccel.launch.screen.router import ConsoleScreen, Screen
-from nbaccel.launch.spec import LaunchSpec, Task
+from nbaccel.launch.screen.router import ConsoleScreen
+from nbaccel.launch.spec import Task
 from nbaccel.launch.verdict import ranks_in_words
 from nbaccel.launch.watching import Watching
-from nbaccel.notebook.options import AUTO, Options, expanded
+from nbaccel.notebook.lodging import Lodging, clock, number_of_ranks
+from nbaccel.notebook.options import Options, expanded
 from nbaccel.notebook.plan import Plan, amount
 from nbaccel.notebook.results import install
+from nbaccel.notebook.start_flags import OF_THE_START, refuse_another_start, refuse_flags_of_a_cell
 
-__all__ = ["Lodging", "Stay"]
-
-_OF_THE_START = {
-    "num_processes": "-n",
-    "mixed_precision": "-p",
-    "accumulate": "-a",
-    "devices": "-d",
-    "cpu": "--cpu",
-    "start": "--start",
-    "seed": "--seed",
-    "debug": "--debug",
-    "oom": "--oom",
-    "checkpoint_every": "--checkpoint-every",
-    "checkpoint_dir": "--checkpoint-dir",
-    "keep_checkpoints": "--keep-checkpoints",
-    "resume": "--resume",
-}
-"""What a rank is told once, before its first cell."""
-
-_OF_A_CELL = {"out": "--out", "inputs": "--in", "only": "--only", "keep": "--keep", "pdb": "--pdb"}
-"""What has no meaning without a cell."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lodging:
-    """Where one cell runs: all the ranks that stay, or some of them. Runs a spec as a `Launcher` would.
-
-    title: the cell in words.  outsiders: ranks that take no part.
-    """
-
-    residents: Residents
-    title: str
-    outsiders: Collection[int] = ()
-
-    @property
-    def ranks(self) -> list[int]:
-        return [rank for rank in range(self.residents.spec.world_size) if rank not in self.outsiders]
-
-    def run(
-        self,
-        spec: LaunchSpec,
-        screen: Screen,
-        *,
-        shown_ranks: Collection[int] | None = None,
-        notice: Callable[[str], None] | None = None,
-        listeners: Sequence[Any] = (),
-        beside: Sequence[Beside] = (),
-    ) -> Outcome:
-        """See `Residents.run`."""
-        return self.residents.run(
-            spec.task,
-            Watching(screen, shown_ranks, notice, listeners, beside),
-            title=self.title,
-            outsiders=self.outsiders,
-            timeout_s=spec.timeout_s,
-            hang_timeout_s=spec.hang_timeout_s,
-        )
-
-    def __str__(self) -> str:
-        """The line that is printed before the run."""
-        size = self.residents.spec.world_size
-        who = f"{ranks_in_words(self.ranks)} of {size}" if self.outsiders else _ranks(size)
-        since = time.strftime("%H:%M:%S", time.localtime(self.residents.since))
-        return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {since}"
+__all__ = ["Stay"]
 
 
 class Stay:
@@ -156,11 +93,7 @@ class Stay:
             raise LaunchRefused(
                 f"there are {Lodging(self.residents, '')} already, with other flags; %accelerate stop ends them."
             )
-        for name, flag in _OF_A_CELL.items():
-            if getattr(options, name) is not None:
-                raise LaunchRefused(
-                    f"{flag} belongs to a cell: write it in the line of %%accelerate, not to the start."
-                )
+        refuse_flags_of_a_cell(options)
         task = Residence(Home(self._notebook))
         plan = Plan.of(options, task, self._survey(), ProcessState.now(), self._cuda_cell())
         if plan.start.method == "inline":
@@ -195,7 +128,7 @@ class Stay:
         """
         size = self.residents.spec.world_size
         self.residents.close(Watching(ConsoleScreen()))
-        self._say(f"{_ranks(size)} ended; nothing is held any more")
+        self._say(f"{number_of_ranks(size)} ended; nothing is held any more")
 
     def close(self) -> None:
         """End the ranks at once and without a word, if there are any."""
@@ -214,7 +147,7 @@ class Stay:
         """
         residents, plan = self.residents, self._plan
         assert plan is not None
-        self._refuse_other_start(asked, plan)
+        refuse_another_start(asked, plan)
         lodging = Lodging(residents, source.name, self._outsiders(asked))
         if options.pdb in lodging.outsiders:
             raise LaunchRefused(f"--pdb {options.pdb}: that rank takes no part in this cell, --only {asked.only} does.")
@@ -233,7 +166,7 @@ class Stay:
             self._say(
                 f"{name} was defined anew since the ranks got it, and they have the old one: %accelerate push {name}"
             )
-        of_the_cell = replace(options, **{name: getattr(plan.options, name) for name in _OF_THE_START})
+        of_the_cell = replace(options, **{name: getattr(plan.options, name) for name in OF_THE_START})
         return lodging, replace(plan, options=of_the_cell, stays=True), task
 
     def after(self, error: BaseException | None) -> None:
@@ -248,24 +181,12 @@ class Stay:
         elif error is not None:
             self._say("the ranks live on, with what they have")
 
-    def _refuse_other_start(self, asked: Options, plan: Plan) -> None:
-        for name, flag in _OF_THE_START.items():
-            wanted, has = getattr(asked, name), _chosen(name, plan)
-            if wanted in (None, AUTO, has):
-                continue
-            text = flag if wanted is True else f"{flag} {wanted}"
-            raise LaunchRefused(
-                f"{text} belongs to the start of the ranks, and those that stay were started with "
-                f"{'another choice' if has is None else f'{flag} {has}'}: leave it out, or begin anew with "
-                f"%accelerate stop and %accelerate start {text}."
-            )
-
     def _outsiders(self, asked: Options) -> list[int]:
         size = self.residents.spec.world_size
         ranks = set(range(size)) if asked.only is None else set(expanded(asked.only))
         if max(ranks) >= size:
             raise LaunchRefused(
-                f"--only {asked.only}: {_ranks(size)} {'stays' if size == 1 else 'stay'}, "
+                f"--only {asked.only}: {number_of_ranks(size)} {'stays' if size == 1 else 'stay'}, "
                 f"{'0 alone' if size == 1 else f'0-{size - 1}'}; name some of these."
             )
         return [rank for rank in range(size) if rank not in ranks]
@@ -288,7 +209,7 @@ class Stay:
         if trouble := residents.trouble:
             raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
         self._do(Push(residents.home, names), "%accelerate push").close()
-        self._say(f"sent to {_ranks(residents.spec.world_size)}: {', '.join(names)}")
+        self._say(f"sent to {number_of_ranks(residents.spec.world_size)}: {', '.join(names)}")
 
     def pull(self, names: Sequence[str], rank: int = 0) -> None:
         """Bring one rank's values into the notebook, by the rules of `--out`.
@@ -299,7 +220,7 @@ class Stay:
         """
         residents, size = self.residents, self.residents.spec.world_size
         if rank not in residents.alive:
-            what = residents.trouble if rank < size else f"{_ranks(size)} {'stays' if size == 1 else 'stay'}"
+            what = residents.trouble if rank < size else f"{number_of_ranks(size)} {'stays' if size == 1 else 'stay'}"
             raise LaunchRefused(f"rank {rank} has nothing to bring back: {what}.")
         others = [other for other in range(size) if other != rank]
         outcome = self._do(Pull(residents.home, names, rank), "%accelerate pull", others)
@@ -332,9 +253,9 @@ class Stay:
             return ""
         residents, plan = self.residents, self._plan
         assert plan is not None
-        since = time.strftime("%H:%M:%S", time.localtime(residents.since))
         holds = ", ".join(f"rank {rank} {held}" for rank, held in self.held().items())
-        status = f"in ranks that stay since {since}: {plan.devices}, and until %accelerate stop they hold: {holds}"
+        who = f"in ranks that stay since {clock(residents.since)}: {plan.devices}"
+        status = f"{who}, and until %accelerate stop they hold: {holds}"
         return f"{status}; {residents.trouble}; {self._ways_out()}" if residents.trouble else status
 
     def held(self) -> dict[int, str]:
@@ -360,20 +281,3 @@ def _private_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_full_info().uss)
     except psutil.Error:  # it has ended meanwhile
         return 0
-
-
-def _chosen(name: str, plan: Plan) -> Any:
-    """What the ranks were started with."""
-    settled = {
-        "num_processes": plan.devices.num_processes,
-        "mixed_precision": plan.settings.mixed_precision,
-        "accumulate": plan.settings.gradient_accumulation_steps,
-        "start": plan.start.method,
-        "seed": plan.settings.seed,
-        "cpu": True if not plan.devices.gpus else None,
-    }
-    return settled.get(name, getattr(plan.options, name))
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"

@@ -11,6 +11,7 @@ from IPython.core.error import UsageError
 from nbaccel.notebook.commands import Command, bare
 from nbaccel.notebook.parsing import parse
 from nbaccel.notebook.session import Session
+from nbaccel.notebook.start_flags import of_the_start
 from nbaccel.notebook.values import read_names
 
 __all__ = ["stay_commands"]
@@ -22,7 +23,7 @@ def stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Com
     """The commands of one notebook.  parser: of the flags."""
 
     def start(rest: str) -> None:
-        session.stay.start(parse(parser, rest).over(session.configured().of_the_start))
+        session.stay.start(parse(parser, rest).over(of_the_start(session.configured())))
 
     def push(rest: str) -> None:
         names = _names("push", rest)

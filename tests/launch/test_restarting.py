@@ -217,3 +217,11 @@ def test_a_rank_that_died_says_why_it_was_not_started_again() -> None:
     error = verdict(dead.ended, SPEC.task, False, dead.host, lambda name: None, report)
     assert isinstance(error, RankDied)
     assert "not started again: nothing of ours can be cut" in str(error)
+
+
+def test_ranks_that_stay_are_not_started_again_and_it_is_said_what_would_be() -> None:
+    report = stopped(Restarting().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, stays=True))))
+    assert report == (
+        "rank 1 ran out of memory at 64 per rank; not started again: ranks that stay never are (--oom is for cells "
+        "that have ranks of their own: after %accelerate stop this one would go on with 2 x 32)."
+    )

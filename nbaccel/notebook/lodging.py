@@ -1,0 +1,73 @@
+"""Lodging: where one cell runs among ranks that stay. Runs in the kernel; the ranks themselves are `Residents`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from nbaccel.events import Listener
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.outcome import Outcome
+from nbaccel.launch.residents import Residents
+from nbaccel.launch.screen.router import Screen
+from nbaccel.launch.spec import LaunchSpec
+from nbaccel.launch.verdict import ranks_in_words
+from nbaccel.launch.watching import Watching
+
+__all__ = ["Lodging", "clock", "number_of_ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lodging:
+    """Where one cell runs: all the ranks that stay, or some of them. Runs a spec as a `Launcher` would.
+
+    title: the cell in words.  outsiders: ranks that take no part.
+    """
+
+    residents: Residents
+    title: str
+    outsiders: Collection[int] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for rank in range(self.residents.spec.world_size) if rank not in self.outsiders]
+
+    def run(
+        self,
+        spec: LaunchSpec,
+        screen: Screen,
+        *,
+        shown_ranks: Collection[int] | None = None,
+        notice: Callable[[str], None] | None = None,
+        listeners: Sequence[Listener] = (),
+        beside: Sequence[Beside] = (),
+    ) -> Outcome:
+        """See `Residents.run`."""
+        return self.residents.run(
+            spec.task,
+            Watching(screen, shown_ranks, notice, listeners, beside),
+            title=self.title,
+            outsiders=self.outsiders,
+            timeout_s=spec.timeout_s,
+            hang_timeout_s=spec.hang_timeout_s,
+        )
+
+    def __str__(self) -> str:
+        """The line that is printed before the run."""
+        size = self.residents.spec.world_size
+        who = f"{ranks_in_words(self.ranks)} of {size}" if self.outsiders else number_of_ranks(size)
+        return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {clock(self.residents.since)}"
+
+
+def clock(at: float) -> str:
+    """The time of day, of a time as `time.time` counts."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def number_of_ranks(count: int) -> str:
+    """
+    >>> number_of_ranks(1), number_of_ranks(2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{count} rank{'s' * (count > 1)}"

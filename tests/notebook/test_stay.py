@@ -1,0 +1,190 @@
+"""Ranks that stay, as a notebook has them: each wrong use is one sentence, and what is said of them is true."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+START = "%accelerate start -n 2 --cpu"
+
+
+@pytest.fixture
+def staying(notebook: Any) -> Iterator[Any]:
+    """A notebook with two ranks that stay, forked and without a process group."""
+    notebook.session.stay._setup = None
+    assert notebook.run(START).error is None
+    yield notebook
+    notebook.session.close()
+
+
+def said(ran: Any) -> str:
+    """The one sentence of an error, without times of day."""
+    assert ran.error is not None
+    return re.sub(r"\d\d:\d\d:\d\d", "NOW", str(ran.error))
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("%accelerate stop", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
+        ("%accelerate push x", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
+        ("%accelerate pull x", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
+        ("%accelerate restart", "no ranks stay, and none did: %accelerate start makes some."),
+        (
+            "%%accelerate --only 1\nx",
+            "--only 1 names ranks that stay, and none do: %accelerate start, or leave it out.",
+        ),
+        (
+            "%accelerate start --out x",
+            "--out belongs to a cell, not to the start: write it behind %%accelerate.",
+        ),
+        (
+            "%accelerate start -t 3",
+            "--timeout belongs to a cell, not to the start: write it behind %%accelerate.",
+        ),
+        (
+            "%accelerate start -n 1 --start inline",
+            "ranks that stay are processes of their own, and here one would run in the notebook (asked for), where "
+            "names stay anyway: leave %accelerate start out.",
+        ),
+        ("%accelerate start -n zero", "-n/--num-processes: a number of ranks is 1 or more, or auto; got 'zero'."),
+    ],
+)
+def test_without_ranks_each_wrong_use_is_one_sentence(planned: Any, line: str, sentence: str) -> None:
+    planned.names["x"] = 1
+    assert said(planned.run(line)) == sentence
+
+
+def test_with_ranks_each_wrong_use_is_one_sentence(staying: Any) -> None:
+    staying.names["value"] = 1
+    for line, sentence in {
+        "%accelerate start -n 3": "there are 2 ranks that stay since NOW already, with other flags; %accelerate stop "
+        "ends them.",
+        "%%accelerate -n 3\n1": "-n 3 belongs to the start of the ranks, and those that stay were started with -n 2: "
+        "leave it out, or begin anew with %accelerate stop and %accelerate start -n 3.",
+        "%%accelerate --debug\n1": "--debug belongs to the start of the ranks, and those that stay were started with "
+        "another choice: leave it out, or begin anew with %accelerate stop and %accelerate start --debug.",
+        "%%accelerate --only 2\n1": "--only 2: 2 ranks stay, 0-1; name some of these.",
+        "%%accelerate --only all\n1": "--only: all ranks take part in a cell without it; name some, such as 0,2-3.",
+        "%%accelerate --ranks 5\n1": "--ranks 5: this run has 2 ranks, 0-1; name some of these, or all.",
+        "%accelerate push": "%accelerate push needs names of variables: no name was given; write names with commas "
+        "between them, such as model,history.",
+        "%accelerate push valu": "%accelerate push valu: the notebook has no variable of that name (did you mean "
+        "value?); nothing was sent.",
+        "%accelerate pull 1": "%accelerate pull needs names of variables: '1' is not the name of a variable; write "
+        "names with commas between them, such as model,history.",
+        "%accelerate pull nothing": "not brought back from rank 0: nothing (rank 0 has no such name).",
+        "%accelerate pull value --rank x": "--rank is the number of one rank: %accelerate pull NAMES --rank 1; got "
+        "'x'.",
+        "%accelerate pull value --rank 2": "rank 2 has nothing to bring back: 2 ranks stay.",
+        "%accelerate stop it": "%accelerate stop takes nothing behind it; got 'it'.",
+    }.items():
+        assert said(staying.run(line)) == sentence, line
+
+
+def test_the_same_start_again_is_no_error(staying: Any) -> None:
+    pids = staying.session.stay.residents.pids
+    ran = staying.run(START)
+    assert re.sub(r"[\d:]{8}", "NOW", ran.stdout) == "there are 2 ranks that stay since NOW already\n"
+    assert staying.session.stay.residents.pids == pids
+
+
+def test_flags_that_repeat_the_start_are_no_error(staying: Any) -> None:
+    seed = staying.session.stay.residents.spec.environ["NBACCEL_SEED"]
+    assert staying.run(f"%%accelerate -n 2 --cpu -p no -a 1 --start fork --seed {seed} --keep\n7").value == 7
+    assert staying.run("%%accelerate -n auto -p auto\n8").value == 8
+
+
+def test_a_cell_that_keeps_its_ranks_is_their_first_and_runs_in_them_again(notebook: Any) -> None:
+    notebook.session.stay._setup = None
+    try:
+        ran = notebook.run("%%accelerate --keep -n 2 --cpu\ntimes = globals().get('times', 0) + 1\ntimes")
+        assert ran.value == 1
+        assert "their memory is held until %accelerate stop" in ran.stdout
+        assert notebook.run("%%accelerate --keep -n 2 --cpu\ntimes = globals().get('times', 0) + 1\ntimes").value == 2
+        assert notebook.run("%%accelerate\ntimes").value == 2
+    finally:
+        notebook.session.close()
+    assert "times" not in notebook.names
+
+
+def test_a_function_that_was_defined_anew_is_pointed_out_until_it_is_pushed(staying: Any) -> None:
+    staying.run("def f(): return 1")
+    assert staying.run("%%accelerate\nf()").value == 1
+    staying.run("def f(): return 2")
+    ran = staying.run("%%accelerate\nf()")
+    assert ran.value == 1
+    assert ran.stdout.startswith(
+        "f was defined anew since the ranks got it, and they have the old one: %accelerate push f\n"
+    )
+    staying.run("%accelerate push f")
+    ran = staying.run("%%accelerate\nf()")
+    assert ran.value == 2
+    assert "defined anew" not in ran.stdout
+
+
+def test_a_name_that_only_the_notebook_has_is_explained(staying: Any) -> None:
+    staying.names["lock"] = threading.Lock()
+    ran = staying.run("%%accelerate\nlock")
+    assert isinstance(ran.error, NameError)
+    assert "The notebook has `lock`, the ranks do not: %accelerate push lock sends it, or says why not." in ran.stdout
+    assert "the ranks live on, with what they have" in ran.stdout
+    assert "lock: a lock cannot be sent to another process" in said(staying.run("%accelerate push lock"))
+
+
+def test_a_model_is_pulled_into_the_object_that_the_notebook_has(staying: Any) -> None:
+    staying.run("import torch\nmodel = torch.nn.Linear(2, 1)")
+    model = staying.names["model"]
+    staying.run("%%accelerate\nwith torch.no_grad(): model.weight.fill_(3)")
+    ran = staying.run("%accelerate pull model")
+    assert ran.stdout.startswith("brought back: model (updated in place, ")
+    assert staying.names["model"] is model
+    assert float(model.weight.detach().sum()) == 6
+
+
+def test_status_and_memory_say_who_stays_since_when_and_what_is_held(staying: Any) -> None:
+    status = re.sub(r"\d\d:\d\d:\d\d", "NOW", staying.run("%accelerate").stdout)
+    assert re.fullmatch(
+        r"next cell: in ranks that stay since NOW: 2 ranks on the CPU, and until %accelerate stop they hold: "
+        r"rank 0 [\d.]+ [kMG]B on the host, rank 1 [\d.]+ [kMG]B on the host; no run yet\n",
+        status,
+    )
+    assert "they hold: rank 0 " in staying.run("%accelerate memory").stdout
+
+
+def test_a_dead_rank_is_said_by_every_command_and_what_the_other_has_can_be_had(staying: Any) -> None:
+    staying.run("%%accelerate\nkept = 4")
+    pidfd = os.pidfd_open(staying.session.stay.residents.pids[1])
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    assert select.select([pidfd], [], [], 30)[0]
+    os.close(pidfd)
+    sentence = (
+        "rank 1 of 2 was killed by SIGKILL while it had nothing to do; so no further cell runs in them: %accelerate "
+        "pull NAMES still brings variables of rank 0 back, %accelerate restart begins anew"
+    )
+    assert said(staying.run("%%accelerate\nkept")) == f"{sentence}."
+    assert sentence in staying.run("%accelerate").stdout
+    assert staying.run("%accelerate pull kept --rank 1").error is not None
+    assert staying.run("%accelerate pull kept").error is None
+    assert staying.names["kept"] == 4
+    assert staying.run("%accelerate restart").error is None
+    assert staying.run("%%accelerate\nglobals().get('kept')").value == 4  # the notebook has it by now
+
+
+def test_memory_that_runs_out_says_that_ranks_that_stay_are_not_started_again(staying: Any) -> None:
+    ran = staying.run("%%accelerate\nimport torch\nraise torch.OutOfMemoryError('CUDA out of memory')")
+    assert "not started again: nothing of ours can be cut" in ran.stdout
+
+
+def test_unloading_the_extension_ends_the_ranks(staying: Any) -> None:
+    pids = list(staying.session.stay.residents.pids.values())
+    staying.session.close()
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+    assert staying.run("%%accelerate -n 1 --cpu\n5").value == 5
