@@ -92,7 +92,7 @@ WRONG_COMMANDS = {
     "start": [
         ("start -n 0", "a number of ranks is 1 or more, or auto; got '0'"),
         ("start 2", "'2' belongs to no flag; for 2 ranks it is -n 2."),
-        ("start --out model", "--out belongs to a cell: write it in the line of %%accelerate, not to the start."),
+        ("start --out model", "--out belongs to a cell, not to the start: write it behind %%accelerate."),
         ("start --pdb 0", "--pdb belongs to a cell"),
         ("start --start inline", "ranks that stay are processes of their own, and here one would run in the notebook"),
     ],
