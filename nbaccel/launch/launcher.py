@@ -10,12 +10,12 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
-from nbaccel.errors import CannotFork, NestedLaunch
+from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.events import Listener, Restarted
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.crew import Crew
@@ -43,10 +43,14 @@ _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parall
 
 
 class Launcher:
-    """Runs tasks, one after the other; owns what they share (`Keeper`)."""
+    """Runs tasks, one after the other; owns what they share (`Keeper`).
+
+    occupied: why nobody should wait for the run that goes on; a run that would is refused with it. Empty: it waits.
+    """
 
     def __init__(self) -> None:
         self.audience = Audience()
+        self.occupied = ""
         self._one_at_a_time = threading.Lock()
         self._residents: list[Residents] = []
 
@@ -73,11 +77,22 @@ class Launcher:
 
         Raises:
             NestedLaunch: this process is a rank itself.
+            LaunchRefused: a run goes on that nobody should wait for here, see `occupied`.
             CannotSend, CannotFork: nothing was started.
         """
         refuse_nested_launch()
-        with self._one_at_a_time:
+        with self._turn():
             return self._run(spec, Watching(screen, shown_ranks, notice, listeners, beside))
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Of the runs that several threads want, one after the other."""
+        if not self._one_at_a_time.acquire(blocking=not self.occupied):
+            raise LaunchRefused(self.occupied)
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
 
     def _run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
         _load_once(spec)
@@ -117,7 +132,7 @@ class Launcher:
             What a rank failed of; KeyboardInterrupt: no rank is left.
         """
         refuse_nested_launch()
-        with self._one_at_a_time:
+        with self._turn():
             _load_once(spec)
             try:
                 residents = self._settle(spec, Watching(screen))

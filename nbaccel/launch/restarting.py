@@ -160,6 +160,8 @@ class Restarting:
             )
         if attempt.spec.oom != SHRINK:
             return f"--oom shrink, or oom='shrink' in a launch, would go on {_in_parts(loop, 2 * loop.parts)}"
+        if attempt.spec.no_restart:
+            return f"{attempt.spec.no_restart} it would go on {_in_parts(loop, 2 * loop.parts)}"
         if self._restarts >= _MOST_RESTARTS:
             return f"it was {_MOST_RESTARTS} times already"
         if attempt.ended.seconds > _LONGEST_LOSS_S and not checkpoint:

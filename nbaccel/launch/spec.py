@@ -161,7 +161,7 @@ class LaunchSpec:
     setup: "module:function" called in every rank with the task's namespace before the task runs.
     threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
     wants_results: a failing run waits for rank 0's results before it is ended.
-    oom: one of `OOM_CHOICES`.
+    oom: one of `OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     stays: the ranks stay when the task is done, and wait for the next.
     """
@@ -175,6 +175,7 @@ class LaunchSpec:
     timeout_s: float | None = None
     wants_results: bool = True
     oom: str = STOP
+    no_restart: str = ""
     hang_timeout_s: float | None = None
     stays: bool = False
 

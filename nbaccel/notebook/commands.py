@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from IPython.core.error import UsageError
 
@@ -15,16 +16,16 @@ class Command:
     """One word behind `%accelerate`.  run: gets the rest of the line."""
 
     name: str
-    run: Callable[[str], None]
+    run: Callable[[str], Any]
 
 
-def bare(name: str, act: Callable[[], None]) -> Command:
+def bare(name: str, act: Callable[[], Any]) -> Command:
     """A command that takes nothing behind it."""
 
-    def run(rest: str) -> None:
+    def run(rest: str) -> Any:
         if rest:
             raise UsageError(f"%accelerate {name} takes nothing behind it; got {rest!r}.")
-        act()
+        return act()
 
     return Command(name, run)
 
@@ -38,7 +39,7 @@ class Commands:
     nothing said
     """
 
-    def __init__(self, commands: Iterable[Command], otherwise: Callable[[], None]) -> None:
+    def __init__(self, commands: Iterable[Command], otherwise: Callable[[], Any]) -> None:
         self._commands = {command.name: command for command in commands}
         self._otherwise = otherwise
 
@@ -46,22 +47,21 @@ class Commands:
     def names(self) -> tuple[str, ...]:
         return tuple(self._commands)
 
-    def run(self, line: str) -> None:
-        """Follow the line behind `%accelerate`.
+    def run(self, line: str) -> Any:
+        """Follow the line behind `%accelerate`; what it comes to.
 
         Raises:
             UsageError: it begins with no command, or its command cannot be followed.
         """
         word, _, rest = line.strip().partition(" ")
         if not word:
-            self._otherwise()
-        elif word in self._commands:
-            self._commands[word].run(rest.strip())
-        else:
-            raise UsageError(
-                f"%accelerate {word} is no command: there is %accelerate alone, or with {_either(self.names)}. "
-                "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks."
-            )
+            return self._otherwise()
+        if word in self._commands:
+            return self._commands[word].run(rest.strip())
+        raise UsageError(
+            f"%accelerate {word} is no command: there is %accelerate alone, or with {_either(self.names)}. "
+            "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks."
+        )
 
 
 def _either(words: Sequence[str]) -> str:

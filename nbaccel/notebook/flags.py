@@ -93,6 +93,8 @@ _OF_ONE_CELL = (
           help="let the ranks stay after the cell, as %%accelerate start does before it; default off"),
     _flag("--only", metavar="RANKS", type=read_only,
           help="run on these of the ranks that stay: 0 or 0,2-3; default all"),
+    _flag("--bg", action="store_true", default=None,
+          help="return at once, the run goes on: %%accelerate wait, status, attach, stop; default off"),
 )  # fmt: skip
 """Flags that mean one cell and nothing beyond it."""
 

@@ -18,6 +18,7 @@ from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
 from nbaccel.launch.rank.jupyter import cell_name
+from nbaccel.notebook.background_commands import background_commands
 from nbaccel.notebook.cell_run import briefly
 from nbaccel.notebook.commands import Command, Commands, bare
 from nbaccel.notebook.completion import Completer
@@ -68,7 +69,10 @@ class AccelerateMagics(Magics):
           %accelerate push NAMES        send them variables of the notebook
           %accelerate pull NAMES        bring variables back from rank 0, or with --rank 1 from another
           %accelerate restart           end them, and start others with the same flags
-          %accelerate stop              end them
+          %accelerate status            how the run in the background (--bg) goes, and what %accelerate alone says
+          %accelerate wait              wait for that run, and bring back what --out names
+          %accelerate attach            show its panel in this cell too, and wait; an interrupt goes away again
+          %accelerate stop              finish its step, the second time end it now; without one, end ranks that stay
         """
         try:
             if cell is None:
@@ -92,7 +96,8 @@ class AccelerateMagics(Magics):
         session = self.session
 
         def status() -> None:
-            session.say(status_line(session.survey(), session.configured(), session.last_run, session.stay.status()))
+            line = status_line(session.survey(), session.configured(), session.last_run, session.stay.status())
+            session.say("\n".join(filter(None, [line, session.background.status])))
 
         def doctor() -> None:
             session.say(doctor_report(session.survey(), session.configured(), session.cuda.first_cell))
@@ -111,6 +116,8 @@ class AccelerateMagics(Magics):
                 bare("doctor", doctor),
                 bare("memory", memory),
                 bare("why", why),
+                bare("status", status),
+                *background_commands(session),
                 *stay_commands(session, self._parser),
             ],
             otherwise=status,

@@ -12,7 +12,20 @@ from collections.abc import Iterable
 
 __all__ = ["COMMANDS", "in_our_words", "near", "what_is_unknown"]
 
-COMMANDS = ("config", "doctor", "memory", "why", "start", "push", "pull", "restart", "stop")
+COMMANDS = (
+    "config",
+    "doctor",
+    "memory",
+    "why",
+    "status",
+    "wait",
+    "attach",
+    "start",
+    "push",
+    "pull",
+    "restart",
+    "stop",
+)
 """What follows `%accelerate`."""
 
 _DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")

@@ -35,7 +35,7 @@ class Options:
     inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".
     timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
-    pdb: the rank to debug.
+    pdb: the rank to debug.  bg: return at once, the run goes on.
     keep, only: of one cell alone. Ranks stay after it; it runs on some of those that do, "0,2-3".
     """
 
@@ -63,6 +63,7 @@ class Options:
     pdb: int | None = None
     keep: bool | None = None
     only: str | None = None
+    bg: bool | None = None
 
     def over(self, weaker: Options) -> Options:
         """These choices, and `weaker`'s where these say nothing. "auto" is a choice."""

@@ -21,6 +21,7 @@ __all__ = ["EXCLUSIONS", "Exclusion", "refuse_contradictions", "refuse_without_i
 
 _GIVEN: dict[str, Callable[[Options], bool]] = {
     "--pdb": lambda options: options.pdb is not None,
+    "--bg": lambda options: bool(options.bg),
     "--start inline": lambda options: options.start == "inline",
 }
 """What may exclude something else, and how to know that it was asked for."""
@@ -47,6 +48,8 @@ EXCLUSIONS = (
         "--start inline",
         "in the notebook's own process breakpoint() needs no flag, and after an error there is %debug",
     ),
+    Exclusion("--pdb", "--bg", "a debugger asks for commands in the cell that runs"),
+    Exclusion("--bg", "--start inline", "the notebook's own process runs one thing at a time"),
 )
 
 

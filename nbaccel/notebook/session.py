@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbaccel.errors import LaunchRefused
@@ -19,12 +19,15 @@ from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import run_inline
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
-from nbaccel.launch.screen.audience import Audience
+from nbaccel.launch.screen.audience import Audience, can_answer, runs_unattended
 from nbaccel.launch.screen.frames import Frames
+from nbaccel.launch.screen.painter import Screen
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec, Results
+from nbaccel.notebook.background import Background
 from nbaccel.notebook.cell_run import CellRun, Host, Shown, raise_if_missing
+from nbaccel.notebook.cell_screen import CellScreen
 from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.memory import RankMemory
@@ -34,13 +37,17 @@ from nbaccel.notebook.refusals import refuse_contradictions, refuse_without_inpu
 from nbaccel.notebook.source import read_cell
 from nbaccel.notebook.start_flags import of_the_start
 from nbaccel.notebook.stay import Stay
-from nbaccel.notebook.steered import steered
+from nbaccel.notebook.steered import Steered, steered
 from nbaccel.notebook.why import PostMortem
+from nbaccel.world import is_notebook_kernel
 
 __all__ = ["LastRun", "Session"]
 
 SETUP = "nbaccel.train.setup:setup_rank"
 """Gives every rank its process group and, unless the notebook has the name, `accelerator`."""
+
+
+_MAY_HAVE_CHANGED = "ranks of a second start would see a notebook that has changed since; without --bg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,7 @@ class Session:
         self.last_run: LastRun | None = None
         self.rank_memory = RankMemory()
         self.post_mortem: PostMortem | None = None
+        self.background = Background(self.say, self._conclude)
         self._audience = Audience()
         self._launcher = launcher
         self._setup = setup
@@ -111,6 +119,7 @@ class Session:
         refuse_contradictions(options)
         refuse_wrong_places(options)
         refuse_without_input(options, self.shell)
+        self.background.make_room(for_another=bool(options.bg))
         source = read_cell(self.shell, body)
         self._check_names(options, body)
         if asked.keep and not self.stay.is_on:
@@ -119,6 +128,10 @@ class Session:
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that there is not, before anything is said
         self.say(str(plan) if host is self.launcher else f"in {host}")
         spec = plan.spec(task, self._setup, wants_results=bool(task.out))
+        if options.bg:
+            if not (why := self._why_not_in_the_background(plan)):
+                return self._leave(host, plan, source, task, spec)
+            self.say(f"--bg: {why}, so this cell waits for its run")
         if plan.start.method == "inline":
             return self._run_inline(spec, task, self._show(plan, source, spec, Frames()))
         with steered(self.shell) as (frames, beside):
@@ -126,7 +139,11 @@ class Session:
             self.rank_memory.begin(source.name)
             self.post_mortem = None
             run.go(host, listeners=[self.rank_memory], beside=beside)
-            return self._conclude(run)
+            try:
+                return self._conclude(run)
+            finally:
+                # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook.
+                run.show_end()
 
     def _lodge(self, asked: Options, options: Options, source: CellSource) -> tuple[Host, Plan, CellTask]:
         """Where a cell runs, as what, and its task: in the ranks that stay, or else in ranks of its own."""
@@ -149,6 +166,7 @@ class Session:
 
     def close(self) -> None:
         """End what runs for this notebook."""
+        self.background.close()
         self.stay.close()
 
     def _check_names(self, options: Options, body: str) -> None:
@@ -158,11 +176,44 @@ class Session:
         _refuse_unknown("--out", options.out, known | mentioned, "neither the notebook nor the cell has")
         _refuse_unknown("--in", options.inputs, known, "the notebook has not")
 
-    def _show(self, plan: Plan, source: CellSource, spec: LaunchSpec, frames: Frames) -> ShownRun:
-        facts, is_plain = plan.facts(source.name), bool(plan.options.plain)
+    def _show(
+        self, plan: Plan, source: CellSource, spec: LaunchSpec, frames: Frames, screen: Screen | None = None
+    ) -> ShownRun:
         return self._audience.show(
-            self.shell, spec.world_size, facts, self.survey().platform, is_plain=is_plain, frames=frames
+            self.shell,
+            spec.world_size,
+            plan.facts(source.name),
+            self.survey().platform,
+            is_plain=bool(plan.options.plain),
+            frames=frames,
+            screen=screen,
         )
+
+    # --- in the background -------------------------------------------------------------------------------------
+
+    def _why_not_in_the_background(self, plan: Plan) -> str:
+        """Empty if the cell can return while its run goes on, and somebody is there to come back to it."""
+        if plan.start.method == "inline":
+            return "a run in the notebook's own process leaves no room for other cells"
+        if not is_notebook_kernel():
+            return "a terminal has no place that other cells leave alone"
+        if runs_unattended(self.survey().platform) or not can_answer(self.shell):
+            return "a program executes this notebook, and would not come back to the run"
+        return ""
+
+    def _leave(self, host: Host, plan: Plan, source: CellSource, task: CellTask, spec: LaunchSpec) -> None:
+        """Start the run and let the cell end."""
+        button = Steered(None, set(), "Stop: %accelerate stop")  # clicks come between cells, as all messages do
+        shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
+        run = CellRun(plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown)
+        self.rank_memory.begin(source.name)
+        self.post_mortem = None
+        current = self.background.begin(run, host, [self.rank_memory], [button])
+        self.launcher.occupied = (
+            f"{current.cell} has been running in the background since {current.began_at}, and one run at a time uses "
+            "the devices: %accelerate wait for it, or %accelerate stop it."
+        )
+        self.say("in the background: %accelerate wait, status, attach and stop come back to it")
 
     # --- after the run -----------------------------------------------------------------------------------------
 
@@ -176,8 +227,6 @@ class Session:
         finally:
             if ended.stays:
                 self.stay.after(run.error)
-            # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook by now.
-            run.show_end()
 
     def _run_inline(self, spec: LaunchSpec, task: CellTask, shown: ShownRun) -> Any:
         """The cell in the notebook's own process. Names that `--out` does not list are as before afterwards."""

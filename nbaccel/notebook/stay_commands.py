@@ -1,4 +1,4 @@
-"""`%accelerate start|push|pull|restart|stop`: reads what follows; `Stay` does the work. Runs in the kernel."""
+"""`%accelerate start|push|pull|restart`: reads what follows; `Stay` does the work. Runs in the kernel."""
 
 from __future__ import annotations
 
@@ -23,23 +23,30 @@ def stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Com
     """The commands of one notebook.  parser: of the flags."""
 
     def start(rest: str) -> None:
+        session.background.make_room()
         session.stay.start(parse(parser, rest).over(of_the_start(session.configured())))
 
     def push(rest: str) -> None:
         names = _names("push", rest)
         _refuse_unknown("push", names, session.shell.user_ns)
+        session.background.make_room()
         session.stay.push(names)
 
     def pull(rest: str) -> None:
         words, rank = _split_rank(rest)
-        session.stay.pull(_names("pull", words), rank)
+        names = _names("pull", words)
+        session.background.make_room()
+        session.stay.pull(names, rank)
+
+    def restart() -> None:
+        session.background.make_room()
+        session.stay.restart()
 
     return [
         Command("start", start),
         Command("push", push),
         Command("pull", pull),
-        bare("restart", lambda: session.stay.restart()),
-        bare("stop", lambda: session.stay.stop()),
+        bare("restart", restart),
     ]
 
 

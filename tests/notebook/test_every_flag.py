@@ -81,6 +81,11 @@ WRONG = {
         ("--only first", "ranks are all, a number, or a list such as 0,2-3; got 'first'"),
         ("--only 0", "--only 0 names ranks that stay, and none do: %accelerate start, or leave it out."),
     ],
+    "--bg": [
+        ("--bg=yes", "--bg takes no value; got 'yes'."),
+        ("--bg --pdb 0", "--pdb and --bg exclude each other: a debugger asks for commands in the cell that runs"),
+        ("--bg --start inline", "--bg and --start inline exclude each other: the notebook's own process runs one"),
+    ],
 }
 """Long flag to lines that use it wrongly, and what is said."""
 

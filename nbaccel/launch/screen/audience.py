@@ -13,6 +13,7 @@ from nbaccel.launch.screen.console import JupyterScreen
 from nbaccel.launch.screen.frames import Frames
 from nbaccel.launch.screen.live import LivePanel
 from nbaccel.launch.screen.nowandthen import NowAndThen
+from nbaccel.launch.screen.painter import Screen
 from nbaccel.launch.screen.place import Place
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.screen.shown import ShownRun
@@ -40,23 +41,25 @@ class Audience:
         is_plain: bool = False,
         says_end: bool = True,
         frames: Frames | None = None,
+        screen: Screen | None = None,
     ) -> ShownRun:
         """A run for this audience.
 
         shell: IPython's, None in a script, which shows only what its ranks print.  is_plain: text only, please.
-        frames: how the states of a panel are shown.
+        frames: how the states of a panel are shown.  screen: of a notebook; None for the cell that runs.
         says_end: a panel's end is also said in a line of text.
         """
         if shell is None:
             return ShownRun(ConsoleScreen(), world_size, facts)
         if is_plain:
-            return NowAndThen(ConsoleScreen(), world_size, facts)
+            return NowAndThen(screen or ConsoleScreen(), world_size, facts)
         if not is_notebook_kernel():  # a terminal cannot take back what it has shown
             return NowAndThen(JupyterScreen(shell), world_size, facts)
         place = self._place_in(shell)
         if runs_unattended(platform):
             return NowAndThen(JupyterScreen(shell), world_size, facts, place=place)
-        return LivePanel(JupyterScreen(shell), world_size, facts, place, frames=frames, says_end=says_end)
+        screen = screen or JupyterScreen(shell)
+        return LivePanel(screen, world_size, facts, place, frames=frames, says_end=says_end)
 
     def _place_in(self, shell: Any) -> Place:
         """One place for all runs that a cell starts."""

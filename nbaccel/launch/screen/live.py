@@ -61,6 +61,9 @@ class LivePanel(ShownRun):
         self._bars = list(rows)
         self._bars_room = max(self._bars_room, len(rows))
 
+    def show_too(self, screen: Screen) -> None:
+        self._place.show_too(screen)
+
     def tick(self, now: float) -> None:
         if now < self._due - TICK_SLACK_S or not self._is_worth_a_word(now - self._began):
             return

@@ -34,6 +34,7 @@ class Place:
         self.cell = cell
         self.board = Board()
         self.is_open = False
+        self._latest: dict[str, Any] = {}
         self._display_id = f"nbaccel-run-{uuid.uuid4().hex[:12]}"
         self._when_it_ends = when_it_ends
         self._is_promised = False
@@ -41,7 +42,13 @@ class Place:
     def show(self, screen: Screen, data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
         """Show this instead of what stands here."""
         kind, self.is_open = "update" if self.is_open else "display", True
-        screen.publish({"kind": kind, "data": data, "metadata": metadata or {}, "display_id": self._display_id})
+        self._latest = {"data": data, "metadata": metadata or {}, "display_id": self._display_id}
+        screen.publish({"kind": kind, **self._latest})
+
+    def show_too(self, screen: Screen) -> None:
+        """Show it in another cell as well, from now on the same in both; nothing where nothing is shown yet."""
+        if self.is_open:
+            screen.publish({"kind": "display", **self._latest})
 
     def conclude(self, screen: Screen, panel: Panel, seconds: float, state: State) -> None:
         """The run of `panel` is over: its picture, or a row below those of the runs before it."""

@@ -51,6 +51,9 @@ class ShownRun(Listener):
         """A rich message of the ranks."""
         self._screen.publish(message)
 
+    def show_too(self, screen: Screen) -> None:
+        """Show what can be seen in two cells at once, if something can."""
+
     @property
     def has_room_for_bars(self) -> bool:
         return False

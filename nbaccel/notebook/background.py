@@ -1,0 +1,279 @@
+"""Background: a cell's run that goes on while other cells run, `--bg`. Runs in the kernel.
+
+The ranks are started before the cell returns, so they see the notebook as of the cell; a thread then watches them, and
+shows what they print in the cell they belong to. Values enter the notebook in the main thread, when somebody waits for
+them: no variable changes under a cell that runs. The thread ends with the kernel, and the ranks do, too.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.events import Listener
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.screen.painter import Screen
+from nbaccel.notebook.cell_run import CellRun, Host, briefly
+from nbaccel.view.text import line
+from nbaccel.view.words import duration
+
+__all__ = ["Background", "BackgroundRun"]
+
+_ATTEMPTS = 20
+
+
+class BackgroundRun(Beside):
+    """One run, from `start` to its end. Its methods are for the main thread.
+
+    cell: what it is the run of.  began_at: by the clock on the wall, "14:02:11".
+    was_interrupted: before it had begun.  times: how often it was asked to end, by whomever.
+    """
+
+    def __init__(self, run: CellRun) -> None:
+        self.run = run
+        self.cell = run.source.name
+        self.began_at = time.strftime("%H:%M:%S")
+        self.was_interrupted = False
+        self.times = 0
+        self._began = time.monotonic()
+        self._has_begun = threading.Event()
+        self._is_over = threading.Event()
+        self._trouble: BaseException | None = None
+        self._presses = 0  # before the ranks could be told
+        self._press = self._count_press
+        self._shown_at: list[Screen] = []
+
+    # --- in the main thread ------------------------------------------------------------------------------------
+
+    def start(self, host: Host, listeners: Sequence[Listener], beside: Sequence[Beside]) -> None:
+        """Return once the ranks are started. An interrupt meanwhile stops them, and the run is over then.
+
+        Raises:
+            Whatever kept the run from starting.
+        """
+
+        def go() -> None:
+            try:
+                self.run.go(host, listeners=listeners, beside=[self, *beside])
+                self.run.show_end()
+                self._say_what_waits()
+            except BaseException as trouble:
+                self._trouble = trouble
+            finally:
+                self._is_over.set()
+                self._has_begun.set()
+
+        # A copy of the context: ipykernel 7 keeps in it which cell a thread belongs to.
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(go,), name="nbaccel-background", daemon=True).start()
+        while not self._has_begun.is_set() or (self.was_interrupted and not self.is_over):
+            try:
+                (self._is_over if self.was_interrupted else self._has_begun).wait()
+            except KeyboardInterrupt:
+                self.was_interrupted = True
+                self.stop()
+        self.check()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over.is_set()
+
+    @property
+    def is_worth_waiting_for(self) -> bool:
+        """Whether it has left something that only `%accelerate wait` brings."""
+        return bool(self.run.task.out) or self.run.error is not None or self._trouble is not None
+
+    def wait(self) -> bool:
+        """Wait until the run is over; False if an interrupt ended the waiting, which the run does not notice."""
+        try:
+            return self._is_over.wait()
+        except KeyboardInterrupt:
+            return False
+
+    def check(self) -> None:
+        """
+        Raises:
+            Whatever kept the run from coming to its end in order.
+        """
+        if self._trouble is not None:
+            raise self._trouble
+
+    def stop(self) -> None:
+        """Finish the step; the second time, end now."""
+        self._press()
+
+    def _count_press(self) -> None:
+        self._presses += 1
+
+    def show_at(self, screen: Screen) -> None:
+        """Show its panel there, too."""
+        if self.is_over:
+            self.run.shown.show_too(screen)
+        else:
+            self._shown_at.append(screen)
+
+    def __str__(self) -> str:
+        """How it goes, or went, in half a sentence."""
+        if not self.is_over:
+            return f"{self.cell} has been running in the background since {self.began_at} ({self._progress()})"
+        if self._trouble is not None:
+            return f"{self.cell} came to no orderly end in the background ({type(self._trouble).__name__})"
+        return f"{self.cell} has ended in the background ({self.run.end})"
+
+    @property
+    def what_waits(self) -> str:
+        """What `%accelerate wait` would bring, in words."""
+        return ", ".join([*self.run.task.out, *([] if self.run.error is None else ["its error"])]) or "no value"
+
+    def _progress(self) -> str:
+        shown, seconds = self.run.shown, time.monotonic() - self._began
+        for _ in range(_ATTEMPTS):
+            try:
+                return line(shown.history, shown.facts, seconds)
+            except RuntimeError:  # the thread that watches the ranks has just added a curve
+                continue
+        return duration(seconds)
+
+    # --- in the thread that watches the ranks --------------------------------------------------------------------
+
+    def due_in(self, now: float) -> float | None:
+        return None if self._has_begun.is_set() else 0.0
+
+    def tick(self, now: float, press: Callable[[], None]) -> None:
+        self._press = press
+        for _ in range(self._presses):
+            press()
+        self._presses = 0
+        self._has_begun.set()
+        while self._shown_at:
+            self.run.shown.show_too(self._shown_at.pop())
+
+    def pressed(self, times: int) -> None:
+        self.times = times
+
+    def _say_what_waits(self) -> None:
+        if self.is_worth_waiting_for:
+            self.run.shown.write(
+                "stdout", f"{self.cell} is {self.run.end}: %accelerate wait brings {self.what_waits}\n"
+            )
+
+
+class Background:
+    """The one run that a notebook may have there, and what `%accelerate` does with it. For the main thread.
+
+    say: prints a line.  conclude: brings what a run that is over has left into the notebook, and its error.
+    """
+
+    def __init__(self, say: Callable[[str], None], conclude: Callable[[CellRun], Any]) -> None:
+        self._say = say
+        self._conclude = conclude
+        self._current: BackgroundRun | None = None
+
+    def make_room(self, *, for_another: bool = False) -> None:
+        """Ranks are about to be used, in the background too if `for_another`.
+
+        Raises:
+            LaunchRefused: one is running, or has left what `for_another` would displace.
+        """
+        current = self._current
+        if current is None:
+            return
+        if not current.is_over:
+            raise LaunchRefused(
+                f"{current}, and one run at a time uses the devices: %accelerate wait for it, or %accelerate stop it, "
+                "and then run this cell again."
+            )
+        if not current.is_worth_waiting_for:
+            self._fetch(current)
+        elif for_another:
+            raise LaunchRefused(
+                f"{current}, and %accelerate wait has not brought {current.what_waits} yet: run that, and then this "
+                "cell again."
+            )
+        else:
+            self._say(f"{current}: %accelerate wait brings {current.what_waits}")
+
+    def begin(self, run: CellRun, host: Host, listeners: Sequence[Listener], beside: Sequence[Beside]) -> BackgroundRun:
+        """Start `run`. One that was interrupted before it had begun is over, and concluded like one in the foreground.
+
+        Raises:
+            LaunchRefused: nothing was started.
+        """
+        current = BackgroundRun(run)
+        current.start(host, listeners, beside)
+        if current.was_interrupted:
+            self._fetch(current)
+        self._current = current
+        return current
+
+    def wait(self) -> Any:
+        """The value of the cell's last expression; what came is in the notebook.
+
+        Raises:
+            The run's error; KeyboardInterrupt: the waiting was interrupted, and the run goes on.
+        """
+        current = self._running_or_over()
+        if current is None:
+            return None
+        if not current.wait():
+            raise briefly(KeyboardInterrupt(f"the waiting was interrupted; {current}. %accelerate wait waits again."))
+        return self._fetch(current)
+
+    def attach(self, here: Callable[[], Screen]) -> Any:
+        """Show the panel in the cell that runs now, which `here` makes a screen of, and wait.
+
+        An interrupt leaves the run alone, and is no error.
+        """
+        current = self._running_or_over()
+        if current is None:
+            return None
+        current.show_at(here())
+        if not current.wait():
+            self._say(f"detached; {current}")
+            return None
+        return self._fetch(current)
+
+    def stop(self) -> bool:
+        """Ask the run to end; False if none is running."""
+        current = self._current
+        if current is None or current.is_over:
+            return False
+        is_first = current.times == 0
+        current.stop()
+        self._say(
+            f"{current.cell} finishes its step; %accelerate wait brings what it has, %accelerate stop ends it now"
+            if is_first
+            else f"{current.cell} is being ended"
+        )
+        return True
+
+    def close(self) -> None:
+        """End what runs, at once and without a word."""
+        current, self._current = self._current, None
+        if current is not None and not current.is_over:
+            current.stop()
+            current.stop()
+            current.wait()
+
+    @property
+    def status(self) -> str:
+        """A line; empty if there is nothing to say."""
+        current = self._current
+        if current is None:
+            return ""
+        waits = f"; %accelerate wait brings {current.what_waits}" if current.is_over else ""
+        return f"{current}{waits}"
+
+    def _running_or_over(self) -> BackgroundRun | None:
+        if self._current is None:
+            self._say("nothing runs in the background; a cell does with %%accelerate --bg")
+        return self._current
+
+    def _fetch(self, current: BackgroundRun) -> Any:
+        self._current = None
+        current.check()
+        return self._conclude(current.run)
