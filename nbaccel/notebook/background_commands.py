@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from IPython.core.error import UsageError
+
 from nbaccel.notebook.cell_screen import CellScreen
 from nbaccel.notebook.commands import Command, bare
 from nbaccel.notebook.session import Session
@@ -13,11 +15,14 @@ def background_commands(session: Session) -> list[Command]:
     """The commands of one notebook."""
 
     def stop() -> None:
-        if not session.background.stop():
-            session.stay.stop()
+        if session.background.stop():
+            return
+        if not session.stay.is_on:
+            raise UsageError("nothing runs in the background, and no ranks stay.")
+        session.stay.stop()
 
     return [
-        bare("wait", session.background.wait),
+        bare("wait", lambda: session.background.wait()),
         bare("attach", lambda: session.background.attach(lambda: CellScreen(session.shell.kernel))),
         bare("stop", stop),
     ]

@@ -65,14 +65,14 @@ class AccelerateMagics(Magics):
           %accelerate doctor            what this machine offers
           %accelerate memory            who holds how much of it
           %accelerate why               what the ranks of a run that failed or was interrupted were doing, side by side
+          %accelerate status            how the run in the background (--bg) goes, and what %accelerate alone says
+          %accelerate wait              wait for that run, and bring back what --out names
+          %accelerate attach            show its panel in this cell too, and wait; an interrupt ends the waiting
+          %accelerate stop              finish its step, the second time end it now; without one, end ranks that stay
           %accelerate start FLAGS       start ranks that stay: cells run in them, and names last from cell to cell
           %accelerate push NAMES        send them variables of the notebook
           %accelerate pull NAMES        bring variables back from rank 0, or with --rank 1 from another
           %accelerate restart           end them, and start others with the same flags
-          %accelerate status            how the run in the background (--bg) goes, and what %accelerate alone says
-          %accelerate wait              wait for that run, and bring back what --out names
-          %accelerate attach            show its panel in this cell too, and wait; an interrupt goes away again
-          %accelerate stop              finish its step, the second time end it now; without one, end ranks that stay
         """
         try:
             if cell is None:

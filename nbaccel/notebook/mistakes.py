@@ -20,11 +20,11 @@ COMMANDS = (
     "status",
     "wait",
     "attach",
+    "stop",
     "start",
     "push",
     "pull",
     "restart",
-    "stop",
 )
 """What follows `%accelerate`."""
 

@@ -94,11 +94,19 @@ WRONG_COMMANDS = {
     "doctor": [("doctor now", "%accelerate doctor takes nothing behind it; got 'now'.")],
     "memory": [("memory all", "%accelerate memory takes nothing behind it; got 'all'.")],
     "why": [("why not", "%accelerate why takes nothing behind it; got 'not'.")],
+    "status": [("status all", "%accelerate status takes nothing behind it; got 'all'.")],
+    "wait": [("wait 5", "%accelerate wait takes nothing behind it; got '5'.")],
+    "attach": [("attach 5", "%accelerate attach takes nothing behind it; got '5'.")],
+    "stop": [
+        ("stop now", "%accelerate stop takes nothing behind it; got 'now'."),
+        ("stop", "nothing runs in the background, and no ranks stay."),
+    ],
     "start": [
         ("start -n 0", "a number of ranks is 1 or more, or auto; got '0'"),
         ("start 2", "'2' belongs to no flag; for 2 ranks it is -n 2."),
         ("start --out model", "--out belongs to a cell, not to the start: write it behind %%accelerate."),
         ("start --pdb 0", "--pdb belongs to a cell"),
+        ("start --bg", "--bg belongs to a cell"),
         ("start --start inline", "ranks that stay are processes of their own, and here one would run in the notebook"),
     ],
     "push": [
@@ -114,10 +122,6 @@ WRONG_COMMANDS = {
     "restart": [
         ("restart -n 2", "%accelerate restart takes nothing behind it; got '-n 2'."),
         ("restart", "no ranks stay, and none did: %accelerate start makes some."),
-    ],
-    "stop": [
-        ("stop now", "%accelerate stop takes nothing behind it; got 'now'."),
-        ("stop", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
     ],
 }
 """Command to lines that use it wrongly, and what is said."""

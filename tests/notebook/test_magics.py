@@ -15,6 +15,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.magics import AccelerateMagics, register, unregister
+from nbaccel.notebook.mistakes import COMMANDS
 from nbaccel.notebook.options import Options
 from nbaccel.notebook.session import LastRun, Session
 
@@ -180,8 +181,8 @@ def test_another_command_is_one_sentence(planned: Any) -> None:
     assert isinstance(ran.error, UsageError)
     assert ran.stderr == (
         "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config, doctor, memory, why, "
-        "start, push, pull, restart or stop. Flags belong to a cell that begins with %%accelerate, two percent signs, "
-        "and runs in ranks.\n"
+        "status, wait, attach, stop, start, push, pull or restart. Flags belong to a cell that begins with "
+        "%%accelerate, two percent signs, and runs in ranks.\n"
     )
 
 
@@ -215,7 +216,7 @@ def test_help_shows_the_flags(planned: Any) -> None:
         ("%%accelerate --out model --d", "--d", ["--debug", "--devices"]),
         ("%%accelerate --cpu --pl", "--pl", ["--plain", "--plot"]),
         ("%%accelerate", "%%accelerate", []),
-        ("%accelerate ", "", ["config", "doctor", "memory", "why", "start", "push", "pull", "restart", "stop"]),
+        ("%accelerate ", "", list(COMMANDS)),
         ("%accelerate d", "d", ["doctor"]),
         ("%accelerate config acc", "acc", ["accumulate="]),
         ("%accelerate config seed=3 acc", "acc", ["accumulate="]),

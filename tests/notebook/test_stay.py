@@ -33,7 +33,7 @@ def said(ran: Any) -> str:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("%accelerate stop", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
+        ("%accelerate stop", "nothing runs in the background, and no ranks stay."),
         ("%accelerate push x", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
         ("%accelerate pull x", "no ranks stay: %accelerate start makes some, and so does --keep in a cell."),
         ("%accelerate restart", "no ranks stay, and none did: %accelerate start makes some."),
