@@ -209,4 +209,6 @@ def _end_of(member: Member) -> str:
     code = member.process.exit_code or 0
     if member.was_killed:
         return "did not listen and had to be ended"
+    if not member.stays:
+        return "had to leave, because rank 0 waited for it where nothing else would have ended its waiting,"
     return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -106,8 +106,9 @@ def _death(exit_code: int, host: HostMemory) -> str:
 
 def _peers(ended: Ended, cause: int) -> str:
     """One clause on the other ranks: who failed alike, who had to be stopped."""
-    same = [rank for rank in _others(ended, cause) if _headline(ended.reports[rank]) == _headline(ended.reports[cause])]
-    same = [rank for rank in same if ended.reports[rank] is not None]
+    headline = _headline(ended.reports[cause])
+    alike = [rank for rank in _others(ended, cause) if _headline(ended.reports[rank]) == headline]
+    same = alike if headline is not None else []
     stopped = [rank for rank in _others(ended, cause) if rank not in same and not _is_done(ended.reports[rank])]
     parts = []
     if same:

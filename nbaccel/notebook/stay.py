@@ -6,6 +6,7 @@ ranks; what belongs to the start of ranks (how many, on what, the seed) cannot b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.hardware import Survey
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.home import Home
-from nbaccel.launch.launcher import Launcher
+from nbaccel.launch.launcher import Launcher, refuse_nested_launch
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.rank.cell import CellSource, CellTask
 from nbaccel.launch.rank.residence import Pull, Push, Residence
@@ -58,10 +59,12 @@ class Stay:
         self._residents: Residents | None = None
         self._plan: Plan | None = None
         self._options = Options()
+        self._pid = os.getpid()
 
     @property
     def is_on(self) -> bool:
-        return self._residents is not None and self._residents.is_open
+        """Whether there are any. A rank that was forked meanwhile holds a copy of this, and has none."""
+        return self._residents is not None and self._residents.is_open and os.getpid() == self._pid
 
     @property
     def residents(self) -> Residents:
@@ -70,7 +73,7 @@ class Stay:
         Raises:
             UsageError: there are none.
         """
-        if self._residents is None or not self._residents.is_open:
+        if self._residents is None or not self.is_on:
             raise UsageError("no ranks stay: %accelerate start makes some, and so does --keep in a cell.")
         return self._residents
 
@@ -87,6 +90,7 @@ class Stay:
         Raises:
             LaunchRefused: they stay already; or the flags are those of a cell, or cannot be had here.
         """
+        refuse_nested_launch()
         if self.is_on:
             if options == self._options:  # the cell was run again
                 return self._say(f"there are {Lodging(self.residents, '')} already")
@@ -115,6 +119,7 @@ class Stay:
         Raises:
             UsageError: there were none.
         """
+        refuse_nested_launch()
         if self._residents is None:
             raise UsageError("no ranks stay, and none did: %accelerate start makes some.")
         self._residents.close(Watching(ConsoleScreen()))
@@ -132,7 +137,7 @@ class Stay:
 
     def close(self) -> None:
         """End the ranks at once and without a word, if there are any."""
-        if self._residents is not None:
+        if self._residents is not None and self.is_on:
             self._residents.abandon()
 
     # --- cells -------------------------------------------------------------------------------------------------

@@ -474,7 +474,12 @@ def test_a_process_that_ignores_the_ends_of_its_children_can_launch() -> None:
         signal.signal(signal.SIGCHLD, previous)
 
 
-def test_a_slower_rank_may_fail_alike_before_it_is_interrupted(start_method: str) -> None:
+def test_a_slower_rank_may_fail_alike_before_it_is_interrupted(
+    start_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "_ALIKE_S", 20.0)  # on a busy machine ranks start far apart
+    monkeypatch.setattr(ending, "_PEERS_S", 80.0)
+
     def train() -> None:
         if rank() == 0:
             time.sleep(0.03)
@@ -483,6 +488,13 @@ def test_a_slower_rank_may_fail_alike_before_it_is_interrupted(start_method: str
     with pytest.raises(ValueError, match="the same everywhere") as caught:
         launch(train, 2, start_method=start_method)
     assert "; the same on rank " in caught.value.__notes__[0]
+
+
+def test_a_rank_that_came_to_its_end_is_not_said_to_have_died_too(start_method: str) -> None:
+    with pytest.raises(RankDied) as caught:
+        launch(lambda: os._exit(3) if rank() else None, 2, start_method=start_method)
+    assert "rank 1 of 2 ended with exit code 3 before its work was done" in str(caught.value)
+    assert "the same on" not in str(caught.value)
 
 
 def test_what_ranks_printed_is_for_the_user_alone(start_method: str) -> None:

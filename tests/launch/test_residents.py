@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import CannotSend, RankDied
+from nbaccel.launch import ending
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.guardian import session_members
 from nbaccel.launch.home import Home
@@ -188,7 +189,10 @@ def test_the_collectives_of_ddp_are_counted_too_and_rank_0_is_kept(ranks: Make) 
     us.cell("import torch\nmodel = accelerator.prepare(torch.nn.Linear(2, 2)); kept = 1")
     us.cell("if accelerator.process_index: 1 / 0\naccelerator.backward(model(torch.ones(1, 2)).sum())")
     assert isinstance(us.error, ZeroDivisionError)
-    assert "rank 1 of 2" in us.residents.trouble
+    assert us.residents.trouble == (
+        "rank 1 of 2 had to leave, because rank 0 waited for it where nothing else would have ended its waiting, "
+        "in Cell In[1]"
+    )
     assert us.residents.alive == [0]
     assert us.pull("kept") == {"kept": 1}
 
@@ -275,6 +279,21 @@ def test_a_press_stops_the_cell_and_the_names_stay(ranks: Make) -> None:
     assert us.outcome is not None
     assert us.outcome.ended.is_interrupted
     assert us.cell("y += 1", out=("y",)) == {"y": 3}
+
+
+def test_a_rank_that_does_not_listen_is_ended_and_the_other_stays(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "_NO_STEP_S", 0.1)
+    monkeypatch.setattr(ending, "_PATIENCE_S", 0.5)
+    us = ranks()
+    us.cell(
+        "import os, signal, threading\n"
+        "y = 5\n"
+        "if os.environ['RANK'] == '1': signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])\n"
+        "threading.Event().wait()\n",
+        beside=[_PressAtOnce(1)],
+    )
+    assert us.residents.trouble == "rank 1 of 2 did not listen and had to be ended in Cell In[1]"
+    assert us.pull("y") == {"y": 5}
 
 
 def test_two_presses_end_the_ranks(ranks: Make) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from nbaccel.launch.functions import launch
+
 START = "%accelerate start -n 2 --cpu"
 
 
@@ -181,6 +183,14 @@ def test_a_dead_rank_is_said_by_every_command_and_what_the_other_has_can_be_had(
 def test_memory_that_runs_out_says_that_ranks_that_stay_are_not_started_again(staying: Any) -> None:
     ran = staying.run("%%accelerate\nimport torch\nraise torch.OutOfMemoryError('CUDA out of memory')")
     assert "not started again: nothing of ours can be cut" in ran.stdout
+
+
+def test_ranks_of_another_launch_have_no_ranks_that_stay(staying: Any) -> None:
+    """A fork holds copies of all that leads to them."""
+    stay = staying.session.stay
+    assert stay.is_on
+    assert launch(lambda: stay.is_on, 1, start_method="fork").value is False
+    assert staying.run("%%accelerate\n6").value == 6
 
 
 def test_unloading_the_extension_ends_the_ranks(staying: Any) -> None:
