@@ -11,7 +11,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from nbaccel.launch.crew import Crew
@@ -61,6 +62,7 @@ class Residents:
         self._standings: dict[int, Standing] = {}
         self._gone: dict[int, str] = {}
         self._out_of_step = ""
+        self._is_at_work = False
         self._compare(ended, (), "the start")
 
     # --- what they do ------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class Residents:
         absent = [rank for rank in range(self.spec.world_size) if rank not in insiders]
         spec = replace(self.spec, task=task, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
         host, witness, log_path = HostMemory(), Witness(), self._new_log()
-        with self._lock:
+        with self._lock, self._at_work():
             self.home.there = frozenset.intersection(*(self._names[rank] for rank in insiders))
             parcel = task.pack()
             try:
@@ -113,7 +115,7 @@ class Residents:
 
     def close(self, watching: Watching) -> None:
         """End the ranks, as a run ends; no process of theirs is left."""
-        with self._lock:
+        with self._lock, self._at_work():
             if not self.is_open:
                 return
             try:
@@ -187,7 +189,18 @@ class Residents:
         is_inside = position.in_step and ended.first_failed is not None and not is_partial
         return Standing(issued, self._crew.page.collectives(rank), position.step if is_inside else -1)
 
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """A run's own loop, perhaps in another thread, sees who dies meanwhile."""
+        self._is_at_work = True
+        try:
+            yield
+        finally:
+            self._is_at_work = False
+
     def _look_for_deaths(self) -> None:
+        if self._is_at_work:
+            return
         poll = select.poll()
         living = {member.process.pidfd: member for member in self._crew.members if not member.has_ended}
         for pidfd in living:
