@@ -89,8 +89,9 @@ def test_bars_make_the_file_grow_by_their_last_states_alone(of_500_steps: Path) 
     outputs = nbformat.read(of_500_steps, as_version=4).cells[1].outputs
     text = "".join(output.text for output in outputs if output.get("name") == "stderr")
     assert len(text) < 400, text
-    assert sorted(line.partition("|")[0] for line in text.splitlines()) == ["[rank 0] 100%", "[rank 1] 100%"]
-    assert text.count("500/500") == 2
+    last = sorted(line.partition("|")[0] for line in text.splitlines())
+    assert last in (["[rank 0] 100%", "[rank 1] 100%"], ["[all] 100%"])  # as fast as each other, to the last digit
+    assert text.count("500/500") == len(last)
 
 
 def _nbconverts() -> list[object]:
@@ -118,5 +119,5 @@ def test_nbconvert_that_executes_leaves_lines_of_text_and_the_picture(tmp_path: 
     assert sorted(display.data) == ["image/png", "text/plain"]
     text = "".join(output.get("text", "") for output in outputs)
     assert "\r" not in text
-    assert text.count("500/500") == 2
+    assert text.count("500/500") in (1, 2)
     assert re.search(r"^done in \S+ s, 500 steps, loss", text, re.M)

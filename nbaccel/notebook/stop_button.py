@@ -57,8 +57,8 @@ class StopButton:
         return {_WIDGET_MIME: {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}}
 
     def show(self, html: str) -> None:
-        """Another state of the panel."""
-        self._panel.value = html
+        """Another state of the panel, as wide as its place: left to itself a widget is as wide as its content."""
+        self._panel.value = f'<div style="width:0;min-width:100%">{html}</div>'
 
     def pressed(self, times: int) -> None:
         """The run was asked to end so often."""

@@ -171,6 +171,7 @@ class History:
             phase.evaluation[rank] = event
             return
         phase.training[rank] = event
+        phase.said_at[rank] = at_s
         if rank != phase.leader:
             return
         phase.pace.add(at_s, event.step, fraction(event))

@@ -33,7 +33,8 @@ class PhaseRecord:
 
     name: as the user called it; empty for a run without phases.  began_s: since the run began.
     loss: what `backward` was given, None until it was.  metrics: what was logged, by name.
-    training, evaluation: the newest word of each rank on its loop over a loader.
+    training, evaluation: the newest word of each rank on its loop over a loader.  said_at: when that on training was
+        said, since the run began.
     pace: of the leader.  entered: when each rank named this phase, since the run began.
     """
 
@@ -43,6 +44,7 @@ class PhaseRecord:
     metrics: dict[str, Series] = field(default_factory=dict)
     training: dict[int, Progress] = field(default_factory=dict)
     evaluation: dict[int, Progress] = field(default_factory=dict)
+    said_at: dict[int, float] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     entered: dict[int, float] = field(default_factory=dict)
 
@@ -89,12 +91,15 @@ class PhaseRecord:
     def lag(self, rank: int) -> int:
         """Steps by which a rank is ahead of the leader, or behind it, when negative.
 
-        One step is none: ranks report in turn.
+        Ranks say where they are at different moments: what the leader does in between is no lag, give or take half of
+        it, and one step.
         """
         if self.leader is None or rank not in self.training:
             return 0
-        ahead = self.training[rank].step - self.training[self.leader].step
-        return ahead if abs(ahead) > 1 else 0
+        seconds = self.said_at[rank] - self.said_at[self.leader]
+        meanwhile = seconds * (self.pace.steps_per_s or 0.0)
+        ahead = self.training[rank].step - self.training[self.leader].step - meanwhile
+        return round(ahead) if abs(ahead) > 1 + abs(meanwhile) / 2 else 0
 
     @property
     def eta_s(self) -> float | None:

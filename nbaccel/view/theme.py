@@ -78,7 +78,7 @@ STYLE = (
     # Front ends give preformatted text a background, a size and a way to wrap of their own.
     ".nbaccel pre.bars{margin:0;padding:0;border:0;background:none;color:inherit;white-space:pre;overflow:hidden;"
     "font:12px/18px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
-    ".nbaccel .ranks{flex:none;overflow:auto}"
+    ".nbaccel .ranks{flex:0 1 auto;min-width:0;overflow:hidden auto}"
     ".nbaccel table{border-collapse:collapse;margin:0;border:0;font:inherit;color:inherit;table-layout:auto}"
     # Front ends give tables stripes and rules of their own.
     ".nbaccel thead{border:0}.nbaccel tr,.nbaccel tbody tr:nth-child(n),.nbaccel tbody tr:nth-child(n):hover"

@@ -219,6 +219,24 @@ def test_to_pandas_has_a_row_for_each_step_and_a_column_for_each_curve() -> None
     assert a_run().to_pandas(rank=1)["loss"].iloc[1] == 0.5
 
 
+def lag_of_rank_1(step: int, *, seconds_later: float) -> int:
+    """Where the leader does ten steps per second and has done 100."""
+    history = History(2)
+    for at in range(101):
+        history.feed(0, at / 10, Progress(at, at, 1000))
+    history.feed(1, 10.0 + seconds_later, Progress(step, step, 1000))
+    return history.phase.lag(1)
+
+
+def test_a_rank_is_behind_or_ahead_by_steps_and_not_by_the_moment_at_which_it_says_so() -> None:
+    assert lag_of_rank_1(98, seconds_later=-0.2) == 0
+    assert lag_of_rank_1(103, seconds_later=0.25) == 0
+    assert lag_of_rank_1(101, seconds_later=0.0) == 0
+    assert lag_of_rank_1(90, seconds_later=0.0) == -10
+    assert lag_of_rank_1(90, seconds_later=0.2) == -12
+    assert lag_of_rank_1(140, seconds_later=0.0) == 40
+
+
 def test_a_history_says_what_it_is() -> None:
     assert repr(a_run()) == "<History: 10 steps, 2 ranks; loss 0.1000, acc 0.7500>"
 
