@@ -37,7 +37,9 @@ class StopButton:
         self._button = widgets.Button(layout=widgets.Layout(width="auto", margin="4px 0 0 0", align_self="flex-start"))
         self._box = widgets.VBox([self._panel, self._button])
         self._box.add_class(CSS_CLASS)
-        self._box._view_count = 0  # not None: front ends are to report how many of them show it
+        # Not None: front ends are to report how many of them show it. The innermost, since of a widget whose class they
+        # do not have (ipywidgets 7 here, 8 there) they count the box of their error as a view.
+        self._button._view_count = 0
         self._button.on_click(lambda button: on_click())
         self.pressed(0)
 
@@ -49,7 +51,7 @@ class StopButton:
     @property
     def is_seen(self) -> bool:
         """Whether a front end has said that it shows this."""
-        return bool(self._box._view_count)
+        return bool(self._button._view_count)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class StopButton:
 
     def close(self) -> None:
         """Nothing of it is left, here or in the front end."""
-        self._box._view_count = None  # else its end would be reported to widgets that are gone
+        self._button._view_count = None  # else its end would be reported to widgets that are gone
         for widget in list(self._widgets()):
             widget.close()
 

@@ -43,8 +43,8 @@ class FrontEnd:
 
     def show(self, *, after_end: bool = False) -> None:
         """Render the panel's widgets, and say so as ipywidgets do."""
-        cell = self._running.until(lambda cell: cell.frames and VIEW in cell.panel, after_end=after_end)
-        self._send(cell.panel[VIEW]["model_id"], {"method": "update", "state": {"_view_count": 1}, "buffer_paths": []})
+        self._running.until(lambda cell: cell.frames and VIEW in cell.panel, after_end=after_end)
+        self._send(self._id_of("description"), {"method": "update", "state": {"_view_count": 1}, "buffer_paths": []})
 
     def click(self) -> None:
         self._send(self._id_of("description"), {"method": "custom", "content": {"event": "click"}})

@@ -39,7 +39,7 @@ def test_the_panel_is_displayed_with_the_button_until_a_front_end_shows_it() -> 
     assert sorted(shown(steered) or {}) == [WIDGET, "text/html", "text/plain"]
     button = steered._button
     assert button is not None
-    button._box.set_state({"_view_count": 1})  # as a front end's message does
+    button._button.set_state({"_view_count": 1})  # as a front end's message does
     assert shown(steered) is None
     assert "<b>running</b>" in button._panel.value
     steered.close()
