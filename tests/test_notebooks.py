@@ -99,3 +99,23 @@ def test_a_training_that_is_ended_twice_ends_like_one_that_never_was(
     assert re.search(r"model\.safetensors is damaged: its checksum is \w+, .* Loading .*checkpoint_\d+ instead", said)
     assert "weights are equal, bit for bit:     True" in said
     assert not list(tmp_path.glob("nbaccel*"))
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_what_ranks_do_is_watched_and_steered(environment: Environment, tmp_path: Path) -> None:
+    notebook = run("05_watch_and_steer.ipynb", environment, tmp_path, num_processes=2)
+    said = text(notebook)
+    scores = re.search(r"accuracy by fold: \[([\d., ]+)\]", said)
+    assert scores is not None
+    assert [float(score) > 0.85 for score in scores[1].split(",")] == [True] * 3
+    assert "accuracy 0." in said
+    assert "57 steps, 57 points of the mean loss are kept" in said
+    assert "sent to 2 ranks: lr\n" in said
+    assert "the model is in the notebook: Sequential" in said
+    assert "2 ranks ended; nothing is held any more" in said
+    assert said.count("so this cell waits for its run") == 2, "a program that executes notebooks comes back to none"
+    assert float(re.search(r"accuracy of what came back: (\d\.\d+)", said)[1]) > 0.9
+    bundles = [output.data for output in outputs(notebook) if output.output_type == "display_data"]
+    assert all(set(data) <= {"text/plain", "image/png"} for data in bundles), "what a saved notebook can show"
+    fold = next(data["text/plain"] for data in bundles if "fold 2" in data["text/plain"])
+    assert "acc 0." in fold
