@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.functions import launch
+from nbaccel.launch import functions
 
 START = "%accelerate start -n 2 --cpu"
 
@@ -185,11 +185,12 @@ def test_memory_that_runs_out_says_that_ranks_that_stay_are_not_started_again(st
     assert "not started again: nothing of ours can be cut" in ran.stdout
 
 
-def test_ranks_of_another_launch_have_no_ranks_that_stay(staying: Any) -> None:
+def test_ranks_of_another_launch_have_no_ranks_that_stay(staying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork holds copies of all that leads to them."""
+    monkeypatch.setattr(functions, "default_launcher", lambda: staying.session.launcher)
     stay = staying.session.stay
     assert stay.is_on
-    assert launch(lambda: stay.is_on, 1, start_method="fork").value is False
+    assert functions.launch(lambda: stay.is_on, 1, start_method="fork").value is False
     assert staying.run("%%accelerate\n6").value == 6
 
 
