@@ -22,6 +22,8 @@ _MOST_ROWS = 50
 _COLOUR_FREE = rb"[@-ln-~]"  # the last character of every escape sequence but `m`, which only colours
 _REWRITES = re.compile(rb"\x1b(?:\[[0-9;?]*(?:" + _COLOUR_FREE + rb"|\Z)|\Z)")
 _CONTROL = re.compile(r"(\n|\x1b\[[0-9;?]*" + _COLOUR_FREE.decode() + ")")
+_WHOLE_BAR = re.compile(r"\[[\d:?]+(?:<[\d:?]+)?, [^\]]*\]\Z")
+"""How a state of tqdm ends: "[00:01<00:02, 3.45it/s]"."""
 _UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*)?)\Z")  # a carriage return may yet become the end of a line
 
 
@@ -140,6 +142,9 @@ class _Row:
             end = self.column + len(piece)
             self.text = self.text[: self.column] + piece + self.text[end:]
             self.column = end
+        if self.is_bar and self.column < len(self.text) and _WHOLE_BAR.search(self.text[: self.column]):
+            # tqdm draws the last state of an inner bar over the outer bar's row and wipes nothing of that.
+            self.text = self.text[: self.column]
 
     def erase(self, everything: bool) -> None:
         self.text = "" if everything else self.text[: self.column]

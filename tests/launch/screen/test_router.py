@@ -650,6 +650,24 @@ def test_last_states_of_all_kinds_of_tqdm_bars_are_right_for_every_rank() -> Non
     assert "\r" not in run.screen.text
 
 
+def test_an_inner_bar_that_stays_is_not_torn_by_the_longer_outer_one_that_it_is_drawn_over() -> None:
+    program = (
+        "from tqdm import tqdm\n"
+        "outer = tqdm(total=10, desc='a long description', mininterval=0)\n"
+        "outer.update(4)\n"
+        "for _ in tqdm(range(5), mininterval=0): pass\n"
+        "outer.close()\n"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    for size in (7, 4096):
+        run = Run(1, has_room_for_bars=True)
+        for start in range(0, len(output.stderr), size):
+            run.router.feed(0, "stderr", output.stderr[start : start + size])
+        inner, outer = run.end()
+        assert re.fullmatch(r"100%\|█+\| 5/5 \[[^\]]*\]", inner)
+        assert re.fullmatch(r"a long description:  40%\|█+ +\| 4/10 \[[^\]]*\]", outer)
+
+
 def test_bars_that_stay_are_all_kept() -> None:
     run = Run(1)
     for name in ("a", "b"):
