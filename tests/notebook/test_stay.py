@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from nbaccel.launch import functions
+from nbaccel.launch.rank.cell import CellSource
+from nbaccel.notebook.options import Options
 
 START = "%accelerate start -n 2 --cpu"
 
@@ -159,6 +161,12 @@ def test_status_and_memory_say_who_stays_since_when_and_what_is_held(staying: An
         status,
     )
     assert "they hold: rank 0 " in staying.run("%accelerate memory").stdout
+
+
+def test_the_panel_says_that_memory_is_held(staying: Any) -> None:
+    source = CellSource("1\n", "Cell In[9]")
+    _, plan, _ = staying.session.stay.lodge(Options(), Options(), source)
+    assert plan.facts("Cell In[9]").setting.endswith(", memory is held until %accelerate stop")
 
 
 def test_a_dead_rank_is_said_by_every_command_and_what_the_other_has_can_be_had(staying: Any) -> None:
