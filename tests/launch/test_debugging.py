@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nbaccel.errors import NoInput
 from nbaccel.launch.launcher import Launcher, Outcome
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.screen.router import ConsoleScreen
@@ -171,6 +172,30 @@ def test_input_of_that_rank_asks_too(debug: Any) -> None:
     outcome, typist = debug(ask_for_a_name, ["Ada"])
     assert outcome.values(1)["value"] == "Ada"
     assert typist.prompts == ["[rank 1] name? "]
+    outcome.close()
+
+
+class Samples:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        breakpoint()
+        return index
+
+
+def load_in_another_process() -> list[Any]:
+    from torch.utils.data import DataLoader
+
+    return list(DataLoader(Samples(), num_workers=1))  # type: ignore[arg-type]
+
+
+def test_a_breakpoint_in_a_loaders_process_says_where_it_can_be_debugged(debug: Any) -> None:
+    outcome, typist = debug(load_in_another_process, ["q"])
+    assert isinstance(outcome.error, NoInput)
+    assert "a child process of rank 1 asked for keyboard input" in str(outcome.error)
+    assert "a loader with num_workers=0 reads its data in the rank" in str(outcome.error)
+    assert typist.prompts == ["[rank 1] (Pdb) "]  # the post-mortem of what came of it
     outcome.close()
 
 

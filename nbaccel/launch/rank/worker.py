@@ -23,7 +23,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from nbaccel.errors import RunStopped
+from nbaccel.errors import NoInput, RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
@@ -297,6 +297,11 @@ class _Rank:
 
     def _ask(self, prompt: str) -> str:
         """What a person types at `prompt`, which is shown behind all that this rank has printed."""
+        if os.getpid() != self.pid:
+            raise NoInput(
+                f"a child process of rank {self.rank} asked for keyboard input, which the rank alone can do: a loader "
+                "with num_workers=0 reads its data in the rank, and can be debugged there."
+            )
         with self._asking:
             self._publish({"kind": PROMPT, "prompt": prompt})
             frame = self.channel.receive()
