@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -18,13 +19,23 @@ _FEW_FILES = (
     "torch.multiprocessing.set_sharing_strategy('file_system') in the cell, or use num_workers=0."
 )
 
+_DEAD_WORKER = (
+    "A DataLoader worker of this rank ended while it handed over a batch. If it was killed, most often because the "
+    "host's memory was full: use fewer workers (num_workers), each has a copy of what the dataset holds."
+)
+
 _TABLE = (
     (re.compile(r"unable to (allocate|open|resize|mmap) .*shared memory|<(/torch_|filename).*No space left"),
      _LITTLE_SHARED_MEMORY),
     (re.compile(r"DataLoader worker .* killed by signal: Bus error"), _LITTLE_SHARED_MEMORY),
+    (re.compile(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)"), _DEAD_WORKER),
     (re.compile(r"Too many open files|received \d+ items of ancdata"), _FEW_FILES),
 )  # fmt: skip
 """What the texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py) and of the system mean to a user."""
+
+_LOST_CONNECTIONS = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError")
+_HAND_OVER = os.path.join("torch", "multiprocessing", "reductions.py")
+"""Where a batch of a worker arrives; by itself "connection reset" would say that a rank was lost."""
 
 
 def advice(links: Sequence[Link]) -> str:
@@ -35,5 +46,10 @@ def advice(links: Sequence[Link]) -> str:
     >>> advice([Link("ValueError", ["ValueError: expected 10 classes, got 11"], [])])
     ''
     """
-    text = "\n".join(links[-1].headline) if links else ""
+    if not links:
+        return ""
+    last = links[-1]
+    text = "\n".join(last.headline)
+    if last.type_name in _LOST_CONNECTIONS and any(place[0].endswith(_HAND_OVER) for place in last.places):
+        return _DEAD_WORKER
     return next((line for pattern, line in _TABLE if pattern.search(text)), "")

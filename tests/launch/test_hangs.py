@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,6 +55,45 @@ def test_a_hang_ends_with_the_guilty_rank_and_its_line(
     assert re.search(rf"  rank {rank}: .*test_hangs.py, line \d+, {line}( \(inside .*\))?$", text, re.MULTILINE), text
     waiting = rf"  rank {1 - rank}: .*: accelerator.wait_for_everyone\(\) \(inside \w+ of transport.py\)$"
     assert re.search(waiting, text, re.MULTILINE), text
+
+
+def loads_from_a_worker(what_it_does: str) -> None:
+    """Rank 1's loader has a worker that comes to grief at its third sample."""
+    import torch
+
+    from nbaccel import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+
+    class Samples(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> int:
+            if rank == 1 and index == 3:
+                os.kill(os.getpid(), signal.SIGKILL) if what_it_does == "dies" else time.sleep(1000)
+            return index
+
+    for _ in torch.utils.data.DataLoader(Samples(), 1, num_workers=1):
+        accelerator.wait_for_everyone()
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_loader_that_died_ends_the_run_and_its_rank_is_named(start_method: str) -> None:
+    with pytest.raises((RuntimeError, OSError, EOFError)) as caught:  # as torch hears of it: at once, or by its socket
+        launch(loads_from_a_worker, 2, ("dies",), start_method=start_method, cpu=True, hang_timeout_s=20.0)
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised on rank 1 of 2" in notes, notes
+    assert "\nA DataLoader worker of this rank ended while it handed over a batch." in notes, repr(caught.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_a_worker_of_its_loader_is_a_hang_with_the_line_of_its_loop() -> None:
+    with pytest.raises(RanksFailed, match="rank 1 seems to hold up the others") as caught:
+        launch(loads_from_a_worker, 2, ("sleeps",), start_method="fork", cpu=True, hang_timeout_s=1.0)
+    where = r"  rank 1: .*test_hangs.py, line \d+, in loads_from_a_worker: for _ in torch.utils.data.DataLoader\("
+    assert re.search(where, str(caught.value)), str(caught.value)
 
 
 @pytest.mark.slow

@@ -109,6 +109,22 @@ class _Interrupt:
         self.is_open = False
 
 
+class _ChildHandler:
+    """What the user's code has SIGCHLD do is done in the user's code alone.
+
+    torch's handler raises, for a DataLoader's worker that died, wherever the program is: a report would be cut off.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = signal.SIG_DFL
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGCHLD, self._handler)
+
+    def __exit__(self, *exc: object) -> None:
+        self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL  # None: it came from C
+
+
 class _Rank:
     """One rank: prologue in `__init__`, then `live`."""
 
@@ -130,6 +146,7 @@ class _Rank:
         atexit._clear()  # the kernel's handlers are the kernel's to run
         _restore_signals()
         self.interrupt = _Interrupt()
+        self._children = _ChildHandler()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._stacks = tell_on_signal(boot.store_path, self.rank)
         meet_in_file(boot.store_path, boot.world)
@@ -167,7 +184,7 @@ class _Rank:
                 load_named(setup)(task.namespace)
             with debugging(task.debugged, self.rank, self._ask, self._tell) as debugger:
                 try:
-                    with self.interrupt:
+                    with self._children, self.interrupt:
                         task.run()
                 except bdb.BdbQuit:
                     raise
