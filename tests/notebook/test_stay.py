@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch import functions
 from nbaccel.launch.rank.cell import CellSource
 from nbaccel.notebook.options import Options
@@ -167,6 +168,15 @@ def test_the_panel_says_that_memory_is_held(staying: Any) -> None:
     source = CellSource("1\n", "Cell In[9]")
     _, plan, _ = staying.session.stay.lodge(Options(), Options(), source)
     assert plan.facts("Cell In[9]").setting.endswith(", memory is held until %accelerate stop")
+
+
+def test_memory_that_ranks_hold_on_a_device_is_said(staying: Any) -> None:
+    pids = staying.session.stay.residents.pids
+    gpu = Gpu(0, "GPU-a", "Tesla T4", 16 * 10**9, processes=((pids[1], 2 * 10**9), (1, 10**9)))
+    staying.session.survey = lambda: Survey(gpus=(gpu,))
+    held = staying.session.stay.held()
+    assert "cuda" not in held[0]
+    assert held[1].endswith(", 2.0 GB on cuda:0")
 
 
 def test_a_dead_rank_is_said_by_every_command_and_what_the_other_has_can_be_had(staying: Any) -> None:
