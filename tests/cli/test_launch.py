@@ -196,3 +196,25 @@ def test_help_lists_every_flag_in_one_line(capsys: pytest.CaptureFixture[str]) -
     assert out.startswith("usage: nbaccel launch [flags] SCRIPT [arguments of the script]\n")
     assert "  --dry-run                  print the command that would run, and end\n" in out
     assert "default what the script says, else no\n" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_interrupt_of_the_command_ends_its_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, threading\nprint(os.getpid(), flush=True)\nthreading.Event().wait(100)\n")
+    command = [sys.executable, "-c", "import sys; from nbaccel.cli import main; sys.exit(main())", "launch", "-n", "2"]
+    with subprocess.Popen(
+        [*command, str(script)],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert said.splitlines()[-1] == "nbaccel: stopped by SIGINT; the ranks of this machine are gone."
+    assert [pid for pid in ranks if os.path.exists(f"/proc/{pid}")] == []
