@@ -63,8 +63,11 @@ def _lines(history: History, facts: Facts, seconds: float, state: State) -> Iter
 
 
 def _where_now(history: History, state: State) -> list[str]:
-    """A run that is done is at its end, and its sentence counts the steps."""
-    return where(history) if state.word != "done" else [name for name in [history.phase.name] if name]
+    """A run that is done is at its end; and the steps are counted by the sentence of every run that is over."""
+    phase = history.phase
+    if state.word == "done" or (state.is_over and phase.progress is None):
+        return [phase.name] if phase.name else []
+    return where(history)
 
 
 def where(history: History) -> list[str]:

@@ -83,3 +83,10 @@ def test_the_last_line_says_how_it_ended_and_how_much_it_took() -> None:
 def test_a_run_that_said_nothing_has_its_time() -> None:
     assert line(History(2), FACTS, 12.0) == "0:12"
     assert text(History(2), Facts("run"), 12.0) == "run: running\n0:12"
+
+
+def test_the_steps_of_a_run_that_is_over_are_said_once() -> None:
+    history = History(1)
+    history.feed(0, 1.0, Loss(0.5, step=19))
+    state = State.ended("failed", 2.0, history.steps, "rank 0, ValueError")
+    assert line(history, FACTS, 2.0, state) == "failed after 2.0 s, 20 steps: rank 0, ValueError, loss 0.5000"
