@@ -202,7 +202,8 @@ def test_help_lists_every_flag_in_one_line(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.timeout(120)
 def test_an_interrupt_of_the_command_ends_its_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import os, threading\nprint(os.getpid(), flush=True)\nthreading.Event().wait(100)\n")
+    # In one piece: what two ranks print goes the same way.
+    script.write_text("import os, threading\nos.write(1, b'%d\\n' % os.getpid())\nthreading.Event().wait(100)\n")
     command = [sys.executable, "-c", "import sys; from nbaccel.cli import main; sys.exit(main())", "launch", "-n", "2"]
     with subprocess.Popen(
         [*command, str(script)],
