@@ -156,7 +156,7 @@ class BackgroundRun(Beside):
         self.times = times
 
     def _say_what_waits(self) -> None:
-        if self.is_worth_waiting_for:
+        if self.is_worth_waiting_for and not self.was_interrupted:
             self.run.shown.write(
                 "stdout", f"{self.cell} is {self.run.end}: %accelerate wait brings {self.what_waits}\n"
             )
