@@ -49,7 +49,7 @@ def held_here(namespace: Mapping[str, Any] | None) -> list[Holding]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
-    named = sizes_on_devices({name: value for name, value in (namespace or {}).items() if not name.startswith("_")})
+    named = sizes_on_devices({name: value for name, value in dict(namespace or {}).items() if not name.startswith("_")})
     holdings = []
     for number in range(torch.cuda.device_count()):
         nbytes = torch.cuda.memory_reserved(number)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missin
 __all__ = ["Steered", "steered"]
 
 _PUMP_S = 0.05  # a person does not feel it, and it costs half a percent of a core
-_PATIENCE_S = 2.0
+_PATIENCE_S = 4.0
 """For a front end to load its widgets and say that it shows ours; it may be far away."""
 
 

@@ -9,7 +9,7 @@ from browser.conftest import OpenNotebook
 from browser.page import FrontEnd
 from browser.test_panel import LOADS, TRAINS
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(240)]
 
 ENDLESS = TRAINS.format(steps=100_000).replace("-n 2", "-n 2 --bg --out step") + "\n    print('at', step)"
 

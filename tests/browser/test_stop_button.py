@@ -12,7 +12,7 @@ from browser.conftest import OpenNotebook
 from browser.page import FrontEnd, NotebookPage
 from browser.test_panel import LOADS, TRAINS
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(240)]
 
 ENDLESS = TRAINS.format(steps=100_000)
 

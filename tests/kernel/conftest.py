@@ -52,6 +52,16 @@ def kernel(shared_kernel: RealKernel) -> Iterator[RealKernel]:
     assert shared_kernel.extra(before) == {}, "a run left processes in the kernel"
 
 
+@pytest.fixture
+def patient(kernel: RealKernel) -> Iterator[None]:
+    """The kernel waits for a front end's widgets as long as it takes: it is a test, on a machine that may be busy."""
+    kernel.do("from nbaccel.notebook import steered as _steered; _patience_s = _steered._PATIENCE_S")
+    kernel.do("_steered._PATIENCE_S = 60")
+    yield
+    kernel.settle()
+    kernel.do("_steered._PATIENCE_S = _patience_s")
+
+
 @pytest.fixture(params=STARTS)
 def start(request: pytest.FixtureRequest) -> str:
     """Each way to start ranks."""

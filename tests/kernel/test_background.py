@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kernel.conftest import Kernels
-from kernel.harness import Execution, RealKernel, accelerate
+from kernel.harness import Cell, Execution, RealKernel, accelerate
 from kernel.test_stop_button import TRAINS, FrontEnd
 
 WAITS = """
@@ -34,6 +34,11 @@ def begin(kernel: RealKernel, code: str, text: str) -> Execution:
     running.end().succeeded()
     running.until(lambda cell: text in cell.text, after_end=True)
     return running
+
+
+def has_numbers(cell: Cell) -> bool:
+    """Whether its panel has shown that the ranks train."""
+    return bool(cell.frames) and "loss" in cell.panel["text/plain"]
 
 
 def go(kernel: RealKernel) -> None:
@@ -67,7 +72,7 @@ def test_the_run_goes_on_in_its_cell_while_others_run_and_sees_the_notebook_as_o
 def test_the_cell_returns_at_once(kernel: RealKernel) -> None:
     kernel.do("factor = 7")
     seconds = []
-    while len(seconds) < 5 and min(seconds, default=9.0) > 0.3:  # a machine that is busy has bad moments
+    while len(seconds) < 10 and min(seconds, default=9.0) > 0.3:  # a machine that is busy has bad moments
         running = begin(kernel, waits(), "waiting")
         seconds.append(running.cell.seconds)
         go(kernel)
@@ -133,7 +138,7 @@ def test_what_nobody_has_waited_for_is_not_lost_to_the_next_cell(kernel: RealKer
 def test_stop_ends_it_after_the_step_and_status_says_how_it_goes(kernel: RealKernel) -> None:
     running = kernel.begin(trains())
     running.end().succeeded()
-    running.until(lambda cell: cell.frames, after_end=True)
+    running.until(has_numbers, after_end=True)
     status = kernel.do("%accelerate status").stdout
     assert re.search(
         r"^Cell In\[\d+\] has been running in the background since .*\(.*step [\d,]+.*loss [\d.]+", status, re.M
@@ -152,7 +157,7 @@ def test_stop_ends_it_after_the_step_and_status_says_how_it_goes(kernel: RealKer
 def test_a_second_stop_does_not_wait_for_the_step(kernel: RealKernel) -> None:
     running = kernel.begin(trains(then="time.sleep(600 if steps == 5 else 0.02)"))
     running.end().succeeded()
-    running.until(lambda cell: cell.frames, after_end=True)
+    running.until(has_numbers, after_end=True)
     kernel.do("%accelerate stop")
     running.until(lambda cell: "finishing the step, press again" in cell.text, after_end=True)
     assert "is being ended" in kernel.do("%accelerate stop").stdout
@@ -178,6 +183,7 @@ def test_the_panel_is_shown_in_another_cell_too_and_an_interrupt_detaches(kernel
     kernel.run("%accelerate wait").failed("KeyboardInterrupt")
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.slow
 def test_its_button_works_between_cells(kernel: RealKernel) -> None:
     running = kernel.begin(trains())

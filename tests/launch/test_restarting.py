@@ -77,6 +77,15 @@ def test_each_restart_doubles_the_parts_and_the_sixth_is_not_made() -> None:
     assert report == "rank 1 ran out of memory at 32 x 2 per rank; not started again: it was 5 times already."
 
 
+def test_a_run_that_cannot_be_started_a_second_time_says_why_and_what_would_follow_elsewhere() -> None:
+    spec = replace(SPEC, no_restart="ranks of a second start would see a notebook that has changed since; without --bg")
+    report = stopped(Restarting().after(attempt(failed(OOM), LOOP, spec=spec)))
+    assert report == (
+        "rank 1 ran out of memory at 64 per rank; not started again: ranks of a second start would see a notebook that "
+        "has changed since; without --bg it would go on with 2 x 32."
+    )
+
+
 def test_batches_without_a_size_are_counted_in_parts() -> None:
     again = restarted(Restarting().after(attempt(failed(OOM), LoopEntered())))
     assert "rank 1 ran out of memory; started again with each batch in 2 parts, effective batch unchanged" in again.line

@@ -49,7 +49,7 @@ def test_where_no_front_end_shows_it_within_seconds_the_panel_goes_on_without() 
     clock = Clock()
     steered = steered_by(clock=clock)
     shown(steered)
-    clock.now = 2.1
+    clock.now = 4.1
     assert shown(steered) == PANEL
     assert steered.hint == HINT
     assert shown(steered) == PANEL
