@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,14 @@ def test_what_ranks_do_is_watched_and_steered(environment: Environment, tmp_path
     assert all(set(data) <= {"text/plain", "image/png"} for data in bundles), "what a saved notebook can show"
     fold = next(data["text/plain"] for data in bundles if "fold 2" in data["text/plain"])
     assert "acc 0." in fold
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_what_it_costs_is_drawn_from_the_measurements(environment: Environment, tmp_path: Path) -> None:
+    measured = "what_it_costs.json"
+    shutil.copy(NOTEBOOKS / measured, tmp_path)
+    notebook = run("07_what_it_costs.ipynb", environment, tmp_path, 1)
+    rows = json.loads((NOTEBOOKS / measured).read_text())["rows"]
+    assert all(row["row"] in text(notebook) for row in rows)
+    assert "nbaccel" in text(notebook)
+    assert any("image/png" in output.get("data", {}) for output in outputs(notebook))

@@ -53,6 +53,18 @@ optimizer.step()
 """
 
 
+OUT_OF_MEMORY = """%%accelerate --cpu -n 2 --oom stop
+import torch
+from nbaccel.testing import MemLimit
+model = accelerator.prepare(torch.nn.Linear(100, 100))
+with MemLimit(3_000_000):
+    for length in 10, 20, {longest}:
+        pages = torch.zeros(length, 100)
+        loss = model(pages).sum()
+        accelerator.backward(loss)
+"""
+
+
 def why(notebook: Any) -> list[str]:
     answer = notebook.run("%accelerate why")
     assert answer.error is None, answer.error
@@ -94,6 +106,24 @@ def test_a_value_that_is_not_a_number_is_named(notebook: Any) -> None:
     assert isinstance(notebook.run(NOT_A_NUMBER).error, FloatingPointError)
     first = "\n".join(why(notebook)[:10])
     assert "loss float32 () on cpu, 4 B = nan, holds NaN" in first
+
+
+@pytest.mark.parametrize(
+    ("longest", "suspect"),
+    [
+        (
+            "4990 if accelerator.process_index else 30",
+            r"  rank 1: pages float32 \(4990, 100\) .*2 MB \| rank 0: pages ",
+        ),
+        ("4990", r"  (all ranks|rank \d): pages float32 \(4990, 100\) on cpu, 2 MB"),
+    ],
+    ids=["on one rank", "on all"],
+)
+def test_what_memory_ran_out_for_stands_in_the_first_lines(notebook: Any, longest: str, suspect: str) -> None:
+    assert isinstance(notebook.run(OUT_OF_MEMORY.format(longest=longest)).error, torch.OutOfMemoryError)
+    first = why(notebook)[:10]
+    assert "OutOfMemoryError" in first[0]
+    assert any(re.match(suspect, line) for line in first), first
 
 
 @pytest.mark.slow
