@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nbaccel.hardware import Gpu, Survey, best_precision
+from nbaccel.hardware import Gpu, Platform, Survey, best_precision
 from nbaccel.settings import CHECKPOINT_DIR
 from nbaccel.storage import Storage
 
@@ -73,6 +73,19 @@ class Facts:
         )
 
 
+_SESSIONS = {
+    Platform.KAGGLE_BATCH: (
+        "ends after about 12 h: --checkpoint-every 10min --time-limit 11h30m ends a run well before that, and --resume "
+        "goes on in the next one"
+    ),
+    Platform.KAGGLE: (
+        "ends after about 12 h, or when nobody is there: --checkpoint-every 10min, and --resume in the next one"
+    ),
+    Platform.COLAB: "may end at any time: --checkpoint-every 10min, and --resume in the next one",
+}
+"""How hosted sessions end, as far as it is public (Kaggle: 12 hours, its policy of 2025), and what keeps the work."""
+
+
 def report(survey: Survey, facts: Facts) -> str:
     """The whole report; lines that begin with "!" are what to look at first."""
     lines = [*_software(survey, facts), *_devices(survey, facts), *_machine(survey, facts)]
@@ -122,6 +135,8 @@ def _machine(survey: Survey, facts: Facts) -> Iterator[str]:
     yield _row("RAM", f"{_gb(survey.ram.available_bytes)} of {_gb(survey.ram.total_bytes)} available")
     yield _row("/dev/shm", "none" if survey.shm_bytes is None else _gb(survey.shm_bytes))
     yield _row("saves to", f"{facts.saves_to.folder}, which {facts.saves_to.fate(survey.platform)}")
+    if survey.platform in _SESSIONS:
+        yield _row("session", _SESSIONS[survey.platform])
     yield _row("limits", ", ".join(f"{name} {value}" for name, value in facts.limits.items()))
 
 

@@ -53,6 +53,7 @@ RAM       28.0 GB of 31.0 GB available
 /dev/shm  16.0 GB
 saves to  /kaggle/working/nbaccel_checkpoints, which outlives the session: Kaggle keeps /kaggle/working with \
 "Save Version", as the output of that version
+session   ends after about 12 h, or when nobody is there: --checkpoint-every 10min, and --resume in the next one
 limits    open files 1048576, locked memory 64 kB"""
 
 
@@ -148,3 +149,11 @@ def test_a_process_that_imported_torch_without_using_cuda_has_not_initialised_it
     )
     result = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert result.stdout.split() == ["True", "False"]
+
+
+def test_a_batch_run_is_told_the_time_limit_that_saves_it() -> None:
+    batch = report(replace(SURVEY, platform=Platform.KAGGLE_BATCH), FACTS)
+    assert (
+        "session   ends after about 12 h: --checkpoint-every 10min --time-limit 11h30m ends a run well before" in batch
+    )
+    assert "session " not in report(replace(SURVEY, platform=Platform.JUPYTER), FACTS)
