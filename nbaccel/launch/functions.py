@@ -18,6 +18,7 @@ from nbaccel.hardware import Survey
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import run_inline
 from nbaccel.launch.launcher import Outcome, default_launcher, refuse_nested_launch
+from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.preflight import choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
@@ -108,6 +109,7 @@ def launch(
     outcome = launcher.run(spec, shown, listeners=[shown])
     try:
         error, word = _how_it_ended(outcome)
+        launcher.post_mortem = None if error is None else PostMortem.of(facts.title, word, error, outcome.ended)
         run = _as_run(outcome, shown.history, error)
     finally:
         outcome.close()

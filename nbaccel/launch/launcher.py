@@ -24,6 +24,7 @@ from nbaccel.launch.holdings import held_here
 from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.keeper import Keeper
 from nbaccel.launch.outcome import Outcome
+from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.launch.residents import Residents
@@ -46,11 +47,13 @@ class Launcher:
     """Runs tasks, one after the other; owns what they share (`Keeper`).
 
     occupied: why nobody should wait for the run that goes on; a run that would is refused with it. Empty: it waits.
+    post_mortem: of the last run, if it ended badly; whoever concludes a run keeps it here.
     """
 
     def __init__(self) -> None:
         self.audience = Audience()
         self.occupied = ""
+        self.post_mortem: PostMortem | None = None
         self._one_at_a_time = threading.Lock()
         self._residents: list[Residents] = []
 

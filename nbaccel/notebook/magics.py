@@ -107,7 +107,7 @@ class AccelerateMagics(Magics):
             session.say("\n".join(filter(None, [held, session.stay.status()])))
 
         def why() -> None:
-            session.say(why_report(session.post_mortem, cell_name))
+            session.say(why_report(session.launcher.post_mortem, cell_name))
 
         configure = ConfigCommand(session)
         return Commands(

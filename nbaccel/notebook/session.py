@@ -18,6 +18,7 @@ from nbaccel.hardware import Survey
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import run_inline
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
+from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
 from nbaccel.launch.screen.audience import Audience, can_answer, runs_unattended
 from nbaccel.launch.screen.frames import Frames
@@ -38,7 +39,6 @@ from nbaccel.notebook.source import read_cell
 from nbaccel.notebook.start_flags import of_the_start
 from nbaccel.notebook.stay import Stay
 from nbaccel.notebook.steered import Steered, steered
-from nbaccel.notebook.why import PostMortem
 from nbaccel.world import is_notebook_kernel
 
 __all__ = ["LastRun", "Session"]
@@ -82,7 +82,6 @@ class Session:
         self.cuda = CudaWatch()
         self.last_run: LastRun | None = None
         self.rank_memory = RankMemory()
-        self.post_mortem: PostMortem | None = None
         self.background = Background(self.say, self._conclude)
         self._audience = Audience()
         self._launcher = launcher
@@ -137,7 +136,7 @@ class Session:
         with steered(self.shell) as (frames, beside):
             run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames))
             self.rank_memory.begin(source.name)
-            self.post_mortem = None
+            self.launcher.post_mortem = None
             run.go(host, listeners=[self.rank_memory], beside=beside)
             try:
                 return self._conclude(run)
@@ -207,7 +206,7 @@ class Session:
         shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
         run = CellRun(plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown)
         self.rank_memory.begin(source.name)
-        self.post_mortem = None
+        self.launcher.post_mortem = None
         current = self.background.begin(run, host, [self.rank_memory], [button])
         self.launcher.occupied = (
             f"{current.cell} has been running in the background since {current.began_at}, and one run at a time uses "
@@ -222,7 +221,9 @@ class Session:
         self.launcher.occupied = ""
         ended = run.outcome.ended
         self.last_run = LastRun(run.source.name, run.end, ended.seconds)
-        self.post_mortem = None if run.error is None else PostMortem.of(run.source.name, run.end, run.error, ended)
+        self.launcher.post_mortem = (
+            None if run.error is None else PostMortem.of(run.source.name, run.end, run.error, ended)
+        )
         try:
             return run.conclude(self.shell.user_ns, self.say)
         finally:

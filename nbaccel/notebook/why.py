@@ -6,73 +6,26 @@ tensor is kept. A rank that died, or that did not hear the interrupt, has left n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
-from nbaccel.launch.group import Ended
-from nbaccel.launch.member import Report
-from nbaccel.launch.report import signal_name
-from nbaccel.launch.snapshot import Call, Scene, Snapshot, Value
+from nbaccel.launch.postmortem import PostMortem
+from nbaccel.launch.snapshot import Call, Scene, Value
 from nbaccel.launch.verdict import ranks_in_words
 from nbaccel.notebook.differences import Difference, differences, last_line
 
-__all__ = ["PostMortem", "why_report"]
+__all__ = ["why_report"]
 
 _MOST_DIFFERENCES = 6
 _MOST_CALLS = 4
-_WIDTH = 240
 
 Naming = Callable[[str], str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class PostMortem:
-    """What is kept of a run that ended badly.
-
-    cell, end, headline: "Cell In[5]", "failed", the error in one line.  first: the rank that failed first, if one did.
-    fates: what became of each rank, in words.  snapshots: by rank, of those that left one.
-    """
-
-    cell: str
-    end: str
-    headline: str
-    first: int | None
-    fates: tuple[str, ...]
-    snapshots: Mapping[int, Snapshot]
-
-    @classmethod
-    def of(cls, cell: str, end: str, error: BaseException, ended: Ended) -> PostMortem:
-        text = str(error).strip().partition("\n")[0]
-        return cls(
-            cell,
-            end,
-            f"{type(error).__name__}{text and ': '}{text}"[:_WIDTH],
-            None if ended.is_interrupted or ended.is_timed_out else ended.first_failed,
-            tuple(map(_fate, ended.reports, ended.exit_codes, ended.killed_by_us)),
-            {rank: report.snapshot for rank, report in enumerate(ended.reports) if report is not None},
-        )
 
 
 def why_report(post_mortem: PostMortem | None, cell_name: Naming) -> str:
     """The text: the suspects first, then where every rank was, its last collectives, and all its names."""
     if post_mortem is None:
-        return "nothing to explain: no cell has run in ranks yet, or the last one ended well."
+        return "nothing to explain: nothing has run in ranks yet, or the last run ended well."
     return "\n".join(_Text(post_mortem, cell_name).lines())
-
-
-def _fate(report: Report | None, exit_code: int, was_killed: bool) -> str:
-    if report is None and was_killed:
-        return "did not hear the interrupt in time and was killed; it left no snapshot"
-    if report is None:
-        how = f"was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
-        return f"{how}; it left no snapshot"
-    if report.status == "ok":
-        return "had finished"
-    if report.status == "stopped":
-        return "was interrupted"
-    if report.is_consequence:
-        return "lost its peer"
-    return "exited" if report.status == "exited" else f"raised {report.links[-1].type_name}"
 
 
 class _Text:
@@ -88,7 +41,7 @@ class _Text:
     def lines(self) -> Iterator[str]:
         of = self._of
         on = "" if of.first is None else f" on rank {of.first} of {self._world_size}"
-        yield f"{of.cell} {of.end}{on}: {of.headline}"
+        yield f"{of.title} {of.end}{on}: {of.headline}"
         found = differences(of.snapshots, of.first)
         if found:
             yield "to look at first:"

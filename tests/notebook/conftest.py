@@ -44,6 +44,7 @@ class RecordingLauncher:
 
     specs: list[LaunchSpec] = field(default_factory=list)
     shown_ranks: Any = None
+    post_mortem: Any = None
 
     def run(self, spec: LaunchSpec, screen: Any, *, shown_ranks: Any = None, listeners: Any = (), **more: Any) -> Any:
         self.specs.append(spec)
@@ -144,4 +145,5 @@ def launcher() -> Iterator[Launcher]:
 @pytest.fixture
 def notebook(launcher: Launcher, shell: Any, capsys: Any) -> Iterator[Notebook]:
     """A notebook whose cells run in real ranks on the CPU."""
+    launcher.post_mortem = None  # of another test's run
     yield from _notebook(shell, Session(shell, launcher), capsys)

@@ -140,7 +140,7 @@ def test_a_hang_ends_and_is_explained(notebook: Any) -> None:
 
 
 def test_after_a_run_that_ended_well_there_is_nothing_to_explain(notebook: Any) -> None:
-    nothing = ["nothing to explain: no cell has run in ranks yet, or the last one ended well."]
+    nothing = ["nothing to explain: nothing has run in ranks yet, or the last run ended well."]
     assert why(notebook) == nothing
     notebook.run("%%accelerate --cpu -n 2\nraise ValueError('once')")
     assert re.fullmatch(r"Cell In\[2\] failed on rank [01] of 2: ValueError: once", why(notebook)[0])

@@ -1,0 +1,62 @@
+"""PostMortem: what is kept of a run that ended badly, until the next one. Runs in the kernel.
+
+Text alone: no process of the run need be there any more, and no tensor is kept for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nbaccel.launch.group import Ended
+from nbaccel.launch.member import Report
+from nbaccel.launch.report import signal_name
+from nbaccel.launch.snapshot import Snapshot
+
+__all__ = ["PostMortem"]
+
+_WIDTH = 240
+
+
+@dataclass(frozen=True, slots=True)
+class PostMortem:
+    """What is kept of a run that ended badly.
+
+    title, end, headline: "Cell In[5]" or "train(2)", "failed", the error in one line.
+    first: the rank that failed first, if one did.
+    fates: what became of each rank, in words.  snapshots: by rank, of those that left one.
+    """
+
+    title: str
+    end: str
+    headline: str
+    first: int | None
+    fates: tuple[str, ...]
+    snapshots: Mapping[int, Snapshot]
+
+    @classmethod
+    def of(cls, title: str, end: str, error: BaseException, ended: Ended) -> PostMortem:
+        text = str(error).strip().partition("\n")[0]
+        return cls(
+            title,
+            end,
+            f"{type(error).__name__}{text and ': '}{text}"[:_WIDTH],
+            None if ended.is_interrupted or ended.is_timed_out else ended.first_failed,
+            tuple(map(_fate, ended.reports, ended.exit_codes, ended.killed_by_us)),
+            {rank: report.snapshot for rank, report in enumerate(ended.reports) if report is not None},
+        )
+
+
+def _fate(report: Report | None, exit_code: int, was_killed: bool) -> str:
+    if report is None and was_killed:
+        return "did not hear the interrupt in time and was killed; it left no snapshot"
+    if report is None:
+        how = f"was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        return f"{how}; it left no snapshot"
+    if report.status == "ok":
+        return "had finished"
+    if report.status == "stopped":
+        return "was interrupted"
+    if report.is_consequence:
+        return "lost its peer"
+    return "exited" if report.status == "exited" else f"raised {report.links[-1].type_name}"
