@@ -34,20 +34,27 @@ def shared_kernel(environment: Environment, tmp_path_factory: pytest.TempPathFac
         kernel.do("import torch\n%load_ext nbaccel")
         for start in STARTS:
             kernel.do(f"import nbaccel; nbaccel.launch(int, 1, start_method={start!r})")
+        kernel.do("_at_first = frozenset(globals())")
         yield kernel
     finally:
         kernel.close()
 
 
+_FORGET = """
+for _name in globals().keys() - _at_first:
+    if not _name.startswith("_"):
+        del globals()[_name]
+"""
+
+
 @pytest.fixture
 def kernel(shared_kernel: RealKernel) -> Iterator[RealKernel]:
-    """The shared kernel, in its own folder; a test that leaves a process in it fails."""
+    """The shared kernel, in its own folder and without names of other tests; one that leaves a process in it fails."""
     before = shared_kernel.family()
     yield shared_kernel
     shared_kernel.settle()
     if shared_kernel.is_alive:
-        # An `accelerator` of the notebook's own would be every later cell's.
-        shared_kernel.do(f"%cd -q {shared_kernel.folder}\nglobals().pop('accelerator', None);")
+        shared_kernel.do(f"%cd -q {shared_kernel.folder}\n{_FORGET}")
     assert shared_kernel.is_alive, "the kernel died"
     assert shared_kernel.extra(before) == {}, "a run left processes in the kernel"
 

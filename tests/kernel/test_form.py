@@ -12,8 +12,8 @@ from kernel.harness import RealKernel, accelerate
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 MODEL_IDS = """
-{widget.description: widget.model_id for widget in
- get_ipython().magics_manager.registry["AccelerateMagics"]._configure._form.widget.children
+{widget.description: widget.model_id for widget in list(
+ (vars(__import__("ipywidgets").widgets.widget).get("_instances") or __import__("ipywidgets").Widget.widgets).values())
  if hasattr(widget, "description")}
 """
 
