@@ -49,7 +49,7 @@ def machines() -> Iterator[tuple[str, str]]:
             ip("netns", "del", name)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # one in some ten runs hangs in torch's rendezvous of two agents, and it is not known why
 @pytest.mark.timeout(120)
 def test_the_ranks_of_two_machines_meet_over_the_interface_between_them(
     machines: tuple[str, str], tmp_path: Path

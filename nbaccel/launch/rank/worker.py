@@ -125,6 +125,25 @@ class _ChildHandler:
         self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL  # None: it came from C
 
 
+class _SpareFiles:
+    """Descriptors kept back, so that a rank whose program has opened all that it may can still report."""
+
+    _MOST = 6
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+        self.keep()
+
+    def keep(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._fds) < self._MOST:
+                self._fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def release(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
 class _Rank:
     """One rank: prologue in `__init__`, then `live`."""
 
@@ -147,6 +166,7 @@ class _Rank:
         _restore_signals()
         self.interrupt = _Interrupt()
         self._children = _ChildHandler()
+        self._spare_files = _SpareFiles()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._stacks = tell_on_signal(boot.store_path, self.rank)
         meet_in_file(boot.store_path, boot.world)
@@ -199,6 +219,7 @@ class _Rank:
             status, error, trace = "failed", failure, failure.__traceback__
         if os.getpid() != self.pid:
             _end_as_a_child(status, error)
+        self._spare_files.release()
         if status != "failed":
             with contextlib.suppress(Exception):
                 flush_figures()
@@ -207,6 +228,7 @@ class _Rank:
         self._report(status, error, task, _snapshot(task, trace, self.calls))
         # A traceback knows this frame: names that lead back to it would keep the user's frames, with all they hold.
         error = trace = None
+        self._spare_files.keep()
         return status, None if task is None else task.home
 
     def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:

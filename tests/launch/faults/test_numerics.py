@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import threading
 import warnings
@@ -156,7 +157,8 @@ def test_fault_24_little_shared_memory() -> None:
 
 
 def keep_batches_with_few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 30
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     batches = list(DataLoader(Zeros(200, 1), 2, num_workers=1))
     assert len(batches) == 100
 
