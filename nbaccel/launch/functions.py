@@ -102,6 +102,7 @@ def launch(
         oom=oom,
     )
     launcher = default_launcher()
+    launcher.post_mortem = None  # of the run before; a run in this process leaves none, its error has all its frames
     facts = Facts(_call_in_words(function, args, kwargs), str(chosen), chosen.names())
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
     if start.method == "inline":
@@ -109,7 +110,8 @@ def launch(
     outcome = launcher.run(spec, shown, listeners=[shown])
     try:
         error, word = _how_it_ended(outcome)
-        launcher.post_mortem = None if error is None else PostMortem.of(facts.title, word, error, outcome.ended)
+        if error is not None:
+            launcher.post_mortem = PostMortem.of(facts.title, word, error, outcome.ended)
         run = _as_run(outcome, shown.history, error)
     finally:
         outcome.close()

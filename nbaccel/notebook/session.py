@@ -131,12 +131,12 @@ class Session:
             if not (why := self._why_not_in_the_background(plan)):
                 return self._leave(host, plan, source, task, spec)
             self.say(f"--bg: {why}, so this cell waits for its run")
+        self.launcher.post_mortem = None
         if plan.start.method == "inline":
             return self._run_inline(spec, task, self._show(plan, source, spec, Frames()))
         with steered(self.shell) as (frames, beside):
             run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames))
             self.rank_memory.begin(source.name)
-            self.launcher.post_mortem = None
             run.go(host, listeners=[self.rank_memory], beside=beside)
             try:
                 return self._conclude(run)

@@ -49,5 +49,5 @@ def test_a_function_that_was_launched_is_explained_too(kernel: RealKernel) -> No
     assert told[0].startswith("train(8) failed on rank 1 of 2: ValueError: Expected input batch_size (8)")
     (suspect,) = [line for line in told[:10] if ": labels " in line]
     assert suspect.startswith("  rank 1: labels int64 (9,) on cpu, 72 B | rank 0: labels int64 (8,) on cpu, 64 B | ")
-    kernel.do("nbaccel.launch(int, 2, cpu=True)")
+    kernel.do("nbaccel.launch(int, 1, cpu=True, start_method='inline')")
     assert kernel.do("%accelerate why").text.startswith("nothing to explain")
