@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from kernel.harness import RealKernel, accelerate
 
 DEFINES = """
@@ -24,7 +26,7 @@ def private_mb():
     return sum(int(rows[kind].split()[0]) for kind in ("Private_Clean", "Private_Dirty")) / 1024
 
 total = large[::512].sum()
-print("private", private_mb(), "MB")
+print(f"rank {os.environ['RANK']} holds {private_mb()} MB of its own")
 print("computed", add_one(double(20.5)), total)
 assert type(double) is Scaler
 """
@@ -36,11 +38,9 @@ def test_a_fork_sees_a_lambda_a_class_an_open_file_and_a_gigabyte_without_copyin
     cell = kernel.do(accelerate(f"{USES}\nprint(type(opened).__name__, opened.closed)", "fork"))
     assert "[all] computed 42.0 262144.0" in cell.printed
     assert "[all] TextIOWrapper False" in cell.printed
-    private = [
-        float(words[3]) for line in cell.printed.splitlines() if len(words := line.split()) > 3 and "MB" in words
-    ]
-    assert len(private) == 2, cell.printed
-    assert sum(private) < 100
+    private = {rank: float(size) for rank, size in re.findall(r"rank (\d) holds ([\d.]+) MB of its own", cell.printed)}
+    assert private.keys() == {"0", "1"}, cell.printed
+    assert sum(private.values()) < 100
     kernel.do("del large; opened.close()")
 
 
