@@ -1,0 +1,64 @@
+"""``make unit`` forgives a test that fails once, and says so; it forgives nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from environments import REPOSITORY
+from suite import HANDFUL, may_be_chance
+
+UNSTEADY = """
+from pathlib import Path
+def test_fails_the_first_time():
+    seen = Path({mark!r})
+    was_there = seen.exists()
+    seen.touch()
+    assert was_there
+"""
+
+
+def unit(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    command = [sys.executable, str(REPOSITORY / "tests" / "suite.py"), "-p", "no:cacheprovider"]
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # installed plugins take seconds to import
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=50)
+
+
+@pytest.mark.slow
+def test_a_test_that_fails_once_is_named_and_the_run_passes(tmp_path: Path) -> None:
+    mark = str(tmp_path / "seen")
+    done = unit(tmp_path, test_chance=UNSTEADY.format(mark=mark), test_well="def test_well(): pass")
+    assert done.returncode == 0, done.stdout
+    assert "1 failed, 1 passed" in done.stdout  # the first try is not hidden
+    assert "UNSTEADY: test_chance.py::test_fails_the_first_time failed, and passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_test_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
+    mark = str(tmp_path / "seen")
+    done = unit(tmp_path, test_chance=UNSTEADY.format(mark=mark), test_wrong="def test_wrong(): assert 1 == 2")
+    assert done.returncode == 1
+    assert "once more, in a fresh process: 2 failed" in done.stdout
+    assert "UNSTEADY" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "failures"),
+    [
+        (pytest.ExitCode.OK, 0),
+        (pytest.ExitCode.TESTS_FAILED, HANDFUL + 1),
+        (pytest.ExitCode.TESTS_FAILED, 0),  # asked for by a plugin, or --maxfail
+        (pytest.ExitCode.INTERRUPTED, 1),  # by hand, or a file that cannot be collected
+        (pytest.ExitCode.INTERNAL_ERROR, 1),
+        (pytest.ExitCode.USAGE_ERROR, 0),
+        (pytest.ExitCode.NO_TESTS_COLLECTED, 0),
+    ],
+)
+def test_what_is_no_chance_gets_no_second_try(code: pytest.ExitCode, failures: int) -> None:
+    assert not may_be_chance(code, failures)
