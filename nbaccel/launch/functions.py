@@ -24,6 +24,7 @@ from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import STOP, FunctionTask, LaunchSpec
+from nbaccel.launch.watching import Watching
 from nbaccel.settings import RunSettings
 from nbaccel.view.history import History
 from nbaccel.view.state import Facts
@@ -107,7 +108,7 @@ def launch(
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
     if start.method == "inline":
         return _launch_inline(spec, check, shown)
-    outcome = launcher.run(spec, shown, listeners=[shown])
+    outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
     try:
         error, word = _how_it_ended(outcome)
         if error is not None:

@@ -10,14 +10,13 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
-from nbaccel.events import Listener, Restarted
-from nbaccel.launch.beside import Beside
+from nbaccel.events import Restarted
 from nbaccel.launch.crew import Crew
 from nbaccel.launch.group import BadFork, Ended
 from nbaccel.launch.holdings import held_here
@@ -62,21 +61,10 @@ class Launcher:
         """Made for the first run that starts a process: some machines can start none."""
         return Keeper()
 
-    def run(
-        self,
-        spec: LaunchSpec,
-        screen: Screen,
-        *,
-        shown_ranks: Collection[int] | None = None,
-        notice: Callable[[str], None] | None = None,
-        listeners: Sequence[Listener] = (),
-        beside: Sequence[Beside] = (),
-    ) -> Outcome:
+    def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
         """Start the ranks, show what they print, and return when no process of the run is left.
 
-        shown_ranks: whose output is shown; None for all.  notice: shows one line of ours to the user.
-        listeners: hear what the ranks report; those of a run that is started anew hear both.
-        beside: looked at while the ranks work, by the thread that waits for them.
+        watching: who sees and hears it; what hears a run that is started anew hears both.
 
         Raises:
             NestedLaunch: this process is a rank itself.
@@ -85,7 +73,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self._turn():
-            return self._run(spec, Watching(screen, shown_ranks, notice, listeners, beside))
+            return self._run(spec, watching)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

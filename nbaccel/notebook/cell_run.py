@@ -20,9 +20,9 @@ from nbaccel.intervals import said
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
-from nbaccel.launch.screen.router import Screen
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec
+from nbaccel.launch.watching import Watching
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.results import install
 
@@ -46,16 +46,7 @@ class Shown:
 class Host(Protocol):
     """Who has a spec run by ranks: a `Launcher`, or ranks that stay."""
 
-    def run(
-        self,
-        spec: LaunchSpec,
-        screen: Screen,
-        *,
-        shown_ranks: Collection[int] | None = None,
-        notice: Callable[[str], None] | None = None,
-        listeners: Sequence[Listener] = (),
-        beside: Sequence[Beside] = (),
-    ) -> Outcome:
+    def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
         """See `Launcher.run`."""
 
 
@@ -87,8 +78,8 @@ class CellRun:
             LaunchRefused: nothing was started. The run's own error is not raised, but kept.
         """
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
-        heard = [self.shown, *listeners]
-        self._outcome = host.run(self.spec, self.shown, shown_ranks=shown_ranks, listeners=heard, beside=beside)
+        watching = Watching(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
+        self._outcome = host.run(self.spec, watching)
         self.error, self.end = _how_it_ended(self._outcome, self.plan)
 
     def show_end(self) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from nbaccel.events import Listener
-from nbaccel.launch.beside import Beside
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.residents import Residents
-from nbaccel.launch.screen.router import Screen
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.verdict import ranks_in_words
 from nbaccel.launch.watching import Watching
@@ -33,20 +30,11 @@ class Lodging:
     def ranks(self) -> list[int]:
         return [rank for rank in range(self.residents.spec.world_size) if rank not in self.outsiders]
 
-    def run(
-        self,
-        spec: LaunchSpec,
-        screen: Screen,
-        *,
-        shown_ranks: Collection[int] | None = None,
-        notice: Callable[[str], None] | None = None,
-        listeners: Sequence[Listener] = (),
-        beside: Sequence[Beside] = (),
-    ) -> Outcome:
+    def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
         """See `Residents.run`."""
         return self.residents.run(
             spec.task,
-            Watching(screen, shown_ranks, notice, listeners, beside),
+            watching,
             title=self.title,
             outsiders=self.outsiders,
             timeout_s=spec.timeout_s,

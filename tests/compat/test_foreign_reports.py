@@ -26,6 +26,7 @@ from nbaccel.launch.launcher import default_launcher
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.watching import Watching
 
 class Panel(Listener):
     def __init__(self, press_at):
@@ -48,7 +49,7 @@ class Panel(Listener):
 def show(train, press_at=None):
     panel = Panel(press_at)
     spec = LaunchSpec(FunctionTask(train), 2, Start("fork", ""), threads=1)
-    outcome = default_launcher().run(spec, ConsoleScreen(), listeners=[panel])
+    outcome = default_launcher().run(spec, Watching(ConsoleScreen(), listeners=[panel]))
     facts = {"losses": panel.losses, "rows": panel.rows, "progress": panel.progress,
              "stopped_after": outcome.ended.steps,
              "values": [outcome.values(rank).get("value") for rank in range(2)],

@@ -11,6 +11,7 @@ from nbaccel.launch.launcher import Launcher, Outcome
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.watching import Watching
 
 
 def wait_for_ever() -> None:
@@ -19,7 +20,7 @@ def wait_for_ever() -> None:
 
 def run(launcher: Launcher, function: Callable[[], None], *beside: Beside) -> Outcome:
     spec = LaunchSpec(FunctionTask(function), 2, Start("fork", "a test"))
-    outcome = launcher.run(spec, ConsoleScreen(), beside=beside)
+    outcome = launcher.run(spec, Watching(ConsoleScreen(), beside=beside))
     outcome.close()
     return outcome
 

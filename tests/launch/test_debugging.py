@@ -16,6 +16,7 @@ from nbaccel.launch.launcher import Launcher, Outcome
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.watching import Watching
 
 Answer = str | Callable[[], str]
 
@@ -43,7 +44,7 @@ def debug(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         typist = Typist(answers)
         monkeypatch.setattr(builtins, "input", typist)
         spec = LaunchSpec(FunctionTask(function, debugged=1), 2, Start(start, "a test"), **limits)  # type: ignore[arg-type]
-        return launcher.run(spec, ConsoleScreen()), typist
+        return launcher.run(spec, Watching(ConsoleScreen())), typist
 
     return run
 

@@ -33,6 +33,7 @@ from nbaccel.launch.preflight import Start, threads_per_rank
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
 from nbaccel.launch.telemetry import Rings, Telemetry
+from nbaccel.launch.watching import Watching
 from nbaccel.launch.wire.records import write_event, write_loss
 from nbaccel.launch.wire.ring import RingWriter
 
@@ -68,7 +69,7 @@ def run(
     spec = LaunchSpec(
         FunctionTask(function), world_size, Start(start_method, ""), threads=threads_per_rank(2, world_size)
     )
-    outcome = launcher.run(spec, ConsoleScreen(), listeners=listeners)
+    outcome = launcher.run(spec, Watching(ConsoleScreen(), listeners=listeners))
     outcome.close()
     return outcome
 
@@ -274,6 +275,7 @@ from nbaccel.launch.launcher import default_launcher
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.watching import Watching
 
 go, done = map(int, sys.argv[1:])
 
@@ -297,7 +299,7 @@ class Count:
 
 count = Count()
 spec = LaunchSpec(FunctionTask(train), 2, Start("fork", ""))
-default_launcher().run(spec, ConsoleScreen(), listeners=[count]).close()
+default_launcher().run(spec, Watching(ConsoleScreen(), listeners=[count])).close()
 print(count.arrived, sum(count.lost.values()))
 """
 
