@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks.__main__ import main
+from benchmarks.findings import Finding, tell
 from benchmarks.harness import Row, measure
 from benchmarks.loops import Training, contenders, nbaccel, raw
 from benchmarks.party import Bout, ContenderFailed, Party, Sample
-from benchmarks.rows import GROUPS, rows
+from benchmarks.rows import GROUPS, REPORTS, rows
 from benchmarks.table import cells, document, lines
+from benchmarks.targets import AtMost, OverRaw, Target
 
 TINY = Training(batches=4, accumulation=2, width=4)
 
@@ -127,6 +130,57 @@ def test_a_ratio_is_the_median_of_the_turns_and_a_target_is_missed_only_beyond_t
     assert slow.verdict == "FALLS SHORT of 2"
 
 
+@pytest.mark.parametrize(
+    ("target", "verdict"),
+    [
+        (AtMost(5000), "holds 5000 ms"),
+        (AtMost(4000), "FALLS SHORT of 4000 ms"),
+        (OverRaw(3000), "holds 3000 ms over raw"),
+        (OverRaw(2000), "FALLS SHORT of 2000 ms over raw"),
+    ],
+)
+def test_a_target_may_be_a_time_or_a_time_over_raws(target: Target, verdict: str) -> None:
+    row = Row("r", {"raw": working(2.0), "slow": working(5.0)}, unit="ms", turns=2, targets={"slow": target})
+    assert cells(measure(row, rounds=1))[-1].verdict == verdict
+
+
+def test_a_target_is_missed_only_beyond_the_spread_of_raw_against_itself() -> None:
+    again = [4.0, 2.0, 8.0]
+    assert AtMost(4).verdict("ms", [5.0] * 3, [4.0] * 3, again) == "over 4 ms, within the noise"
+    assert OverRaw(0.5).verdict("ms", [5.0] * 3, [4.0] * 3, again) == "over 0.5 ms over raw, within the noise"
+    assert AtMost(4).verdict("ms", [9.0] * 3, [4.0] * 3, again) == "FALLS SHORT of 4 ms"
+
+
+def test_a_finding_that_misses_its_target_fails_the_report_and_is_in_its_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = Finding("4,000 lines", "arrived whole", 4000, "lines", at_least=4000)
+    missed = Finding("4,000 lines", "took", 0.512, "s", at_most=0.3)
+    path = tmp_path / "found.json"
+    assert tell([held], str(path)) == 0
+    assert tell([held, missed, Finding("more", "took", 2.0, "s")], str(path)) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-5:] == [
+        "  4,000 lines",
+        "    arrived whole                            4,000 lines    holds 4000 lines",
+        "    took                                     0.512 s        FALLS SHORT of 0.3 s",
+        "  more",
+        "    took                                         2 s",
+    ]
+    told = json.loads(path.read_text())
+    assert [one["verdict"] for one in told] == ["holds 4000 lines", "FALLS SHORT of 0.3 s", ""]
+    assert (told[1]["what"], told[1]["who"], told[1]["value"], told[1]["at_most"]) == (
+        "4,000 lines",
+        "took",
+        0.512,
+        0.3,
+    )
+
+
+def test_a_number_that_is_none_holds_no_target() -> None:
+    assert not Finding("r", "took", float("nan"), "s", at_most=1).holds
+
+
 def test_the_document_is_json_with_every_cell() -> None:
     told = json.loads(json.dumps(document(measure(Row("r", {"raw": working(), "one": working(3.0)}), rounds=1))))
     assert [cell["contender"] for cell in told["cells"]] == ["raw", "raw again", "one"]
@@ -141,6 +195,30 @@ def test_the_command_names_the_rows_it_has(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["--rounds", "0"])
     assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_report_stands_in_the_json_beside_the_rows_and_its_failure_is_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "reporting.py"
+    script.write_text(
+        "import sys\n"
+        "from benchmarks.findings import Finding, options_of, tell\n"
+        "found = [Finding('lines', 'arrived', 3, '', at_least=4)]\n"
+        "sys.exit(tell(found, options_of('what it is', seconds=5.0).json))\n"
+    )
+    monkeypatch.setattr(command, "REPORTS", ("reporting",))
+    monkeypatch.setattr(command, "_script", lambda name: [str(script)])
+    path = tmp_path / "told.json"
+    assert main(["--rows", "reporting", "--json", str(path)]) == 1
+    [report] = json.loads(path.read_text())["reports"]
+    assert (report["report"], report["held"]) == ("reporting", False)
+    assert report["findings"][0]["verdict"] == "FALLS SHORT of 4"
+
+
+def test_every_name_of_a_report_is_a_script() -> None:
+    for name in REPORTS:
+        assert find_spec(f"benchmarks.{name}"), name
 
 
 def test_every_name_of_a_row_has_its_rows() -> None:

@@ -1,6 +1,6 @@
 """find_executable_batch_size: seconds from an attempt that ran out of memory to the next one, and where it lands.
 
-    python tests/benchmarks/executable.py [repetitions]
+    make bench ROWS=executable
 
 First by place and number of ranks: from the error on the last rank to the moment when the slowest rank begins the next
 attempt. That holds waking the peers, cleaning up (a garbage collection), agreeing, and forming the group again. Then,
@@ -13,17 +13,15 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 import torch._dynamo  # before gc.freeze: every rank's first DDP imports it
 
+from benchmarks.findings import Finding, options_of, tell
 from nbaccel import Accelerator, find_executable_batch_size
 from nbaccel.testing import Faults, MemLimit, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from searches import PLACES, training
 
 WORLD_SIZES = (2, 4)
@@ -64,17 +62,14 @@ def recoveries(repetitions: int) -> dict[str, list[tuple[float, float]]]:
     return times
 
 
-def report_seconds(repetitions: int) -> None:
-    print(f"seconds from the error to the next attempt of the slowest rank: median (worst of {repetitions})")
-    print(f"{'':36}" + "".join(f"{f'{world_size} ranks':>16}" for world_size in WORLD_SIZES))
-    told = [run_ranks(world_size, recoveries, repetitions, timeout_s=300) for world_size in WORLD_SIZES]
-    for place in PLACES:
-        cells = ""
-        for ranks in told:
-            rounds = zip(*(rank[place] for rank in ranks), strict=True)
-            seconds = [max(began for _, began in each) - max(failed for failed, _ in each) for each in rounds]
-            cells += f"{statistics.median(seconds):8.3f} ({max(seconds):.3f})"
-        print(f"{place:36}{cells}")
+def seconds(repetitions: int) -> Iterator[Finding]:
+    for world_size in WORLD_SIZES:
+        told = run_ranks(world_size, recoveries, repetitions, timeout_s=300)
+        what = f"from the error to the next attempt of the slowest of {world_size} ranks, median of {repetitions}"
+        for place in PLACES:
+            rounds = zip(*(rank[place] for rank in told), strict=True)
+            took = [max(began for _, began in each) - max(failed for failed, _ in each) for each in rounds]
+            yield Finding(what, place, statistics.median(took) * 1e3, "ms")
 
 
 def attempts(start: int, limit_bytes: int, reduce: Callable[[dict[str, int]], Callable[[], int]] | None) -> list[int]:
@@ -119,25 +114,23 @@ def nine_tenths(state: dict[str, int]) -> Callable[[], int]:
     return reduce
 
 
-def report_sizes() -> None:
-    print("\nattempts, and the size they end at in % of the largest one that fits")
-    print(f"{'limit, largest size, start':36}{'nbaccel':>16}{'x 0.9':>16}")
+def sizes() -> Iterator[Finding]:
     for megabytes in (6, 8, 16):
         fits = largest(megabytes * 1_000_000)
         for start in (128, 1024, 4096):
-            cells = ""
-            for reduce in (None, nine_tenths):
+            what = f"model in {megabytes} MB, {fits} samples fit, beginning at {start}"
+            for who, reduce in (("nbaccel", None), ("Accelerate, x 0.9", nine_tenths)):
                 tried = attempts(start, megabytes * 1_000_000, reduce)
-                cells += f"{f'{len(tried)} ({tried[-1] / fits:.0%})':>16}"
-            print(f"{f'{megabytes} MB, {fits}, {start}':36}{cells}")
+                yield Finding(what, f"{who}: attempts", len(tried), "")
+                yield Finding(what, f"{who}: ends at", tried[-1] / fits * 100, "% of what fits")
 
 
-def main() -> None:
+def main() -> int:
+    options = options_of(__doc__, repetitions=5)
     gc.freeze()  # as the launcher does before it forks
     torch.set_num_threads(1)
-    report_seconds(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
-    report_sizes()
+    return tell(chain(seconds(options.repetitions), sizes()), options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

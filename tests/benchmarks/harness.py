@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.party import Bout, ContenderFailed, Party, Sample
+from benchmarks.targets import Ratio, Target
 
 __all__ = ["AGAIN", "RAW", "Measured", "Row", "installed", "measure"]
 
@@ -32,7 +33,8 @@ class Row:
     contenders: by name, what makes its `Bout` in each of its ranks; "raw" is among them.
     units: of work in one turn, such as steps; times are told for one. turns: per round.
     judged: "cpu" where processor time tells, "wall" where waiting for others or for disks is the matter.
-    targets: by contender, the ratio to raw that it should hold. tolerance: how far results may lie from raw's.
+    targets: by contender, the ratio to raw that it should hold, or another target.
+    tolerance: how far results may lie from raw's.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Row:
     world_size: int = 1
     turns: int = 10
     judged: str = "cpu"
-    targets: Mapping[str, float] = field(default_factory=dict)
+    targets: Mapping[str, float | Target] = field(default_factory=dict)
     tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -50,6 +52,11 @@ class Row:
             raise ValueError(f"row {self.name!r} has no contender {RAW!r} to compare with")
         if self.judged not in ("cpu", "wall"):
             raise ValueError(f"row {self.name!r} is judged by {self.judged!r}; it must be 'cpu' or 'wall'")
+
+    def target(self, contender: str) -> Target | None:
+        """What it should hold, if anything."""
+        told = self.targets.get(contender)
+        return Ratio(told) if isinstance(told, float | int) else told
 
     @property
     def all_contenders(self) -> dict[str, Make]:

@@ -1,4 +1,4 @@
-"""What following a run costs: ``python tests/benchmarks/panel.py``. A real kernel, two ranks that train, CPU time.
+"""What following a run costs: ``make bench ROWS=panel``. A real kernel, two ranks that train, CPU time.
 
 Turns with the panel and turns with ``--plain`` alternate, the same number of steps each; all panel turns together take
 at least a minute by default. Of each turn: CPU time of the ranks in their training loop, which says what the panel
@@ -12,18 +12,19 @@ ratios lies above it by more than twice its standard error.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from benchmarks.findings import Finding, options_of, tell
 from environments import NEWEST
 from kernel.harness import Cell, RealKernel
 
@@ -106,31 +107,28 @@ def turn(kernel: RealKernel, steps: int, flags: str) -> Turn:
     return Turn(ranks_s, last_s - first_s, whole_s, last_at - first_at, cell_s, last - first, nbytes)
 
 
-def report(panel: list[Turn], plain: list[Turn]) -> bool:
-    """Print what was found; whether every target is held."""
+def findings(panel: list[Turn], plain: list[Turn]) -> Iterator[Finding]:
+    """What turns with the panel cost beside turns without, as many of each."""
     seconds = sum(one.seconds for one in panel)
+    live = f"between first and last frame, {len(panel)} turns, {seconds:.0f} s"
     updates, nbytes = sum(one.updates for one in panel) / seconds, sum(one.nbytes for one in panel) / seconds
+    yield Finding(live, "updates of the panel", updates, "/s", at_most=_UPDATES_PER_S * 1.01)
+    yield Finding(live, "what they send", nbytes / 1000, "kB/s", at_most=_BYTES_PER_S / 1000)
     share = sum(one.kernel_s for one in panel) / seconds
+    yield Finding(live, "the kernel, of a core", share * 100, "%", at_most=_SHARE * 100)
+    rest = "the kernel's CPU time beside that, per run"
+    yield Finding(rest, "with the panel", statistics.median(one.whole_s - one.kernel_s for one in panel), "s")
+    yield Finding(rest, "--plain, in all", statistics.median(one.whole_s for one in plain), "s")
     ratios = [a.ranks_s / b.ranks_s for a, b in zip(panel, plain, strict=True)]
     slowdown = statistics.median(ratios) - 1
     error = 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios))  # of a median
-    rest = statistics.median(one.whole_s - one.kernel_s for one in panel)
-    rest_plain = statistics.median(one.whole_s for one in plain)
-    print(f"{len(panel)} turns each, {seconds:.0f} s between first and last frames")
-    print(f"panel: {updates:.2f} updates/s, {nbytes / 1000:.1f} kB/s, kernel {share:.2%} of a core")
-    print(f"beside that, per run: {rest:.2f} s of the kernel's CPU time; a --plain run takes {rest_plain:.2f} s in all")
-    shown = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
-    print(f"CPU time of the ranks, panel to --plain: {slowdown:+.2%}, give or take {error:.2%} (turns: {shown})")
-    held = [updates <= _UPDATES_PER_S * 1.01, nbytes <= _BYTES_PER_S, share < _SHARE, slowdown - 2 * error < _SLOWDOWN]
-    print("every target is held" if all(held) else "FALLS SHORT of a target")
-    return all(held)
+    what = "CPU time of the ranks over --plain"
+    yield Finding(what, "median of the turns", slowdown * 100, "%")
+    yield Finding(what, "less twice its standard error", (slowdown - 2 * error) * 100, "%", at_most=_SLOWDOWN * 100)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of training in a turn, about")
-    options = parser.parse_args()
+    options = options_of(__doc__, turns=12, seconds=8.0)  # of training in a turn, about
     with tempfile.TemporaryDirectory() as folder:
         kernel = RealKernel(NEWEST, Path(folder))
         try:
@@ -145,7 +143,7 @@ def main() -> int:
                     turns.append(turn(kernel, steps, flags))
         finally:
             kernel.close()
-    return 0 if report(panel, plain) else 1
+    return tell(findings(panel, plain), options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a batch size is found, by us and by others: ``PYTHONPATH=tests python tests/benchmarks/planner.py``.
+"""How a batch size is found, by us and by others: ``make bench ROWS=planner``.
 
 Two models under three limits each (`MemLimit`, byte-exact). The truth is the largest batch that a plain loop trains
 with, found by trying. Each way begins where its users begin: Accelerate's decorator (x 0.9) and halving at 1024,
@@ -9,6 +9,7 @@ of those ran out of memory, what share of the truth was returned, and in how man
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 import time
 import warnings
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.findings import Finding, options_of, write
 from hungry import CNN, GPT, Hungry
 from nbaccel import Accelerator
 from nbaccel.testing import MemLimit
 
 LIMITS_BYTES = (5_000_000, 20_000_000, 60_000_000)
 START = 1024
+OURS = "nbaccel"
 
 
 class Device(MemLimit):
@@ -49,6 +52,10 @@ class Sizes:
             self.tried.append(size)
 
 
+Way = Callable[[Hungry, int, Sizes], tuple[int, int]]
+"""Returns the size it found, and how many trials ran out of memory."""
+
+
 def ours(hungry: Hungry, limit_bytes: int, sizes: Sizes) -> tuple[int, int]:
     accelerator = Accelerator(cpu=True)
     model, _ = accelerator.prepare(*hungry.make_seeded())
@@ -62,7 +69,7 @@ def ours(hungry: Hungry, limit_bytes: int, sizes: Sizes) -> tuple[int, int]:
         return accelerator.find_batch_size(loss_fn, hungry.batch(2)), device.refusals
 
 
-def decorated(reduce: Callable[[int], int] | None) -> Callable[[Hungry, int, Sizes], tuple[int, int]]:
+def decorated(reduce: Callable[[int], int] | None) -> Way:
     """Accelerate's decorator, around a training that is built anew in each try, as its guide shows."""
     from accelerate.utils import find_executable_batch_size
 
@@ -138,39 +145,70 @@ def lightning(hungry: Hungry, limit_bytes: int, sizes: Sizes) -> tuple[int, int]
     return found or 0, device.refusals
 
 
-def rows() -> Iterator[str]:
-    ways: dict[str, Callable[[Hungry, int, Sizes], tuple[int, int]]] = {
-        "nbaccel": ours,
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """How a way came to its batch size. share: of the largest that fits. was_run: whether it ever trained with it."""
+
+    trials: int
+    failed: int
+    size: int
+    share: float
+    was_run: bool
+    seconds: float
+
+    @classmethod
+    def of(cls, way: Way, hungry: Hungry, limit_bytes: int, largest: int) -> Landing:
+        sizes = Sizes([])
+        began = time.perf_counter()
+        size, failed = way(hungry, limit_bytes, sizes)
+        seconds = time.perf_counter() - began
+        return cls(len(sizes.tried), failed, size, size / largest, size in sizes.tried, seconds)
+
+    def __str__(self) -> str:
+        share = f"{self.share:.1%}{'' if self.was_run else '*'}"
+        return f"{self.trials} ({self.failed}) {self.size:5} {share:>7} {self.seconds:4.1f}"
+
+    def findings(self, what: str, name: str) -> Iterator[Finding]:
+        most = {"trials": 7, "failed": 1} if name == OURS else {}
+        yield Finding(what, f"{name}: trials", self.trials, "", at_most=most.get("trials"))
+        yield Finding(what, f"{name}: of them out of memory", self.failed, "", at_most=most.get("failed"))
+        yield Finding(what, f"{name}: landed", self.share * 100, "%", at_least=97 if most else None)
+        yield Finding(what, f"{name}: took", self.seconds, "s")
+
+
+def report() -> Iterator[Finding]:
+    """Prints a table of its own: a line per model and limit."""
+    ways: dict[str, Way] = {
+        OURS: ours,
         "Accelerate x0.9": decorated(None),
         "halving": decorated(lambda size: size // 2),
         "Lightning binsearch": lightning,
     }
-    yield f"{'model':5} {'limit':>6} {'truth':>6}  " + "".join(f"{name:>31}" for name in ways)
-    yield f"{'':5} {'MB':>6} {'':>6}  " + f"{'trials(failed) size  share     s':>31}" * len(ways)
+    print(f"{'model':5} {'limit':>6} {'truth':>6}  " + "".join(f"{name:>31}" for name in ways))
+    print(f"{'':5} {'MB':>6} {'':>6}  " + f"{'trials(failed) size  share     s':>31}" * len(ways), flush=True)
     for hungry in (GPT, CNN):
         for limit_bytes in LIMITS_BYTES:
             largest = hungry.largest(limit_bytes)
-            cells = [_measured(way, hungry, limit_bytes, largest) for way in ways.values()]
-            yield f"{hungry.name:5} {limit_bytes / 1e6:6.0f} {largest:6}  " + "".join(f"{cell:>31}" for cell in cells)
-
-
-def _measured(way: Callable[..., tuple[int, int]], hungry: Hungry, limit_bytes: int, largest: int) -> str:
-    sizes = Sizes([])
-    began = time.perf_counter()
-    found, failed = way(hungry, limit_bytes, sizes)
-    took_s = time.perf_counter() - began
-    share = f"{found / largest:.1%}" if found in sizes.tried else f"{found / largest:.1%}*"
-    return f"{len(sizes.tried)} ({failed}) {found:5} {share:>7} {took_s:4.1f}"
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # Lightning tells of every trial
-    for row in rows():
-        print(row, flush=True)
+            landings = {name: Landing.of(way, hungry, limit_bytes, largest) for name, way in ways.items()}
+            cells = "".join(f"{landing!s:>31}" for landing in landings.values())
+            print(f"{hungry.name:5} {limit_bytes / 1e6:6.0f} {largest:6}  {cells}", flush=True)
+            what = f"{hungry.name} in {limit_bytes / 1e6:.0f} MB, {largest} samples fit"
+            for name, landing in landings.items():
+                yield from landing.findings(what, name)
     print("* returned without having been run")
 
 
+def main() -> int:
+    options = options_of(__doc__)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # Lightning tells of every trial
+    findings = list(report())
+    write(findings, options.json)
+    missed = [f"{one.what}, {one.who}: {one.verdict}" for one in findings if not one.holds]
+    print("\n".join(missed), end="\n" * bool(missed))
+    return 1 if missed else 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,6 @@
 """The table: medians, ratios and a verdict for each cell, as text for people and as JSON for notebooks. Pure.
 
-A contender that is over its target falls short only where it also exceeds the spread of raw against itself in the same
-run (third quartile of "raw again"). It measures nothing.
+What a target is, and when it is missed, is in `targets.py`. It measures nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 from benchmarks.harness import AGAIN, RAW, Measured
+from benchmarks.targets import ratios
 
-__all__ = ["Cell", "Ratio", "cells", "document", "lines", "machine"]
+__all__ = ["Cell", "Spread", "cells", "document", "lines", "machine"]
 
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class Spread:
     """Quartiles of the ratio to raw in the same turn."""
 
     low: float
@@ -30,13 +30,12 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, mine: list[float], raw: list[float]) -> Ratio:
-        """A clock too coarse for a turn gives no ratio for it."""
-        ratios = [one / other for one, other in zip(mine, raw, strict=True) if other > 0]
-        if len(ratios) < 2:
-            only = ratios[0] if ratios else float("nan")
+    def of(cls, mine: list[float], raw: list[float]) -> Spread:
+        found = ratios(mine, raw)
+        if len(found) < 2:
+            only = found[0] if found else float("nan")
             return cls(only, only, only)
-        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        low, median, high = statistics.quantiles(found, n=4, method="inclusive")
         return cls(low, median, high)
 
 
@@ -47,8 +46,8 @@ class Cell:
     contender: str
     wall: float
     cpu: float
-    wall_ratio: Ratio
-    cpu_ratio: Ratio
+    wall_ratio: Spread
+    cpu_ratio: Spread
     verdict: str
 
 
@@ -58,26 +57,22 @@ def cells(measured: Measured) -> list[Cell]:
     wall = {name: [one.wall_s * scale for one in samples] for name, samples in measured.samples.items()}
     cpu = {name: [one.cpu_s * scale for one in samples] for name, samples in measured.samples.items()}
     judged = wall if row.judged == "wall" else cpu
-    noise = Ratio.of(judged[AGAIN], judged[RAW]).high if AGAIN in judged else 1.0
+
+    def verdict(name: str) -> str:
+        target = row.target(name)
+        return target.verdict(row.unit, judged[name], judged[RAW], judged.get(AGAIN, [])) if target else ""
+
     return [
         Cell(
             name,
             statistics.median(wall[name]),
             statistics.median(cpu[name]),
-            Ratio.of(wall[name], wall[RAW]),
-            Ratio.of(cpu[name], cpu[RAW]),
-            _verdict(Ratio.of(judged[name], judged[RAW]).median, row.targets.get(name), noise),
+            Spread.of(wall[name], wall[RAW]),
+            Spread.of(cpu[name], cpu[RAW]),
+            verdict(name),
         )
         for name in measured.samples
     ]
-
-
-def _verdict(ratio: float, target: float | None, noise: float) -> str:
-    if target is None:
-        return ""
-    if ratio <= target:
-        return f"holds {target:g}"
-    return f"over {target:g}, within the noise" if ratio <= noise else f"FALLS SHORT of {target:g}"
 
 
 def lines(measured: Measured) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What telemetry costs: ``python tests/benchmarks/telemetry.py``. CPU time throughout, for other programs run too.
+"""What telemetry costs: ``make bench ROWS=telemetry``. CPU time throughout, for other programs run too.
 
 1. A record, in the rank: the median of many.
 2. Reading, in the kernel: eight ranks report 1000 losses per second each; every half second they are read, made
@@ -9,12 +9,13 @@ What it costs a prepared step is in the rows of `rows/step.py`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from benchmarks.findings import Finding, options_of, tell
 from nbaccel.events import Event, Listener, Loss, emit, outlet
 from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.telemetry import TICK_S, Rings, Telemetry
@@ -93,16 +94,20 @@ def _writing_child(fd: int, count: int) -> int:
     return child
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    share, written, lost = reading(options.seconds)
-    print(f"reading {_RANKS} ranks x {_PER_SECOND}/s every {TICK_S} s: {share:.2%} of a core, {lost} of {written} lost")
-    ring, event = record(options.rounds)
-    print(f"a record: {ring:.2f} us in the ring, {event:.2f} us as an event")
+def findings(seconds: float, rounds: int) -> Iterator[Finding]:
+    share, written, lost = reading(seconds)
+    what = f"reading {_RANKS} ranks, {_PER_SECOND} losses/s each, every {TICK_S} s"
+    yield Finding(what, "share of a core", share * 100, "%")
+    yield Finding(what, f"lost of {written}", lost, "records", at_most=0)
+    ring, event = record(rounds)
+    yield Finding("a record, in the rank", "in the ring", ring, "us")
+    yield Finding("a record, in the rank", "as an event", event, "us")
+
+
+def main() -> int:
+    options = options_of(__doc__, seconds=5.0, rounds=20)
+    return tell(findings(options.seconds, options.rounds), options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

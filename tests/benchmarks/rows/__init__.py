@@ -1,7 +1,7 @@
 """The rows of the comparison, by the name that ``make bench ROWS=...`` knows them by. Names only: nothing is imported.
 
-A group is a module with a function ``rows()``. Reports are scripts that print a table of their own, since what they
-find is not a ratio to raw: batch sizes and trials, or a share of a core.
+A group is a module with a function ``rows()``. Reports are scripts whose findings are no ratio to raw: batch sizes and
+trials, a share of a core, lines that arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["GROUPS", "REPORTS", "rows"]
 
 GROUPS = ("step", "ranks", "loader", "collectives", "microbatch", "starts", "imports", "saves", "logs")
 
-REPORTS = ("launch", "planner", "executable", "telemetry", "panel")
+REPORTS = ("planner", "executable", "telemetry", "panel")
 
 
 def rows(group: str) -> Sequence[Row]:
