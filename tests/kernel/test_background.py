@@ -8,7 +8,7 @@ import pytest
 
 from kernel.conftest import Kernels
 from kernel.harness import Cell, Execution, RealKernel, accelerate
-from kernel.test_stop_button import TRAINS, FrontEnd
+from kernel.test_stop_button import FALLS_ASLEEP, TRAINS, FrontEnd, sleeps
 
 WAITS = """
 import time
@@ -155,9 +155,10 @@ def test_stop_ends_it_after_the_step_and_status_says_how_it_goes(kernel: RealKer
 
 @pytest.mark.slow
 def test_a_second_stop_does_not_wait_for_the_step(kernel: RealKernel) -> None:
-    running = kernel.begin(trains(then="time.sleep(600 if steps == 5 else 0.02)"))
+    running = kernel.begin(trains(then=FALLS_ASLEEP))
     running.end().succeeded()
     running.until(has_numbers, after_end=True)
+    running.until(sleeps, after_end=True)
     kernel.do("%accelerate stop")
     running.until(lambda cell: "finishing the step, press again" in cell.text, after_end=True)
     assert "is being ended" in kernel.do("%accelerate stop").stdout

@@ -29,6 +29,13 @@ for x, y in loader:
     {then}
 """
 
+FALLS_ASLEEP = "print('asleep') or time.sleep(600) if steps == 5 else time.sleep(0.02)"
+"""A step that no stop at its end will see the end of."""
+
+
+def sleeps(cell: Cell) -> bool:
+    return "asleep" in cell.text
+
 
 def trains(then: str = "time.sleep(0.02)") -> str:
     return accelerate(TRAINS.format(then=then), flags="--out steps")
@@ -115,10 +122,11 @@ def test_what_is_kept_is_one_picture_and_no_widget(kernel: RealKernel) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_the_second_click_does_not_wait_for_the_step(kernel: RealKernel) -> None:
-    running = kernel.begin(trains(then="time.sleep(600 if steps == 5 else 0.02)"))
+    running = kernel.begin(trains(then=FALLS_ASLEEP))
     page = FrontEnd(kernel, running)
     page.show()
     page.until_it_follows()
+    running.until(sleeps)
     assert page.label == "Stop after this step"
     page.click()
     running.until(lambda cell: page.label == "Stop now")
@@ -129,10 +137,11 @@ def test_the_second_click_does_not_wait_for_the_step(kernel: RealKernel) -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_after_an_interrupt_the_button_offers_what_comes_next(kernel: RealKernel) -> None:
-    running = kernel.begin(trains(then="time.sleep(600 if steps == 5 else 0.02)"))
+    running = kernel.begin(trains(then=FALLS_ASLEEP))
     page = FrontEnd(kernel, running)
     page.show()
     page.until_it_follows()
+    running.until(sleeps)
     kernel.interrupt()
     running.until(lambda cell: page.label == "Stop now")
     page.click()
