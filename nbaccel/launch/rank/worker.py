@@ -10,32 +10,32 @@ from __future__ import annotations
 import atexit
 import bdb
 import contextlib
-import fcntl
-import io
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from nbaccel.errors import NoInput, RunStopped
+from nbaccel.errors import RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
-from nbaccel.launch.rank.debugger import RunIsOver, debugging
+from nbaccel.launch.rank.debugger import debugging
+from nbaccel.launch.rank.farewell import farewell
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.grace import SaveGrace
-from nbaccel.launch.rank.jupyter import PROMPT, adopt_notebook, flush_figures
+from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.look import left_behind, scenes
 from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
+from nbaccel.launch.rank.signals import ChildHandler, Interrupt, restore_signals
+from nbaccel.launch.rank.sparefiles import SpareFiles
 from nbaccel.launch.rank.stacks import tell_on_signal
+from nbaccel.launch.rank.voice import Voice
 from nbaccel.launch.rank.watch import DeathWatch
 from nbaccel.launch.rank.wrappers import undressed
 from nbaccel.launch.report import describe
@@ -50,9 +50,6 @@ __all__ = ["BROKEN", "run_rank"]
 
 BROKEN = 70
 """Exit code of a rank whose runtime itself failed (EX_SOFTWARE of sysexits.h)."""
-
-_FAREWELL_S = 10.0
-_PIPE_BYTES = 1 << 20
 
 
 def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[int], is_fork: bool) -> NoReturn:
@@ -80,70 +77,6 @@ def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[
         os._exit(code)
 
 
-class _Interrupt:
-    """SIGINT becomes KeyboardInterrupt in the user's code, and nothing after it.
-
-    One that comes before is kept for the user's code: the kernel sends it once, and setting up can take seconds.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self._has_come = False
-        signal.signal(signal.SIGINT, self._handle)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        self._has_come = True
-        if self.is_open:
-            raise KeyboardInterrupt
-
-    def forget(self) -> None:
-        """What came for one task has nothing to do with the next."""
-        self._has_come = False
-
-    def __enter__(self) -> None:
-        self.is_open = not self._has_come
-        if self._has_come:
-            raise KeyboardInterrupt
-
-    def __exit__(self, *exc: object) -> None:
-        self.is_open = False
-
-
-class _ChildHandler:
-    """What the user's code has SIGCHLD do is done in the user's code alone.
-
-    torch's handler raises, for a DataLoader's worker that died, wherever the program is: a report would be cut off.
-    """
-
-    def __init__(self) -> None:
-        self._handler: Any = signal.SIG_DFL
-
-    def __enter__(self) -> None:
-        signal.signal(signal.SIGCHLD, self._handler)
-
-    def __exit__(self, *exc: object) -> None:
-        self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL  # None: it came from C
-
-
-class _SpareFiles:
-    """Descriptors kept back, so that a rank whose program has opened all that it may can still report."""
-
-    _MOST = 6
-
-    def __init__(self) -> None:
-        self._fds: list[int] = []
-        self.keep()
-
-    def keep(self) -> None:
-        with contextlib.suppress(OSError):
-            while len(self._fds) < self._MOST:
-                self._fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-
-    def release(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
-
-
 class _Rank:
     """One rank: prologue in `__init__`, then `live`."""
 
@@ -152,21 +85,18 @@ class _Rank:
         self.pid = os.getpid()
         self.rank = boot.world.rank
         self.channel = Channel.from_fd(boot.channel_fd)
-        self._message_id = 0
-        self._publishing = threading.Lock()
-        self._asking = threading.Lock()
         os.environ.update(boot.environ)
         _limit_threads(boot.threads)
-        old_streams = self._replace_streams()
+        self._voice = Voice(boot, self.channel)
         for fd in close_fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        adopt_notebook(self.rank, self._publish, old_streams)
+        adopt_notebook(self.rank, self._voice.publish, self._voice.old_streams)
         atexit._clear()  # the kernel's handlers are the kernel's to run
-        _restore_signals()
-        self.interrupt = _Interrupt()
-        self._children = _ChildHandler()
-        self._spare_files = _SpareFiles()
+        restore_signals()
+        self.interrupt = Interrupt()
+        self._children = ChildHandler()
+        self._spare_files = SpareFiles()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._stacks = tell_on_signal(boot.store_path, self.rank)
         meet_in_file(boot.store_path, boot.world)
@@ -190,7 +120,7 @@ class _Rank:
             status, home = self._work(make_task, self.boot.setup)
             while (order := self._await_order()) is not None:
                 status, _ = self._work(partial(_guest, *order, home))
-        return self._farewell(status)
+        return farewell(status)
 
     def _work(self, make_task: Callable[[], Task], setup: str | None = None) -> tuple[str, Home | None]:
         """How the task ended, and where it ran."""
@@ -202,7 +132,7 @@ class _Rank:
             task = make_task()
             if setup is not None:
                 load_named(setup)(task.namespace)
-            with debugging(task.debugged, self.rank, self._ask, self._tell) as debugger:
+            with debugging(task.debugged, self.rank, self._voice.ask, self._voice.tell) as debugger:
                 try:
                     with self._children, self.interrupt:
                         task.run()
@@ -287,74 +217,6 @@ class _Rank:
         self.reporter.route(Loss, self._peers.refuse_backward if message["outsiders"] else None)
         return message, fds[0]
 
-    def _farewell(self, status: str) -> int:
-        """The rank's own atexit handlers, threads and children get 10 s; then the process ends whatever they do."""
-        code = 0 if status in ("ok", "stopped") else 1
-
-        def cut() -> None:
-            time.sleep(_FAREWELL_S)
-            os._exit(code)
-
-        threading.Thread(target=cut, name="nbaccel-farewell", daemon=True).start()
-        if code:
-            # Handlers that ask how the process ended (wandb does) look here.
-            sys.last_type, sys.last_value = RuntimeError, RuntimeError("the rank failed")
-        with contextlib.suppress(BaseException):
-            threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads, as the interpreter would
-        with contextlib.suppress(BaseException):
-            atexit._run_exitfuncs()
-        with contextlib.suppress(BaseException):
-            multiprocessing_util = sys.modules.get("multiprocessing.util")
-            if multiprocessing_util is not None:
-                multiprocessing_util._exit_function()
-        return code
-
-    def _replace_streams(self) -> tuple[Any, Any]:
-        """fd 0 is empty, fd 1 and 2 are pipes to the kernel; sys.stdout and sys.stderr write there line by line."""
-        for fd in (self.boot.stdout_fd, self.boot.stderr_fd):
-            with contextlib.suppress(OSError):  # over the system's limit for pipes: the default size works too
-                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # A copy of our own for marks: user code may point fd 1 elsewhere.
-        self._mark_fd = fcntl.fcntl(self.boot.stdout_fd, fcntl.F_DUPFD_CLOEXEC, 3)
-        empty = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((empty, 0), (self.boot.stdout_fd, 1), (self.boot.stderr_fd, 2)):
-            os.dup2(source, target)
-            os.close(source)
-        old = (sys.stdout, sys.stderr)
-        sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
-        sys.stderr = sys.__stderr__ = _text_stream(2)  # type: ignore[misc]
-        return old
-
-    def _publish(self, message: dict[str, Any]) -> None:
-        """Send a rich message, and mark in the output pipe where it belongs among the lines."""
-        with self._publishing, contextlib.suppress(OSError):
-            self._message_id += 1
-            sys.stdout.flush()
-            sys.stderr.flush()
-            self.channel.send({"op": "display", "id": self._message_id, "message": message})
-            os.write(self._mark_fd, mark(self.boot.run_nonce, self._message_id))
-
-    def _ask(self, prompt: str) -> str:
-        """What a person types at `prompt`, which is shown behind all that this rank has printed."""
-        if os.getpid() != self.pid:
-            raise NoInput(
-                f"a child process of rank {self.rank} asked for keyboard input, which the rank alone can do: a loader "
-                "with num_workers=0 reads its data in the rank, and can be debugged there."
-            )
-        with self._asking:
-            self._publish({"kind": PROMPT, "prompt": prompt})
-            frame = self.channel.receive()
-        if frame is None or frame[0]["op"] != "answer" or frame[0]["is_over"]:
-            raise RunIsOver
-        if (typed := frame[0]["text"]) is None:
-            raise bdb.BdbQuit
-        return str(typed)
-
-    def _tell(self, op: str) -> None:
-        """Said at once, before the report: that it comes late, or that peers are about to miss this rank."""
-        with contextlib.suppress(OSError):
-            self.channel.send({"op": op})
-
 
 def _guest(message: dict[str, Any], parcel_fd: int, home: Home | None) -> Task:
     """A task that came to a rank that stays."""
@@ -374,11 +236,6 @@ def _sequence_number() -> int | None:
         return int(distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group())
     except RuntimeError:  # a backend that does not count
         return None
-
-
-def mark(nonce: str, message_id: int) -> bytes:
-    """The bytes that stand for rich message `message_id` in a rank's output pipe."""
-    return f"\x1e{nonce}:{message_id}\x1e".encode()
 
 
 def _end_as_a_child(status: str, error: BaseException | None) -> NoReturn:
@@ -413,26 +270,12 @@ def _results_of(task: Task, rank: int) -> Results:
         return Results(missing={"the results": f"collecting them failed: {type(error).__name__}: {error}"})
 
 
-def _text_stream(fd: int) -> io.TextIOWrapper:
-    raw = io.FileIO(fd, "w", closefd=False)
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
-
-
 def _limit_threads(threads: int) -> None:
     """Before any computation: ranks that each use all cores are slower than ranks that share them."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
-
-
-def _restore_signals() -> None:
-    """Python's and the kernel's handlers mean nothing here: a signal does what it does to any program."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def _cuda_is_broken() -> bool:
