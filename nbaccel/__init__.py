@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     from nbaccel.train.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from nbaccel.train.data import (
         DataLoaderConfiguration as DataLoaderConfiguration,
+        batches_by_length as batches_by_length,
         skip_first_batches as skip_first_batches,
     )
     from nbaccel.train.distributed_type import DistributedType as DistributedType
@@ -113,6 +114,7 @@ _HOME = {
     "StepCorrupted": "nbaccel.errors",
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
+    "batches_by_length": "nbaccel.train.data",
     "debug_launcher": "nbaccel.launch.functions",
     "find_executable_batch_size": "nbaccel.train.executable",
     "free_memory": "nbaccel.train.memory",

@@ -8,10 +8,11 @@ format is 8 bytes of header size, a JSON header, and the tensors' bytes without 
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ __all__ = ["knows_dtypes_of", "record_of", "write_tensors"]
 
 _ALIGNMENT = 8
 _CHUNK_BYTES = 8 << 20
+_FLUSH_BYTES = 32 << 20
+"""What the disk is asked for at once, at least: each time costs it an entry in its journal."""
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -38,6 +41,8 @@ _NAMES = {
 }
 """In the order in which safetensors lays them out, the last ones first in the file."""
 
+_flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
+
 _ORDER = {dtype: -place for place, dtype in enumerate(_NAMES)}
 
 
@@ -47,13 +52,19 @@ def knows_dtypes_of(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write `tensors`, contiguous and on the CPU; size and checksum of the file, which is not brought to the disk yet.
+    """Write `tensors`, contiguous and on the CPU; size and checksum of the file, not all of which is on the disk yet.
 
     metadata: texts for the file's header.
     """
-    crc, size = 0, 0
-    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1, "nbaccel-crc") as checker:
+    crc, size, flushed_size = 0, 0, 0
+    with (
+        open(path, "wb", buffering=0) as file,
+        ThreadPoolExecutor(1, "nbaccel-crc") as checker,
+        ThreadPoolExecutor(1, "nbaccel-disk") as disk,
+    ):
         checked = checker.submit(zlib.crc32, b"")
+        flushed: Future[None] = Future()
+        flushed.set_result(None)
         for chunk in _chunks(tensors, metadata):
             crc = checked.result()
             checked = checker.submit(zlib.crc32, chunk, crc)  # computed while the same bytes are being written
@@ -61,7 +72,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             while written < len(chunk):
                 written += file.write(chunk[written:])
             size += len(chunk)
+            if size - flushed_size >= _FLUSH_BYTES and flushed.done():
+                flushed.result()
+                # The disk works while the rest is written: most of the file is there when it is synced in the end.
+                flushed, flushed_size = disk.submit(_flush, file.fileno()), size
         crc = checked.result()
+        flushed.result()  # a failure is told to the first who asks, so a later fsync may not know of it
     return FileRecord(size, f"{crc:08x}")
 
 

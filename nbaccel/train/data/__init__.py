@@ -2,12 +2,13 @@
 
 `prepare` chooses a source (`sources`, `dispatch`), which deals by a shard (`shard`) in an order that all ranks share
 (`order`); `loader` is what the loop iterates, `position` how far it has come, `placement` how batches reach the
-device.
+device. `lengths` makes batches for inference, without a loader.
 """
 
 from __future__ import annotations
 
 from nbaccel.train.data.configuration import DataLoaderConfiguration
+from nbaccel.train.data.lengths import LengthBatches, batches_by_length
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.placement import to_device
@@ -18,10 +19,12 @@ __all__ = [
     "BatchShard",
     "DataLoaderConfiguration",
     "Facts",
+    "LengthBatches",
     "PreparedLoader",
     "Shard",
     "SharedOrder",
     "StreamShard",
+    "batches_by_length",
     "data_seed",
     "prepare_loader",
     "skip_first_batches",

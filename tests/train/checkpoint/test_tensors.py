@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,28 @@ def test_tensors_of_many_chunks_come_back(tmp_path: Path, monkeypatch: pytest.Mo
     loaded = load_file(tmp_path / "file")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert record == FileRecord.of(tmp_path / "file")
+
+
+def test_the_disk_is_set_to_work_before_the_file_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(module, "_FLUSH_BYTES", 4000)
+    monkeypatch.setattr(module, "_flush", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    write_tensors(tmp_path / "large", {"a": torch.zeros(10_000)}, {})
+    assert 4000 <= sizes[0] < 40_000
+    sizes.clear()
+    write_tensors(tmp_path / "small", {"a": torch.zeros(500)}, {})
+    assert sizes == []
+
+
+def test_what_the_disk_refuses_meanwhile_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EIO, "on purpose")
+
+    monkeypatch.setattr(module, "_FLUSH_BYTES", 4000)
+    monkeypatch.setattr(module, "_flush", refuse)
+    with pytest.raises(OSError, match="on purpose"):
+        write_tensors(tmp_path / "file", {"a": torch.zeros(10_000)}, {})
 
 
 def test_rarer_types_are_left_to_the_library() -> None:
