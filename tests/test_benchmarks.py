@@ -17,7 +17,7 @@ from benchmarks.findings import Finding, tell
 from benchmarks.harness import Row, measure
 from benchmarks.loops import Training, contenders, nbaccel, raw
 from benchmarks.party import Bout, ContenderFailed, Party, Sample
-from benchmarks.rows import GROUPS, REPORTS, rows
+from benchmarks.rows import GROUPS, REPORTS, rows, starts
 from benchmarks.table import cells, document, lines
 from benchmarks.targets import AtMost, OverRaw, Target
 
@@ -179,6 +179,25 @@ def test_a_finding_that_misses_its_target_fails_the_report_and_is_in_its_json(
 
 def test_a_number_that_is_none_holds_no_target() -> None:
     assert not Finding("r", "took", float("nan"), "s", at_most=1).holds
+
+
+def test_a_launcher_that_loses_a_rank_or_a_result_is_refused() -> None:
+    def in_place(ranks_run: int) -> starts.Launch:
+        """Ranks that are no processes; the guard counts what they leave behind."""
+
+        def launch(function: Callable[[Path], None], folder: Path, ranks: int) -> None:
+            for _ in range(ranks_run):
+                function(folder)
+
+        return launch
+
+    def bout(ranks_run: int, told: float) -> Callable[[], Bout]:
+        return lambda: starts.bout(in_place(ranks_run), lambda: told, 2, until_mark=False)
+
+    contenders = {"raw": bout(2, 1.0), "loses a rank": bout(1, 1.0), "loses a result": bout(2, 0.0)}
+    measured = measure(Row("start", contenders, turns=1), rounds=1)
+    assert measured.refused["loses a rank"].endswith("1 of 2 ranks had run the function when the launcher returned\n")
+    assert measured.refused["loses a result"] == "WRONG RESULT: differs from raw's by 2, allowed are 1e-05"
 
 
 def test_the_document_is_json_with_every_cell() -> None:

@@ -26,7 +26,7 @@ import torch
 import torch._dynamo  # every rank's first optimizer imports it otherwise, a second each
 from torch import Tensor
 
-__all__ = ["Bout", "ContenderFailed", "Party", "Sample"]
+__all__ = ["Bout", "ContenderFailed", "Party", "Sample", "environment", "free_port"]
 
 _PATIENCE_S = 300.0
 """A rank that says nothing for so long is given up: no turn takes more than some seconds, also on a busy machine."""
@@ -67,14 +67,13 @@ class Party:
         self.connections: list[Connection] = []
         self._processes: list[Any] = []
         fork = multiprocessing.get_context("fork")
-        port = _free_port()
+        port = free_port()
         try:
             for rank in range(world_size):
                 mine, theirs = fork.Pipe()
                 self.connections.append(mine)
                 with theirs:
-                    environment = _environment(rank, world_size, port)
-                    arguments = (make, theirs, environment, [*inherited, *self.connections])
+                    arguments = (make, theirs, environment(rank, world_size, port), [*inherited, *self.connections])
                     process = fork.Process(target=_serve, args=arguments, name=f"{name} {rank}")
                     process.start()
                     self._processes.append(process)
@@ -124,14 +123,15 @@ class Party:
         return answers
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What torchrun tells a rank; nothing where there is only one, as for a plain script."""
     if world_size == 1:
         return {}
