@@ -13,7 +13,10 @@ from benchmarks.harness import Row
 
 __all__ = ["GROUPS", "REPORTS", "rows"]
 
-GROUPS = ("step", "ranks", "loader", "collectives", "microbatch", "starts", "imports", "saves", "logs")
+GROUPS = (
+    *("step", "ranks", "loader", "collectives", "microbatch", "starts", "imports", "saves", "logs"),
+    *("recovery", "inference"),
+)
 
 REPORTS = ("planner", "executable", "telemetry", "panel")
 
