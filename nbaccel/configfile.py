@@ -69,7 +69,7 @@ class ConfigFile:
             ValueError: one sentence on why the file cannot be written.
         """
         lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()]
-        temporary = self.path.with_name(f".{FILE_NAME}.{os.getpid()}")
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             temporary.write_text(_HEADING + "".join(lines), encoding="utf-8")
             os.replace(temporary, self.path)

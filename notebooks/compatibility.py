@@ -97,7 +97,7 @@ GROUPS = (
         infer_auto_device_map, init_empty_weights, init_on_device, dispatch_model | no | transformers does it
         load_checkpoint_and_dispatch, load_checkpoint_in_model | no | the same
         cpu_offload, cpu_offload_with_hook, disk_offload, prepare_pippy | no
-        is_rich_available | no
+        is_rich_available | no | `nbaccel.utils.is_rich_available`
         """,
     ),
     Group(
@@ -180,7 +180,7 @@ GROUPS = (
         "nbaccel.train.gradient_state:GradientState",
         """
         active_dataloader, end_of_dataloader, in_dataloader, num_steps, remainder | yes
-        adjust_scheduler, sync_with_dataloader | no | the plugin's own fields say so
+        adjust_scheduler, sync_with_dataloader | yes
         """,
     ),
     Group(
@@ -214,12 +214,16 @@ GROUPS = (
         is_bf16_available, is_cuda_available, is_mps_available, is_npu_available, is_xpu_available | yes
         is_bnb_available, is_datasets_available, is_deepspeed_available, is_mlflow_available, is_peft_available | yes
         is_tensorboard_available, is_torch_xla_available, is_transformers_available, is_wandb_available | yes
+        is_matplotlib_available, is_pandas_available, is_rich_available, is_torchvision_available | yes
         find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
         FullyShardedDataParallelPlugin, DeepSpeedPlugin | later
         TorchDynamoPlugin, DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no
         infer_auto_device_map, get_balanced_memory, get_max_memory, load_and_quantize_model, merge_fsdp_weights | no
-        write_basic_config, clear_environment, convert_bytes, compare_versions, is_compiled_module | no
+        write_basic_config | differs | chooses for the notebooks of the folder, in its `nbaccel.toml`
+        clear_environment, is_compiled_module, is_torch_version | yes
+        compare_versions | differs | the first name may also be a version
+        convert_bytes | no
         """,
     ),
     Group(
@@ -227,8 +231,16 @@ GROUPS = (
         "accelerate.logging",
         "nbaccel.logging",
         """
-        get_logger | differs | works before there is a state; ACCELERATE_LOG_LEVEL is not read
+        get_logger | differs | works before there is a state
         MultiProcessAdapter | yes
+        """,
+    ),
+    Group(
+        "`from accelerate.launchers import …`",
+        "accelerate.launchers",
+        "nbaccel.launchers",
+        """
+        notebook_launcher, debug_launcher | differs | see above
         """,
     ),
     Group(

@@ -24,7 +24,7 @@ FLOORS = {
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py
-    **dict.fromkeys(["", "utils", "logging", "data_loader", "local_sgd", "state", "cli", "testing"], 3),
+    **dict.fromkeys(["", "utils", "logging", "data_loader", "launchers", "local_sgd", "state", "cli", "testing"], 3),
 }
 """Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top also see
 their neighbours."""
@@ -37,6 +37,7 @@ READS_ENVIRONMENT = {
     "hardware.py": "which devices are visible, and on which platform",
     "launch/inline.py": "puts back the variables that it changed",
     "launch/start.py": "sets a variable around the start, unless the user has",
+    "train/logs.py": "the level that programs written for Accelerate choose",
 }
 
 PRINTS = {
@@ -46,6 +47,7 @@ PRINTS = {
     "cli/launch.py": "a command answers by printing",
     "launch/rank/debugger.py": "a debugger speaks beside the lines of pdb",
     "launch/rank/cell.py": "`%%time` inside a cell answers in the rank's output",
+    "notebook/basic_config.py": "answers as Accelerate's does",
     "train/faces/control.py": "`accelerator.print` is print",
 }
 

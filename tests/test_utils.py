@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import io
@@ -19,7 +20,11 @@ from nbaccel.testing import run_ranks
 
 def test_all_is_sorted_and_is_all_there_is() -> None:
     assert utils.__all__ == sorted(utils.__all__)
-    visible = {name for name, value in vars(utils).items() if not name.startswith("_") and name != "annotations"}
+    visible = {
+        name
+        for name, value in vars(utils).items()
+        if not name.startswith("_") and name != "annotations" and not inspect.ismodule(value)
+    }
     assert visible == set(utils.__all__)
 
 
@@ -38,6 +43,49 @@ def test_the_face_of_the_states_shows_the_same_states() -> None:
 def test_names_that_both_faces_show_are_the_same_objects() -> None:
     for name in set(utils.__all__) & set(nbaccel.__all__):
         assert getattr(utils, name) is getattr(nbaccel, name), name
+
+
+@pytest.mark.parametrize(
+    "face", ["dataclasses", "environment", "imports", "memory", "operations", "other", "random", "versions"]
+)
+def test_programs_find_a_utility_where_accelerate_defines_it(face: str) -> None:
+    theirs = pytest.importorskip(f"accelerate.utils.{face}")
+    ours = importlib.import_module(f"nbaccel.utils.{face}")
+    defined = {
+        name for name in utils.__all__ if getattr(getattr(theirs, name, None), "__module__", "") == theirs.__name__
+    }
+    assert set(ours.__all__) == defined
+    assert all(getattr(ours, name) is getattr(utils, name) for name in ours.__all__)
+
+
+def test_the_launchers_are_found_where_accelerate_has_them() -> None:
+    from nbaccel.launchers import debug_launcher, notebook_launcher
+
+    assert (debug_launcher, notebook_launcher) == (nbaccel.debug_launcher, nbaccel.notebook_launcher)
+
+
+def test_versions_are_compared_as_versions() -> None:
+    assert utils.is_torch_version("<", "10.0")  # as texts, 2.13 and 10.0 stand the other way round
+    assert utils.is_torch_version("==", torch.__version__.partition("+")[0])
+    assert utils.compare_versions("1.9", "!=", "1.10")
+    assert utils.compare_versions("torch", ">", "1.13.1")
+    with pytest.raises(ValueError, match="operation must be one of <, <=, ==, !=, >=, >, got '=~'"):
+        utils.compare_versions("torch", "=~", "2.0")
+
+
+def test_the_environment_is_empty_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBACCEL_THERE", "before")
+    with utils.clear_environment():
+        assert not os.environ
+        os.environ["NBACCEL_NEW"] = "x"
+    assert os.environ["NBACCEL_THERE"] == "before"
+    assert "NBACCEL_NEW" not in os.environ
+
+
+def test_a_compiled_module_is_known() -> None:
+    layer = torch.nn.Linear(1, 1)
+    assert not utils.is_compiled_module(layer)
+    assert utils.is_compiled_module(torch.compile(layer, backend="eager"))
 
 
 def test_variables_of_the_environment_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +118,10 @@ def test_one_bar_is_shown_for_all_ranks() -> None:
         (utils.is_peft_available, "peft"),
         (utils.is_tensorboard_available, "tensorboard"),
         (utils.is_transformers_available, "transformers"),
+        (utils.is_matplotlib_available, "matplotlib"),
+        (utils.is_pandas_available, "pandas"),
+        (utils.is_rich_available, "rich"),
+        (utils.is_torchvision_available, "torchvision"),
         (utils.is_wandb_available, "wandb"),
     ],
 )

@@ -17,12 +17,16 @@ __all__ = [
     "is_cuda_available",
     "is_datasets_available",
     "is_deepspeed_available",
+    "is_matplotlib_available",
     "is_mlflow_available",
     "is_mps_available",
     "is_npu_available",
+    "is_pandas_available",
     "is_peft_available",
+    "is_rich_available",
     "is_tensorboard_available",
     "is_torch_xla_available",
+    "is_torchvision_available",
     "is_transformers_available",
     "is_wandb_available",
     "is_xpu_available",
@@ -41,9 +45,13 @@ def _installed(package: str) -> Callable[[], bool]:
 is_bnb_available = _installed("bitsandbytes")
 is_datasets_available = _installed("datasets")
 is_deepspeed_available = _installed("deepspeed")
+is_matplotlib_available = _installed("matplotlib")
 is_mlflow_available = _installed("mlflow")
+is_pandas_available = _installed("pandas")
 is_peft_available = _installed("peft")
+is_rich_available = _installed("rich")
 is_tensorboard_available = _installed("tensorboard")
+is_torchvision_available = _installed("torchvision")
 is_transformers_available = _installed("transformers")
 is_wandb_available = _installed("wandb")
 

@@ -1,4 +1,4 @@
-"""Environment: variables for the length of a block. Runs anywhere."""
+"""Environment: variables for the length of a block, or none of them. Runs anywhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["patch_environment"]
+__all__ = ["clear_environment", "patch_environment"]
 
 
 @contextmanager
@@ -27,3 +27,20 @@ def patch_environment(**variables: Any) -> Iterator[None]:
         for name in names:
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in before.items() if name in names})
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """No variable of the environment for the length of the block; what the block sets is gone afterwards.
+
+    >>> with clear_environment():
+    ...     len(os.environ)
+    0
+    """
+    before = os.environ.copy()
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -40,6 +40,16 @@ class GradientState:
         return self._accumulation.steps
 
     @property
+    def adjust_scheduler(self) -> bool:
+        """What the plugin says; see `GradientAccumulationPlugin`."""
+        return self._accumulation.rules.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends its step."""
+        return self._accumulation.rules.sync_with_dataloader
+
+    @property
     def active_dataloader(self) -> Any:
         """The prepared loader of the innermost loop; None outside of such loops."""
         return self._accumulation.window.source

@@ -6,6 +6,7 @@ It adds to Python's `logging` who speaks; handlers, formats and files stay the p
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from nbaccel.train.state import PartialState, current_world
@@ -63,7 +64,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
     """A logger that speaks once for all ranks; it works before there is any state or process group.
 
-    log_level: "DEBUG", "INFO", …: what is shown; by default what the program told Python's `logging`.
+    log_level: "DEBUG", "INFO", …: what is shown; by default the variable ACCELERATE_LOG_LEVEL, else what the program
+        told Python's `logging`.
 
     >>> logger = get_logger(__name__)
     >>> logger.info("once")
@@ -71,6 +73,7 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
     >>> logger.debug("rank after rank", in_order=True)
     """
     logger = logging.getLogger(name)
-    if log_level is not None:
-        logger.setLevel(log_level.upper())
+    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
+    if level:
+        logger.setLevel(level.upper())
     return RankLogger(logger)

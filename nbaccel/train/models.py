@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbaccel.train.strategies.base import without_compile
 from nbaccel.world import World
 
-__all__ = ["admit", "backend_name", "compiled", "is_spread", "keep_compiled", "may_move"]
+__all__ = ["admit", "backend_name", "compiled", "is_compiled_module", "is_spread", "keep_compiled", "may_move"]
 
 _QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer", "quantization_method")
 """Attributes that are set, and true, on a model with quantised weights."""
@@ -61,7 +61,7 @@ def backend_name(chosen: str | None) -> str | None:
 
 def compiled(model: Module, backend: str | None) -> Module:
     """`model` compiled by `backend`, if there is one and it is not compiled already."""
-    if backend is None or _is_compiled(model):
+    if backend is None or is_compiled_module(model):
         return model
     wrapped: Module = torch.compile(model, backend=backend)  # type: ignore[assignment]  # a module gives a module
     return wrapped
@@ -69,7 +69,7 @@ def compiled(model: Module, backend: str | None) -> Module:
 
 def keep_compiled(model: Module, inner: Module) -> Module:
     """`inner`, the user's own module inside `model`, compiled where `model` is."""
-    if _is_compiled(model):
+    if is_compiled_module(model):
         # The wrapper around DDP must stay as it is, for the training; this one shares its compiler.
         return model if without_compile(model) is inner else type(model)(inner, model.dynamo_ctx)
     while isinstance(model, DistributedDataParallel):
@@ -77,9 +77,14 @@ def keep_compiled(model: Module, inner: Module) -> Module:
     return model if without_compile(model) is inner else inner
 
 
-def _is_compiled(model: Module) -> bool:
-    """Whether `model` is what ``torch.compile`` returned."""
-    return "_orig_mod" in model._modules
+def is_compiled_module(module: Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` returned.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> is_compiled_module(layer), is_compiled_module(torch.compile(layer, backend="eager"))
+    (False, True)
+    """
+    return "_orig_mod" in module._modules
 
 
 def _refuse_spread(model: Module, world: World, device: torch.device) -> None:

@@ -91,3 +91,9 @@ def test_a_warning_once_is_one_warning_per_text(caplog: pytest.LogCaptureFixture
 def test_extra_fields_reach_the_handlers(caplog: pytest.LogCaptureFixture) -> None:
     get_logger("program").warning("x", extra={"epoch": 3})
     assert caplog.records[0].__dict__["epoch"] == 3
+
+
+def test_a_level_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "debug")
+    assert get_logger("program.chosen").logger.level == logging.DEBUG
+    assert get_logger("program.said", "error").logger.level == logging.ERROR

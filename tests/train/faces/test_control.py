@@ -18,6 +18,7 @@ from nbaccel.testing import run_ranks
 from nbaccel.train.distributed_type import DistributedType
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.state import AcceleratorState
+from nbaccel.utils import GradientAccumulationPlugin
 from nbaccel.world import World
 
 
@@ -217,6 +218,14 @@ def test_a_second_accelerator_does_not_disturb_the_first_ones_accumulation() -> 
     second = Accelerator()
     assert first.gradient_state.num_steps == 4
     assert second.gradient_state.num_steps == 1
+
+
+def test_the_gradient_state_says_what_the_plugin_says() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False, sync_with_dataloader=False)
+    state = Accelerator(gradient_accumulation_plugin=plugin).gradient_state
+    assert (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader) == (2, False, False)
+    usual = Accelerator().gradient_state
+    assert (usual.adjust_scheduler, usual.sync_with_dataloader) == (True, True)
 
 
 def test_the_gradient_state_follows_a_loop() -> None:

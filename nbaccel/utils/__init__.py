@@ -5,6 +5,7 @@ Which of Accelerate's names are here, and what differs on purpose, is `notebooks
 
 from __future__ import annotations
 
+from nbaccel.notebook.basic_config import write_basic_config
 from nbaccel.tracking import LoggerType
 from nbaccel.train.accumulation import GradientAccumulationPlugin
 from nbaccel.train.available import (
@@ -13,12 +14,16 @@ from nbaccel.train.available import (
     is_cuda_available,
     is_datasets_available,
     is_deepspeed_available,
+    is_matplotlib_available,
     is_mlflow_available,
     is_mps_available,
     is_npu_available,
+    is_pandas_available,
     is_peft_available,
+    is_rich_available,
     is_tensorboard_available,
     is_torch_xla_available,
+    is_torchvision_available,
     is_transformers_available,
     is_wandb_available,
     is_xpu_available,
@@ -37,7 +42,7 @@ from nbaccel.train.batches import (
 from nbaccel.train.checkpoint.weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed_type import DistributedType
-from nbaccel.train.environment import patch_environment
+from nbaccel.train.environment import clear_environment, patch_environment
 from nbaccel.train.executable import find_executable_batch_size
 from nbaccel.train.functions import (
     broadcast,
@@ -58,12 +63,14 @@ from nbaccel.train.handlers import (
     ProfileKwargs,
 )
 from nbaccel.train.memory import release_memory
+from nbaccel.train.models import is_compiled_module
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.precision_type import PrecisionType
 from nbaccel.train.project import ProjectConfiguration
 from nbaccel.train.saving import load, save
 from nbaccel.train.seeding import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
 from nbaccel.train.talk.nested import concatenate
+from nbaccel.train.versions import compare_versions, is_torch_version
 
 __all__ = [
     "AutocastKwargs",
@@ -82,6 +89,8 @@ __all__ = [
     "RNGType",
     "broadcast",
     "broadcast_object_list",
+    "clear_environment",
+    "compare_versions",
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
@@ -92,16 +101,22 @@ __all__ = [
     "gather_object",
     "is_bf16_available",
     "is_bnb_available",
+    "is_compiled_module",
     "is_cuda_available",
     "is_datasets_available",
     "is_deepspeed_available",
+    "is_matplotlib_available",
     "is_mlflow_available",
     "is_mps_available",
     "is_npu_available",
+    "is_pandas_available",
     "is_peft_available",
+    "is_rich_available",
     "is_tensorboard_available",
     "is_torch_tensor",
+    "is_torch_version",
     "is_torch_xla_available",
+    "is_torchvision_available",
     "is_transformers_available",
     "is_wandb_available",
     "is_xpu_available",
@@ -121,4 +136,5 @@ __all__ = [
     "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",
+    "write_basic_config",
 ]

@@ -1,0 +1,37 @@
+"""The face of ``accelerate.utils.dataclasses``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.tracking import LoggerType
+from nbaccel.train.accumulation import GradientAccumulationPlugin
+from nbaccel.train.data import DataLoaderConfiguration
+from nbaccel.train.distributed_type import DistributedType
+from nbaccel.train.handlers import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from nbaccel.train.precision_type import PrecisionType
+from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.seeding import RNGType
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+]

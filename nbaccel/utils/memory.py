@@ -1,0 +1,11 @@
+"""The face of ``accelerate.utils.memory``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.train.executable import find_executable_batch_size
+from nbaccel.train.memory import release_memory
+
+__all__ = [
+    "find_executable_batch_size",
+    "release_memory",
+]

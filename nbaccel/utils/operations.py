@@ -1,0 +1,41 @@
+"""The face of ``accelerate.utils.operations``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.train.batches import (
+    convert_outputs_to_fp32,
+    convert_to_fp32,
+    find_batch_size,
+    is_torch_tensor,
+    listify,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+from nbaccel.train.functions import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from nbaccel.train.talk.nested import concatenate
+
+__all__ = [
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "find_batch_size",
+    "gather",
+    "gather_object",
+    "is_torch_tensor",
+    "listify",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+]

@@ -1,0 +1,16 @@
+"""The face of ``accelerate.utils.other``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.train.functions import wait_for_everyone
+from nbaccel.train.models import is_compiled_module
+from nbaccel.train.parallel import extract_model_from_parallel
+from nbaccel.train.saving import load, save
+
+__all__ = [
+    "extract_model_from_parallel",
+    "is_compiled_module",
+    "load",
+    "save",
+    "wait_for_everyone",
+]

@@ -1,0 +1,7 @@
+"""The face of ``accelerate.utils.versions``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.train.versions import compare_versions, is_torch_version
+
+__all__ = ["compare_versions", "is_torch_version"]
