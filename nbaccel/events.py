@@ -1,7 +1,7 @@
 """Events: what a rank reports while it runs, and the outlet they leave by. Runs in ranks; the kernel reads them.
 
 `train` emits, `launch` and `trackers` listen; neither knows the other. The current outlet is the one piece of
-module-level state in nbaccel: a plain variable, because threads do not inherit context variables.
+module-level state in nbaccel: one plain object, because threads do not inherit context variables.
 
 Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `SaveDue`, `SaveAsked`,
 `SavesItself`, `SavingAtStop`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher
@@ -32,6 +32,7 @@ __all__ = [
     "Phase",
     "Progress",
     "RecordsLost",
+    "Reports",
     "Restarted",
     "SaveAsked",
     "SaveDue",
@@ -43,6 +44,7 @@ __all__ = [
     "Waiting",
     "emit",
     "outlet",
+    "reports",
 ]
 
 
@@ -319,16 +321,48 @@ class Listener(Protocol):
         """All that was there has been fed. Called after every round of reading, also when nothing had come."""
 
 
-def _nowhere(event: Event) -> None:
+class _Nowhere:
     """The outlet of a process that nobody listens to."""
 
+    def __call__(self, event: Event) -> None:
+        pass
 
-_current: Sink = _nowhere
+    def enter_step(self, step: int, substep: int) -> None:
+        pass
+
+    def record_loss(self, value: Any, step: int) -> None:
+        pass
+
+
+class Reports:
+    """Where the events of this process go, and the two that every training step has as bare values.
+
+    Making an event takes longer than writing down what is in it. A sink that has a method `enter_step` or `record_loss`
+    is called with the fields of `StepEntered` or `Loss`; all others are given the event.
+    """
+
+    __slots__ = ("enter_step", "record_loss", "sink")
+
+    def __init__(self, sink: Sink) -> None:
+        self.lead_to(sink)
+
+    def lead_to(self, sink: Sink) -> None:
+        self.sink = sink
+        self.enter_step: Callable[[int, int], None] = getattr(
+            sink, "enter_step", lambda step, substep: sink(StepEntered(step, substep))
+        )
+        self.record_loss: Callable[[Any, int], None] = getattr(
+            sink, "record_loss", lambda value, step: sink(Loss(value, step))
+        )
+
+
+reports = Reports(_Nowhere())
+"""The current outlet. Its attributes are looked up at each call: they change with `outlet`."""
 
 
 def emit(event: Event) -> None:
     """Hand `event` to the current outlet. Cheap; never blocks on the kernel."""
-    _current(event)
+    reports.sink(event)
 
 
 @contextmanager
@@ -341,9 +375,9 @@ def outlet(sink: Sink) -> Iterator[Sink]:
     >>> seen[0].step
     3
     """
-    global _current
-    previous, _current = _current, sink
+    previous = reports.sink
+    reports.lead_to(sink)
     try:
         yield previous
     finally:
-        _current = previous
+        reports.lead_to(previous)

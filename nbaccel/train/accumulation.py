@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbaccel.errors import RunStopped
-from nbaccel.events import LoopEntered, StepEntered, StepsEnded, emit
+from nbaccel.events import LoopEntered, StepsEnded, emit, reports
 
 __all__ = ["Accumulation", "Gate", "GradientAccumulationPlugin", "Saver", "StepClock", "Window"]
 
@@ -113,7 +113,7 @@ class StepClock:
             self.substep += 1
         self.is_inside = True
         try:
-            emit(StepEntered(self.step, self.substep))
+            reports.enter_step(self.step, self.substep)
         except RunStopped:
             if self.saver is not None:
                 self.saver.stop(self.step)
@@ -175,6 +175,9 @@ class Window:
         "sync",
     )
 
+    comes_in_parts = False
+    """Whether batches may come in parts. Else the hooks below do nothing, and a step need not call them."""
+
     has_more = False
     """More parts of the batch in hand follow: whatever happens once per batch waits for the last one."""
 
@@ -216,13 +219,19 @@ class Window:
         """How many samples in the hands of all ranks are among the first `samples` of the round."""
         return samples
 
-    def advance(self, steps: int) -> float:
+    def advance(self, steps: int, has_more: bool = False) -> float:
         """Take the next batch into the window; what the gradients so far must be multiplied with.
 
         That factor is 1 except where the window turns out to be shorter or longer than foreseen when it was
         opened (a loader without length that ended): then all its losses shall weigh one over its real length.
+        has_more: parts of the batch are still to come; it counts with the last one.
         """
-        self._foresee(steps)
+        if self.position == 0 or not self.is_scaled:  # what its losses are divided by, as far as that is known
+            left = self.batches_left
+            self.divisor = steps if left is None or left > steps or not self.is_scaled else left
+        if has_more:
+            self.sync = False
+            return 1.0
         self.position += 1
         self.sync = self.position >= steps or (self.is_last and self.ends_with_source)
         if not self.sync:
@@ -233,12 +242,6 @@ class Window:
         factor = self.divisor / length
         self.divisor = length
         return factor
-
-    def _foresee(self, steps: int) -> None:
-        """What the losses of a window that opens now are divided by, as far as its length is known."""
-        if self.position == 0 or not self.is_scaled:
-            left = self.batches_left
-            self.divisor = steps if left is None or left > steps or not self.is_scaled else left
 
 
 class Gate:
@@ -262,10 +265,10 @@ class _Outside(Window):
         super().__init__(rules=rules)
         self._clock = clock
 
-    def advance(self, steps: int) -> float:
+    def advance(self, steps: int, has_more: bool = False) -> float:
         if self.position == 0:
             self._clock.enter()
-        return super().advance(steps)
+        return super().advance(steps, has_more)
 
 
 class Accumulation:
@@ -341,9 +344,9 @@ class Accumulation:
 
     def enter_backward(self) -> float:
         """What the loss of the backward that comes is divided by."""
-        if self.depth:
-            return self.window.weighed(self.window.divisor, True)
-        return self.window.weighed(self.enter_bare_backward(), False)
+        window = self.window
+        divisor = window.divisor if self.depth else self.enter_bare_backward()
+        return window.weighed(divisor, self.depth > 0) if window.comes_in_parts else divisor
 
     def enter_bare_backward(self) -> int:
         """A backward outside of `accumulate`: what its loss is divided by. The window is the program's own loop."""

@@ -6,9 +6,9 @@ warns once. The other two need to know before every optimizer step, so they wait
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
+from math import isfinite
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,6 +31,9 @@ _ADVICE = (
 class LossWatch:
     """Warns once, with step and rank, about a loss that is not finite; training goes on."""
 
+    judges_steps = False
+    """Whether `lets_step` may say no, so that it is asked before every step."""
+
     def __init__(self, clock: StepClock, precision: Precision, strategy: Strategy) -> None:
         self._clock = clock
         self._precision = precision
@@ -49,8 +52,11 @@ class LossWatch:
             if now_s < self._due_s:
                 return loss.detach()
             self._due_s = now_s + self._every_s
-        value = loss.item() if loss.numel() == 1 else loss.detach().sum().item()
-        if not math.isfinite(value):
+        try:
+            value = loss.item()
+        except RuntimeError:  # of several elements; asking for their number first takes as long as reading it
+            value = loss.detach().sum().item()
+        if not isfinite(value):
             self._found(value)
         return value
 
@@ -80,6 +86,8 @@ class LossWatch:
 class _Skip(LossWatch):
     """Leaves out steps whose gradients are not finite: on every rank alike, since those are synchronised."""
 
+    judges_steps = True
+
     def see(self, loss: Tensor) -> float | Tensor:
         """The gradients will tell."""
         return loss.detach()
@@ -97,6 +105,8 @@ class _Skip(LossWatch):
 
 class _Stop(LossWatch):
     """Raises before the weights take a step that is not finite: with synchronised gradients on every rank."""
+
+    judges_steps = True
 
     def __init__(self, clock: StepClock, precision: Precision, strategy: Strategy) -> None:
         super().__init__(clock, precision, strategy)

@@ -98,6 +98,8 @@ class CutWindow(Window):
 
     __slots__ = ("guard", "part")
 
+    comes_in_parts = True
+
     def __init__(self, source: PreparedLoader, batches_left: int | None, rules: GradientAccumulationPlugin) -> None:
         super().__init__(source, batches_left, rules)
         self.part = Part(None)
@@ -139,14 +141,10 @@ class CutWindow(Window):
     def real(self, samples: int, world_size: int) -> int:
         return self.part.real(samples, world_size) if self.part.rows else samples
 
-    def advance(self, steps: int) -> float:
-        if self.part.is_last:
-            if self.guard is not None:
-                self.guard.forget_gradients()  # a window that turns out short multiplies them
-            return super().advance(steps)
-        self._foresee(steps)
-        self.sync = False
-        return 1.0
+    def advance(self, steps: int, has_more: bool = False) -> float:
+        if self.part.is_last and self.guard is not None:
+            self.guard.forget_gradients()  # a window that turns out short multiplies them
+        return super().advance(steps, self.has_more)
 
 
 class CutBatches(WholeBatches):

@@ -52,11 +52,15 @@ class PreparedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         window = self.accumulation.window
         if not window.sync:
-            window.withheld_step(closure)
+            if window.comes_in_parts:
+                window.withheld_step(closure)
             return None
         value, taken = None, False
-        if self._watch.lets_step(self.optimizer):
-            value, taken = self._take(closure)
+        if not self._watch.judges_steps or self._watch.lets_step(self.optimizer):
+            if closure is None and self._strategy.recovers:
+                value, taken = self._take_guarded()
+            else:
+                value, taken = self._strategy.step(self.optimizer, self._precision, closure)
         if taken:
             self.step_was_skipped = False
             self._skips_in_a_row = 0
@@ -64,10 +68,8 @@ class PreparedOptimizer(Optimizer):
             self._skip()
         return value
 
-    def _take(self, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
-        take = partial(self._strategy.step, self.optimizer, self._precision, closure)
-        if closure is not None or not self._strategy.recovers:
-            return take()
+    def _take_guarded(self) -> tuple[Any, bool]:
+        take = partial(self._strategy.step, self.optimizer, self._precision, None)
         world = self._strategy.world
         place = f"rank {world.rank} of {world.world_size}"
         return guarded_step(self.optimizer, take, place, self.accumulation.clock.step)

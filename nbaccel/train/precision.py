@@ -28,6 +28,9 @@ class Precision:
 
     name = "no"
 
+    scales = False
+    """Whether `scale` changes a loss, so that it is called."""
+
     skips_infinite = False
     """Whether `step` itself leaves out a step whose gradients are not finite."""
 
@@ -96,6 +99,7 @@ class Fp16(Bf16):
 
     name = "fp16"
     dtype = torch.float16
+    scales = True
     skips_infinite = True
 
     def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:

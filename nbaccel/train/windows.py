@@ -73,7 +73,7 @@ class Accumulating:
         self._accumulation = accumulation
         self._strategy = strategy
         self._has_peers = strategy.has_peers
-        self._held: list[list[AbstractContextManager[Any]]] = []  # one entry per block that is entered
+        self._held: list[Sequence[AbstractContextManager[Any]]] = []  # one entry per block that is entered
         self.models: Sequence[Module] = ()
 
     def __enter__(self) -> None:
@@ -83,7 +83,7 @@ class Accumulating:
         if factor != 1.0:
             _multiply_gradients(self.models, factor)
         if self._has_peers:
-            self._hold(not (window.sync or accumulation.rules.sync_each_batch))
+            self._held.append(() if window.sync or accumulation.rules.sync_each_batch else self._hold())
         accumulation.depth += 1
 
     def __exit__(self, *exception: object) -> None:
@@ -92,11 +92,11 @@ class Accumulating:
             for context in self._held.pop():
                 context.__exit__(None, None, None)
 
-    def _hold(self, holds: bool) -> None:
-        held = [self._strategy.no_sync(model) for model in self.models] if holds else []
+    def _hold(self) -> Sequence[AbstractContextManager[Any]]:
+        held = [self._strategy.no_sync(model) for model in self.models]
         for context in held:
             context.__enter__()
-        self._held.append(held)
+        return held
 
 
 def _multiply_gradients(models: Iterable[Module], factor: float) -> None:

@@ -25,6 +25,7 @@ from nbaccel.events import (
     GroupRenewed,
     Loss,
     Metric,
+    Reports,
     SaveAsked,
     SaveDue,
     SavesItself,
@@ -35,7 +36,7 @@ from nbaccel.events import (
     Waiting,
 )
 from nbaccel.launch.rank.memory import MemoryMeter
-from nbaccel.launch.wire.records import write_event, write_loss
+from nbaccel.launch.wire.records import LOSS, write_event, write_loss
 from nbaccel.launch.wire.ring import RingWriter
 
 __all__ = ["Reporter"]
@@ -80,6 +81,8 @@ class Reporter:
             Gauge: self._gauges.append,  # type: ignore[dict-item]  # routed here are gauges
         }
         self._own_routes = dict(self._routes)
+        self._steps = Reports(gate).enter_step
+        self._writes_losses = True  # this process speaks for the rank, and nobody hears its losses first
         self._is_closed = False
         _silence_in_children(self)
         self._thread = threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True)
@@ -87,6 +90,17 @@ class Reporter:
 
     def __call__(self, event: Event) -> None:
         self._routes.get(type(event), self._record)(event)
+
+    def enter_step(self, step: int, substep: int) -> None:
+        """`StepEntered`, which is in every step, without the event."""
+        self._steps(step, substep)
+
+    def record_loss(self, value: Any, step: int) -> None:
+        """`Loss`, which is in every step, without the event where the value goes straight into the ring."""
+        if type(value) is float and self._writes_losses and not self._losses:
+            self._ring.write_number(LOSS, step, value)
+        else:
+            self(Loss(value, step))
 
     def flush(self) -> None:
         """Have what was reported so far written, and how things stand. Waits a second at most.
@@ -107,6 +121,8 @@ class Reporter:
             report(event)
 
         self._routes[kind] = report if sink is None else both
+        if kind is Loss:
+            self._writes_losses = sink is None
 
     def rest(self) -> None:
         """Look at nothing until `wake`: the rank has nothing to do."""
@@ -137,7 +153,8 @@ class Reporter:
                 self._is_written.set()
 
     def _fall_silent(self) -> None:
-        self._record = _nothing
+        self._record = self._steps = _nothing
+        self._writes_losses = False
         self._routes = dict.fromkeys(self._routes, _nothing)
 
     # --- in the step -------------------------------------------------------------------------------------------
@@ -195,7 +212,7 @@ class Reporter:
                 self._write(event)
 
 
-def _nothing(event: Event) -> None:
+def _nothing(*event: Any) -> None:
     pass
 
 

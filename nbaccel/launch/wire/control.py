@@ -24,7 +24,7 @@ import os
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
 from nbaccel.events import (
@@ -143,6 +143,12 @@ class ControlPage:
             position.in_step,
         )
 
+    def enter(self, rank: int, entered: int, previous: int, entered_at: float, last_step_s: float) -> bool:
+        """`write` that `rank` is inside step `entered`; then, and not before, whether the run is to stop."""
+        page = self._map
+        _RANK.pack_into(page, _HEADER + rank * _SLOT, entered, previous, entered_at, last_step_s, False, True)
+        return page[_STOP] != 0
+
     def positions(self) -> list[Position]:
         return [self.read(rank) for rank in range(self.world_size)]
 
@@ -252,7 +258,7 @@ class StepGate:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepEntered):
-            self._enter(position_number(event.step, event.substep))
+            self.enter_step(event.step, event.substep)
         elif isinstance(event, StepsEnded):
             self._leave()
         elif isinstance(event, SavingAtStop):
@@ -262,19 +268,25 @@ class StepGate:
         elif isinstance(event, SaveAsked) and self._page.save_before == event.step:
             event.answer()
 
-    def _enter(self, number: int) -> None:
-        page, now = self._page, time.monotonic()
+    def enter_step(self, step: int, substep: int) -> None:
+        """`StepEntered`, which is in every step, without the event."""
+        number = position_number(step, substep)
+        now = time.monotonic()
         last_step_s = now - self._entered_at if self._entered_at else 0.0
-        page.write(self._rank, Position(number, self._last, now, last_step_s, parked=False, in_step=True))
-        if page.stop_requested:
-            page.write(self._rank, Position(number, self._last, now, last_step_s, parked=True, in_step=False))
-            # Ended by the kernel's answer, which it gives within a tick, or by the death watch if it is gone.
-            while (stop_after := page.stop_after) is None:
-                time.sleep(_PARKED_POLL_S)
-            if number > stop_after:
-                raise RunStopped(f"stopped before step {number // _SUBSTEPS}")
-            page.write(self._rank, Position(number, self._last, now, last_step_s, parked=False, in_step=True))
+        if self._page.enter(self._rank, number, self._last, now, last_step_s):
+            self._park(Position(number, self._last, now, last_step_s, parked=True, in_step=False))
         self._last, self._entered_at = number, now
+
+    def _park(self, position: Position) -> None:
+        """Wait before the step until the kernel has said whether it is still to be made; or leave."""
+        page = self._page
+        page.write(self._rank, position)
+        # Ended by the kernel's answer, which it gives within a tick, or by the death watch if it is gone.
+        while (stop_after := page.stop_after) is None:
+            time.sleep(_PARKED_POLL_S)
+        if position.entered > stop_after:
+            raise RunStopped(f"stopped before step {position.step}")
+        page.write(self._rank, replace(position, parked=False, in_step=True))
 
     def _leave(self) -> None:
         page = self._page

@@ -14,14 +14,14 @@ from nbaccel import events
 from nbaccel.events import Event, Loss
 from nbaccel.launch.wire.ring import Record, RingWriter
 
-__all__ = ["RecordReader", "write_event", "write_loss"]
+__all__ = ["LOSS", "RecordReader", "write_event", "write_loss"]
 
-_JSON, _LOSS = range(2)
+_JSON, LOSS = range(2)
 
 
 def write_loss(ring: RingWriter, step: int, value: float, at: float | None = None) -> None:
     """Leave a `Loss`; the short way, for there is one in every step."""
-    ring.write(_LOSS, step, value, at=at)
+    ring.write(LOSS, step, value, at=at)
 
 
 def write_event(ring: RingWriter, event: Event, at: float | None = None) -> None:
@@ -64,7 +64,7 @@ class RecordReader:
 
     def event(self, record: Record) -> Event | None:
         """The event, its sequences as tuples; None for a record that is no event of this version."""
-        if record.kind == _LOSS:
+        if record.kind == LOSS:
             return Loss(record.value, record.step)
         try:
             name, fields = json.loads(record.text)

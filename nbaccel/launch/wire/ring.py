@@ -90,6 +90,12 @@ class RingWriter:
         where = number % self._slots * _SLOT.size
         _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), 0, 0, text, number)
 
+    def write_number(self, kind: int, step: int, value: float) -> None:
+        """Leave one record without text, now: `write` in short, for what comes in every step."""
+        number = next(self._numbers)
+        where = number % self._slots * _SLOT.size
+        _SLOT.pack_into(self._map, where, number, time.monotonic(), step, value, kind, 0, 0, 0, b"", number)
+
     def _write_parts(self, kind: int, step: int, value: float, text: bytes, at: float) -> None:
         if len(text) > self._slots // 4 * TEXT_BYTES:
             self.leave_out()

@@ -117,8 +117,6 @@ class PreparedLoader(DataLoader[Any]):
                 yield batch
                 if window.batches_left is not None:
                     window.batches_left -= 1
-                if not meetings.were_held:
-                    meetings.look()
             is_whole = True
         finally:
             emit(gauge.close())

@@ -174,12 +174,11 @@ class Shard(Iterable[Any]):
     # A batch here is a list of indices, at hand already; StreamShard overrides these for collated batches.
 
     def _read(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        """In rounds; without an incomplete one if that is to be dropped."""
-        size = self.stride
-        while members := list(itertools.islice(batches, size)):
-            if self.drop_last and len(members) < size:
-                return
-            yield members
+        """In rounds; without an incomplete one if that is to be dropped. Nothing here runs Python for a round."""
+        if self.drop_last:
+            return map(list, zip(*[batches] * self.stride, strict=False))
+        rounds = map(itertools.islice, itertools.repeat(batches), itertools.repeat(self.stride))
+        return itertools.takewhile(bool, map(list, rounds))
 
     def _size(self, batch: Any) -> int | None:
         return len(batch) if isinstance(batch, (list, tuple)) else None

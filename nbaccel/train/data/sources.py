@@ -281,11 +281,9 @@ def drawn_again(position: Position, loader: DataLoader[Any]) -> AbstractContextM
 
 
 def count_down(values: Iterable[Any], length: int) -> Iterator[tuple[Any, bool]]:
-    """Each value, and whether it is the last one of `length`."""
-    left = length
-    for value in values:
-        left -= 1
-        yield value, left == 0
+    """Each value, and whether it is the last one of `length`. Without Python in between: this is the step path."""
+    is_last = [itertools.repeat(False, length - 1), (True,)] if length > 0 else []
+    return zip(values, itertools.chain(*is_last, itertools.repeat(False)), strict=False)
 
 
 def length_of(thing: Any) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from nbaccel.events import Loss, emit
+from nbaccel.events import reports
 from nbaccel.train.faces.stepping import Stepping
 from nbaccel.train.microbatch.engine import StepEngine
 from nbaccel.train.microbatch.sizes import MicroBatches
@@ -110,7 +110,7 @@ class Recovering(Stepping):
         engine = self._step_engine()
         loss = engine.run(task)
         if not engine.is_unfit:
-            emit(Loss(self._watch.see(loss), accumulation.clock.step))
+            reports.record_loss(self._watch.see(loss), accumulation.clock.step)
         if ends_step:
             accumulation.clock.train()
         return loss

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.events import Loss, emit
+from nbaccel.events import reports
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.finite import LossWatch
@@ -110,13 +110,15 @@ class Stepping(ProcessControl):
         accumulation = self._accumulation
         window = accumulation.window
         divisor = accumulation.enter_backward()
-        emit(Loss(self._watch.see(loss), accumulation.clock.step))
+        reports.record_loss(self._watch.see(loss), accumulation.clock.step)
         if divisor != 1:
             loss = loss / divisor
-        self._strategy.backward(self._precision.scale(loss), **kwargs)
+        if self._precision.scales:
+            loss = self._precision.scale(loss)
+        self._strategy.backward(loss, **kwargs)
         if window.sync and not accumulation.is_held:
             accumulation.clock.train()
-        else:
+        elif window.comes_in_parts:
             window.after_backward()
 
     def autocast(
