@@ -4,9 +4,9 @@
 module-level state in nbaccel: one plain object, because threads do not inherit context variables.
 
 Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `SaveDue`, `SaveAsked`,
-`SavesItself`, `SavingAtStop`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel: a launcher
-carries them to the kernel, whose `Listener`s are fed with them. What travels holds numbers, strings and None, in
-mappings and lists where need be; a tensor in `Loss` or `Metric` is a number on arrival.
+`SavesItself`, `SavingAtStop`, `TimeLimit`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel:
+a launcher carries them to the kernel, whose `Listener`s are fed with them. What travels holds numbers, strings and
+None, in mappings and lists where need be; a tensor in `Loss` or `Metric` is a number on arrival.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ __all__ = [
     "Sink",
     "StepEntered",
     "StepsEnded",
+    "TimeLimit",
     "Waiting",
     "emit",
     "outlet",
@@ -269,6 +270,19 @@ class SaveAsked(Event):
 
     step: int
     answer: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit(Event):
+    """The program in this rank wants its run to end then: said when it sets the limit, and again when that is over.
+
+    at: in the machine's `time.monotonic()`.  seconds: the limit as the program gave it.
+    take: an outlet that has the run ended in time calls it; if none does, the program has to leave by itself.
+    """
+
+    at: float
+    seconds: float
+    take: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

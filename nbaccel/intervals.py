@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 
-__all__ = ["Period", "Steps", "parse_interval", "parse_seconds", "said"]
+__all__ = ["Period", "Steps", "parse_interval", "parse_seconds", "said", "seconds_of"]
 
 _UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 _STEPS = re.compile(r"(\d+)\s*(?:steps?)?", re.IGNORECASE)
@@ -60,6 +62,23 @@ def parse_seconds(text: str) -> float:
     seconds = float(sum(float(number) * _UNITS_S[unit.lower()] for number, unit in parts))
     if not seconds or _PART.sub("", text).strip():
         raise ValueError(f"a time is hours, minutes or seconds, as in 11h30m, 10min, 90s; got {text!r}")
+    return seconds
+
+
+def seconds_of(time: str | float | timedelta) -> float:
+    """A time as programs give it: in words, as a number of seconds, or as a timedelta.
+
+    Raises:
+        ValueError: it is none, or not above 0.
+
+    >>> seconds_of("1h30m"), seconds_of(90), seconds_of(timedelta(minutes=1))
+    (5400.0, 90.0, 60.0)
+    """
+    if isinstance(time, str):
+        return parse_seconds(time)
+    seconds = time.total_seconds() if isinstance(time, timedelta) else float(time)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"a time is above 0 and finite, as in 11h30m, 90s or 5400 (seconds); got {time!r}")
     return seconds
 
 

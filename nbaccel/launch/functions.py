@@ -66,7 +66,8 @@ def launch(
 
     Raises:
         The error of the first rank that failed, in its own class, with the rank's traceback.
-        KeyboardInterrupt: the run was interrupted; TimeoutError: `timeout_s` was over.
+        KeyboardInterrupt: the run was interrupted; TimeoutError: `timeout_s` was over. (The `time_limit` of an
+            Accelerator in it ends a run well: `Run.stopped` says so.)
         LaunchRefused: nothing was started; the message says why.
 
     >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
@@ -116,6 +117,8 @@ def launch(
         run = _as_run(outcome, shown.history, error)
     finally:
         outcome.close()
+    if run.stopped:
+        shown.write("stdout", f"{run.stopped}\n")
     shown.end(word, run.seconds, error, outcome.ended.first_failed)
     if error is not None and check:
         raise error
@@ -127,6 +130,8 @@ def _how_it_ended(outcome: Outcome) -> tuple[BaseException | None, str]:
     ended = outcome.ended
     if ended.is_interrupted:
         return KeyboardInterrupt("the run was interrupted"), "stopped"
+    if ended.is_timed_out and ended.is_own_limit:
+        return None, "stopped"
     if ended.is_timed_out:
         return TimeoutError(f"the run was stopped after its time limit, {ended.seconds:.1f} s"), "stopped"
     error = outcome.error or _missing_value(outcome)
@@ -157,6 +162,7 @@ def _as_run(outcome: Outcome, history: History, error: BaseException | None) -> 
         log_path=outcome.log_path,
         seconds=ended.seconds,
         restarts=outcome.restarts,
+        stopped=ended.at_the_limit(0.0, "resume=True", "checkpoint_every") if ended.is_own_limit else "",
     )
 
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from nbaccel.events import Listener
+from nbaccel.intervals import said
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.crew import Crew
 from nbaccel.launch.ending import Aborting, BreakingHang, Ending, Killing, Running, Stopping, Untangling
 from nbaccel.launch.hangs import Hang, HangWatch
+from nbaccel.launch.limits import ProgramLimit, TimeLimits
 from nbaccel.launch.member import Member, Report
 from nbaccel.launch.openfiles import files_being_written
 from nbaccel.launch.presses import Presses
@@ -49,6 +51,8 @@ class Ended:
     reports: by rank; None for a rank that died without one.
     exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
+    program_limit: the limit that the program had set itself, if any.  is_own_limit: that is what ended it.
+    saves_itself: ranks save the training, also when they are stopped.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
     open_files: what ranks were writing to when the first of them failed.  hang: that ended the run.
     stays: ranks that are not among the dead live on.
@@ -65,6 +69,23 @@ class Ended:
     open_files: list[str] = field(default_factory=list)
     hang: Hang | None = None
     stays: bool = False
+    program_limit: ProgramLimit | None = None
+    is_own_limit: bool = False
+    saves_itself: bool = False
+
+    def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str) -> str:
+        """The line on a run that ended well at a time limit.
+
+        launch_s: that of the launch.  resume, checkpoint_every: what the caller's users call these.
+        """
+        own = self.program_limit if self.is_own_limit else None
+        done = "" if self.steps is None else f" after {self.steps} steps"
+        then = (
+            f"{resume} goes on from its checkpoint"
+            if self.saves_itself
+            else f"nothing was saved, which {checkpoint_every} does at a limit too"
+        )
+        return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"
 
     def close(self) -> None:
         """Let go of what the ranks sent."""
@@ -106,8 +127,8 @@ class WorkerGroup:
         self._is_bad_fork = False
         self._is_stop_wanted = False  # by a rank
         self._is_timed_out = False
+        self._is_own_limit = False
         self._prompting = Prompting(notice)
-        self._excused_s = 0.0  # in which somebody typed
         self._has_quit = False  # a rank left by its debugger
         self._is_running = True  # and not being ended
         self._hang: Hang | None = None
@@ -141,6 +162,7 @@ class WorkerGroup:
             self._hangs = HangWatch(
                 self._page, self._members, self._crew.store_path, self._spec.hang_timeout_s, self._notice, began
             )
+            self._limits = TimeLimits(self._page, began, self._spec.timeout_s, self._spec.program_limit)
             self._loop(began)
             if self._is_bad_fork:
                 raise BadFork
@@ -159,13 +181,12 @@ class WorkerGroup:
     # --- the loop ----------------------------------------------------------------------------------------------
 
     def _loop(self, began: float) -> None:
-        page, limit_s = self._page, self._spec.timeout_s
+        page = self._page
         ending: Ending = Running(self._members, began)
         presses = 0
         has_noticed = False
         while not all(member.is_through for member in self._members):
-            limit_at = None if limit_s is None else began + limit_s + self._excused_s
-            self._wait(ending, None if self._is_timed_out else limit_at)
+            self._wait(ending)
             now = time.monotonic()
             if self._has_quit and not isinstance(ending, Aborting | Killing):
                 ending = self._breaking_off(now)
@@ -185,8 +206,9 @@ class WorkerGroup:
                 if page.stop_wanted and not self._is_stop_wanted:  # a rank was told to end
                     self._is_stop_wanted = True
                     self._presses.press()
-                if limit_s is not None and now > began + limit_s + self._excused_s:
+                if (limit_at := self._limits.ends_at) is not None and now > limit_at:
                     self._is_timed_out = True
+                    self._is_own_limit = self._limits.is_programs
                     ending = Stopping(self._members, now, page)
                 elif self._is_bad_fork:
                     ending = Killing(self._members, now)
@@ -214,9 +236,10 @@ class WorkerGroup:
             return Untangling(self._members, now, self._page)
         return Aborting(self._members, now, self._page, self._spec.wants_results)
 
-    def _wait(self, ending: Ending, limit_at: float | None) -> None:
+    def _wait(self, ending: Ending) -> None:
         """Wait for something to happen, but no longer than until something is due; then handle all that happened."""
         now = time.monotonic()
+        limit_at = None if self._is_timed_out else self._limits.ends_at
         waits = [
             self._router.due_in(),
             self._telemetry.due_in(now),
@@ -269,7 +292,7 @@ class WorkerGroup:
             self._prompting.announce(member)
         self._router.settle(member.rank)
         seconds = self._prompting.answer(member, prompt, is_open=is_open, press=self._presses.press)
-        self._excused_s += seconds
+        self._limits.excuse(seconds)
         self._hangs.excuse(seconds)
 
     def _on_message(self, member: Member) -> None:
@@ -370,4 +393,7 @@ class WorkerGroup:
             open_files=self._open_files,
             hang=self._hang,
             stays=self._spec.stays,
+            program_limit=self._limits.program,
+            is_own_limit=self._is_own_limit,
+            saves_itself=self._page.saves_itself,
         )

@@ -203,7 +203,7 @@ def _causes(links: Sequence[Link]) -> Sequence[Link]:
 def _smaller(spec: LaunchSpec, ended: Ended, loop: LoopEntered, checkpoint: str) -> LaunchSpec:
     environ = {**spec.environ, **RunSettings(split=2 * loop.parts, resume=checkpoint or None).environ()}
     left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
-    return replace(spec, environ=environ, timeout_s=left_s)
+    return replace(spec, environ=environ, timeout_s=left_s, program_limit=ended.program_limit)
 
 
 def _at(loop: LoopEntered | None) -> str:

@@ -26,6 +26,7 @@ class Run:
     error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
     log_path: everything the ranks printed; the file lives as long as this process.
     seconds: wall time from the start of the ranks to the end of the last.
+    stopped: how it ended at the time limit that its Accelerator had set; empty if it did not.
     restarts: a line for each time that memory ran out and the run was started again; all else is of the last attempt.
     """
 
@@ -37,6 +38,7 @@ class Run:
     log_path: str
     seconds: float
     restarts: list[str] = field(default_factory=list)
+    stopped: str = ""
 
     @property
     def value(self) -> Any:

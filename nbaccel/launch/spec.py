@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from nbaccel.launch.home import Home
+from nbaccel.launch.limits import ProgramLimit
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.wire.parcel import Parcel, pack, unpack
 from nbaccel.world import World
@@ -164,6 +165,7 @@ class LaunchSpec:
     oom: one of `OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     stays: the ranks stay when the task is done, and wait for the next.
+    program_limit: what an earlier attempt of this run had set itself.
     """
 
     task: Task
@@ -178,6 +180,7 @@ class LaunchSpec:
     no_restart: str = ""
     hang_timeout_s: float | None = None
     stays: bool = False
+    program_limit: ProgramLimit | None = None
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from nbaccel.errors import ResultsMissing
 from nbaccel.events import Listener
-from nbaccel.intervals import said
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.outcome import Outcome
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
@@ -103,7 +102,8 @@ class CellRun:
         speaker = self.task.speaker
         report = ended.reports[speaker]
         if ended.is_timed_out and error is None:
-            say(_at_the_limit(self.plan, ended.steps))
+            limit_s = self.plan.options.time_limit or 0.0
+            say(ended.at_the_limit(limit_s, "--resume", "--checkpoint-every"))
         if outcome.start.method != self.plan.start.method:
             say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
         values = _values_of(outcome)
@@ -139,9 +139,9 @@ def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, s
     """What the cell raises, and the run's end in one word."""
     ended = outcome.ended
     limit = plan.options.limit
+    if ended.is_timed_out and (ended.is_own_limit or limit is None or limit.ends_well):
+        return None, "stopped"
     if ended.is_timed_out and limit is not None:
-        if limit.ends_well:
-            return None, "stopped"
         text = f"the run was stopped at its time limit of {limit.seconds:g} s ({limit.flag})."
         return briefly(TimeoutError(text)), "stopped"
     has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
@@ -150,13 +150,6 @@ def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, s
         steps = "" if ended.steps is None else f"; every rank had done {ended.steps} steps"
         return briefly(KeyboardInterrupt(f"the run was interrupted after {ended.seconds:.1f} s{steps}.")), "stopped"
     return outcome.error, "done" if outcome.error is None else "failed"
-
-
-def _at_the_limit(plan: Plan, steps: int | None) -> str:
-    options = plan.options
-    done = "" if steps is None else f" after {steps} steps"
-    saves = "; --resume goes on from its checkpoint" if options.checkpoint_every else ""
-    return f"stopped{done} at the time limit of {said(options.time_limit or 0.0)}{saves}"
 
 
 def _values_of(outcome: Outcome) -> dict[str, Any]:

@@ -12,12 +12,14 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from nbaccel.errors import NotPrepared
+from nbaccel.intervals import seconds_of
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.checkpoint.save import Writer
@@ -82,6 +84,8 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     ("10min"), into ``<checkpoint_dir>/checkpoint_<step>``; the newest `keep` stay (3). Without `checkpoint_dir` that is
     ``nbaccel_checkpoints`` in the working directory.
     resume: continue from the newest checkpoint in `checkpoint_dir` (True), or from that of a path, which is only read.
+    time_limit: end the run well so long after it began here ("11h30m", or seconds): before the next step, on all ranks,
+    with a last checkpoint where `checkpoint_every` saves. The run's `--time-limit` ends it too, if that is earlier.
     log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
     own, or several of those.
     project_dir: where checkpoints that are named automatically go, and the files of trackers. project_config: that
@@ -118,6 +122,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         checkpoint_dir: str | os.PathLike[str] | None = None,
         keep: int | None = None,
         resume: bool | str | os.PathLike[str] | None = None,
+        time_limit: str | float | timedelta | None = None,
     ) -> None:
         self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
         if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
@@ -129,6 +134,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
             raise ValueError(f"on_nan must be one of {', '.join(map(repr, ON_NAN))}, got {on_nan!r}")
         if on_save_error not in ON_SAVE_ERROR:
             raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}")
+        self._limit_s = None if time_limit is None else seconds_of(time_limit)
         self._handlers = Handlers.of(kwargs_handlers)
         self._on_nan = on_nan
         self._dynamo_backend = backend_name(dynamo_backend)

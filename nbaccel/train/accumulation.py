@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import LoopEntered, StepsEnded, emit, reports
@@ -48,17 +49,21 @@ class GradientAccumulationPlugin:
             raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
 
 
-class Saver(Protocol):
-    """Saves the training by itself, now and then."""
+class Saver:
+    """Saves the training by itself, now and then. The base never does."""
 
-    def save_if_due(self, step: int) -> None:
-        """`step` training steps are complete, and the next one of the same loop begins."""
+    def enter(self, step: int, may_save: bool) -> None:
+        """At a step boundary, with `step` training steps complete; it may raise `RunStopped`.
+
+        may_save: the boundary lies between two training steps of one loop.
+        """
 
     def end_pass(self) -> Any:
         """A loader went through and has trained; what is to be kept of this moment, such as the random states."""
 
-    def stop(self, step: int) -> None:
-        """The run ends here, on all ranks, with `step` training steps complete."""
+    def stop(self, step: int) -> Path | None:
+        """The run ends here, on all ranks, with `step` training steps complete. Where they are saved, if they are."""
+        return None
 
 
 class StepClock:
@@ -76,9 +81,9 @@ class StepClock:
     puts the ranks level again. When the outermost prepared loader is exhausted or closed, ``StepsEnded`` is
     emitted. The outlet may raise `RunStopped` from a boundary; the clock is consistent by then.
 
-    saver: is asked to save at boundaries between two training steps of one loop. At the first boundary of a loop it is
-    not: that may be an evaluation, and whoever resumed from there would find the epoch's training done, and would
-    leave the evaluation out.
+    saver: hears of every boundary; it may save at those between two training steps of one loop. At the first boundary
+    of a loop it may not: that may be an evaluation, and whoever resumed from there would find the epoch's training
+    done, and would leave the evaluation out.
     """
 
     __slots__ = ("after_pass", "began", "is_inside", "passes", "saver", "step", "substep", "trained")
@@ -114,12 +119,12 @@ class StepClock:
         self.is_inside = True
         try:
             reports.enter_step(self.step, self.substep)
+            if self.saver is not None:
+                self.saver.enter(self.step, self.substep == 0 and self.step > self.began)
         except RunStopped:
             if self.saver is not None:
                 self.saver.stop(self.step)
             raise
-        if self.saver is not None and self.substep == 0 and self.step > self.began:
-            self.saver.save_if_due(self.step)
 
     def train(self) -> None:
         """A synchronised backward is complete."""

@@ -122,6 +122,19 @@ def test_results_come_back_from_a_run_that_met_its_time_limit(notebook: Any) -> 
     assert "last run: Cell In[1] stopped after" in notebook.run("%accelerate").stdout
 
 
+def test_a_cell_that_met_the_limit_of_its_accelerator_ends_well_and_says_so(notebook: Any) -> None:
+    cell = notebook.run(
+        "%%accelerate -n 2 -o a\nimport time\nfrom nbaccel import Accelerator\na = 1\n"
+        "accelerator = Accelerator(time_limit='0.1s')\ntime.sleep(60)\n"
+    )
+    assert cell.error is None
+    assert lines(cell) == [
+        "stopped at the time limit of 0.1 s; nothing was saved, which --checkpoint-every does at a limit too",
+        "brought back: a (28 bytes)",
+    ]
+    assert "last run: Cell In[1] stopped after" in notebook.run("%accelerate").stdout
+
+
 def test_an_interrupted_run_raises_keyboard_interrupt_in_one_line(notebook: Any) -> None:
     cell = notebook.run(
         f"%%accelerate -n 2 -o a\nimport os, signal, time\na = 1\n"

@@ -33,6 +33,7 @@ from nbaccel.events import (
     Sink,
     StepEntered,
     StepsEnded,
+    TimeLimit,
     Waiting,
 )
 from nbaccel.launch.rank.memory import MemoryMeter
@@ -72,6 +73,7 @@ class Reporter:
             SaveDue: gate,
             SaveAsked: gate,
             SavingAtStop: gate,
+            TimeLimit: gate,
             SavesItself: grace,
             CollectiveEntered: watch,
             GroupRenewed: watch,

@@ -14,7 +14,7 @@ Steps are positions (training step, batches since) packed into one number, so th
 
 The page also counts the collectives that each rank has entered, and says who has finished. A rank that waits in a
 collective which a finished rank has not entered waits in vain. And it carries rank 0's word before which step all ranks
-save.
+save, and each rank's time limit of its own, if its program sets one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from nbaccel.events import (
     SavingAtStop,
     StepEntered,
     StepsEnded,
+    TimeLimit,
     Waiting,
 )
 
 __all__ = ["SAVE_GRACE_S", "ControlPage", "PeerWatch", "Position", "StepGate", "position_number"]
 
 _HEADER = 64
-_SLOT = 64
+_SLOT = 128
 _STOP = 0  # u8: the kernel asks every rank to stop
 _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
 _SAVES_ITSELF = 2  # u8: a rank saves itself at a stop
@@ -57,6 +58,8 @@ _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
 _COUNT_BITS = 40  # of that number; those above say how often the group was renewed
 _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
+_TIME_LIMIT = struct.Struct("@dd")  # when it is over, and how long it was, in seconds; 0: there is none
+_TIME_LIMIT_AT = 56
 _SUBSTEPS = 1 << 24
 SAVE_GRACE_S = 20.0
 """For the last checkpoint of a run that is stopped. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
@@ -178,6 +181,18 @@ class ControlPage:
     def is_saving(self, rank: int) -> bool:
         return bool(self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT])
 
+    def limit_time(self, rank: int, at: float, seconds: float) -> None:
+        """Have the kernel end the run at `at`, unless `rank` has named an earlier time."""
+        where = _HEADER + rank * _SLOT + _TIME_LIMIT_AT
+        earlier, _ = _TIME_LIMIT.unpack_from(self._map, where)
+        if not earlier or at < earlier:
+            _TIME_LIMIT.pack_into(self._map, where, at, seconds)
+
+    def time_limits(self) -> list[tuple[float, float]]:
+        """What ranks have set: when each is over, in `time.monotonic()`, and how long it was."""
+        slots = (_HEADER + rank * _SLOT + _TIME_LIMIT_AT for rank in range(self.world_size))
+        return [limit for where in slots if all(limit := _TIME_LIMIT.unpack_from(self._map, where))]
+
     def finished_before(self, collective: int) -> list[int]:
         """The ranks that have done their work, and have not entered as many collectives as that."""
         return [
@@ -263,6 +278,9 @@ class StepGate:
             self._leave()
         elif isinstance(event, SavingAtStop):
             self._page.set_saving(self._rank, not event.is_over)
+        elif isinstance(event, TimeLimit):
+            self._page.limit_time(self._rank, event.at, event.seconds)
+            event.take()
         elif isinstance(event, SaveDue):
             self._page.save_before = event.step
         elif isinstance(event, SaveAsked) and self._page.save_before == event.step:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nbaccel.events import SavingAtStop, emit
+from nbaccel.train.accumulation import Saver
 from nbaccel.train.checkpoint.generators import State
 from nbaccel.train.checkpoint.policy import CheckpointPolicy
 from nbaccel.train.checkpoint.schedule import Schedule, schedule
@@ -21,8 +22,8 @@ __all__ = ["Autosave"]
 Save = Callable[[Path, bool], None]
 
 
-class Autosave:
-    """A `Saver` for the step clock.
+class Autosave(Saver):
+    """Saves at a step boundary, when that is due.
 
     save: writes the training to a folder, waiting for the disk or not.  keep: takes this process's random states.
     """
@@ -34,23 +35,26 @@ class Autosave:
         self._keep = keep
         self._saved_step = 0
 
-    def save_if_due(self, step: int) -> None:
-        if self._schedule is not None and self._schedule.is_due(step):
+    def enter(self, step: int, may_save: bool) -> None:
+        if may_save and self._schedule is not None and self._schedule.is_due(step):
             self._saved_step = step
             self._save(self.timeline.folder_for(step), False)
 
     def end_pass(self) -> State:
         return self._keep()
 
-    def stop(self, step: int) -> None:
+    def stop(self, step: int) -> Path | None:
         """The session ends, or the user ends the run: what was trained since the last checkpoint is kept."""
-        if self._schedule is not None and step > self._saved_step:
+        if self._schedule is None:
+            return None
+        if step > self._saved_step:
             self._saved_step = step
             emit(SavingAtStop())
             try:
                 self._save(self.timeline.folder_for(step), True)
             finally:
                 emit(SavingAtStop(is_over=True))
+        return self.timeline.folder
 
     def resumed(self, step: int) -> None:
         """The training continues from a checkpoint of `step`."""

@@ -14,12 +14,13 @@ from typing import Any
 from nbaccel.errors import CannotResume
 from nbaccel.events import SavesItself, emit
 from nbaccel.settings import RunSettings
-from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.accumulation import Accumulation, Saver
 from nbaccel.train.checkpoint.autosave import Autosave
 from nbaccel.train.checkpoint.content import Holdings
 from nbaccel.train.checkpoint.generators import State, read
 from nbaccel.train.checkpoint.policy import CheckpointPolicy
 from nbaccel.train.checkpoint.shelf import Choice
+from nbaccel.train.deadline import Deadline
 from nbaccel.train.faces.checkpointing import Checkpointing
 from nbaccel.train.prepared import Prepared
 from nbaccel.train.resuming import Epochs, Remembered
@@ -39,6 +40,8 @@ class Resuming(Checkpointing):
     _remembered: Remembered
     _prepared: Prepared
     _settings: RunSettings
+    _limit_s: float | None
+    """The time limit of the program's own, in seconds."""
     _autosave: Autosave
     _pending: Path | None
     """What is to be continued from, while it is not."""
@@ -85,7 +88,10 @@ class Resuming(Checkpointing):
         """Save and resume as was chosen for this process's world."""
         policy = CheckpointPolicy.of(self._settings)
         self._autosave = Autosave(policy, self.world, Weakly(self._save_by_itself), Weakly(self._random_states))
-        self._accumulation.clock.saver = self._autosave if policy.every is not None else None
+        saver: Saver | None = self._autosave if policy.every is not None else None
+        if self._limit_s is not None:
+            saver = Deadline(self._limit_s, self.world, saver or Saver())
+        self._accumulation.clock.saver = saver
         self._pending, self._choice, self._resumed = policy.resume, None, None
         if policy.every is not None:
             emit(SavesItself())
