@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
+from benchmarks import checkpoints
 from benchmarks.harness import Row, measure
-from benchmarks.rows import inference, recovery
+from benchmarks.rows import inference, recovery, saves
 
 
 def _forgetful(scene: recovery._Scene) -> torch.Tensor:
@@ -34,6 +38,31 @@ def test_a_recovery_that_loses_a_step_is_refused_and_ours_counts_from_the_failur
     assert "WRONG RESULT" in measured.refused["forgetful"]
     (raw,), (ranks,) = measured.samples["raw"], measured.samples["the ranks"]
     assert 0 < raw.wall_s < ranks.wall_s
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_the_optimizer_is_refused_and_ours_are_whole() -> None:
+    def half(megabytes: int) -> saves.Store:
+        whole = saves.available()["raw"](megabytes)
+        path = whole.folder / "weights.pt"
+        return replace(
+            whole,
+            save=lambda: torch.save(whole.model.state_dict(), path),
+            load=lambda: whole.model.load_state_dict(torch.load(path)),
+        )
+
+    ways = {name: make for name, make in saves.available().items() if name in ("raw", saves.OURS, saves.OURS_BEHIND)}
+    makes = {name: partial(saves._saving, make, 1) for name, make in {**ways, "half": half}.items()}
+    measured = measure(Row("save", makes, turns=1), rounds=1)
+    assert list(measured.refused) == ["half"]
+
+
+@pytest.mark.slow
+def test_what_a_checkpoint_takes_is_told_in_units_of_its_state() -> None:
+    on_disk, saving, loading = checkpoints._measured("raw", saves.available()["raw"], 20)
+    assert 0.9 < on_disk < 1.1
+    assert saving >= 0
+    assert loading >= 0
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ GROUPS = (
     *("recovery", "inference"),
 )
 
-REPORTS = ("planner", "executable", "telemetry", "panel")
+REPORTS = ("planner", "checkpoints", "executable", "telemetry", "panel")
 
 
 def rows(group: str) -> Sequence[Row]:
