@@ -16,6 +16,7 @@ from functools import partial
 from nbaccel.events import Listener
 from nbaccel.intervals import said
 from nbaccel.launch.beside import Beside
+from nbaccel.launch.causes import Causes
 from nbaccel.launch.crew import Crew
 from nbaccel.launch.ending import Aborting, BreakingHang, Ending, Killing, Running, Stopping, Untangling
 from nbaccel.launch.hangs import Hang, HangWatch
@@ -34,8 +35,6 @@ from nbaccel.launch.wire.pipes import MarkedPipe
 
 __all__ = ["BadFork", "Ended", "WorkerGroup"]
 
-_SETTLE_S = 0.5  # a lost connection is seen by peers before its cause is seen by us
-_ALIKE_S = 5.0  # a debugged run has time, and a busy machine is slow
 _DRAIN_S = 0.2
 _FINISHING_NOTICE_S = 0.5
 
@@ -121,8 +120,7 @@ class WorkerGroup:
         self._selector = selectors.DefaultSelector()
         self._presses = Presses()
         self._telemetry = Telemetry(crew.rings, listeners, notice)
-        self._failures: list[int] = []
-        self._settled_at: float | None = None
+        self._causes = Causes(crew.members, spec.task.debugged)
         self._open_files: list[str] = []
         self._is_bad_fork = False
         self._is_stop_wanted = False  # by a rank
@@ -212,7 +210,7 @@ class WorkerGroup:
                     ending = Stopping(self._members, now, page)
                 elif self._is_bad_fork:
                     ending = Killing(self._members, now)
-                elif self._cause_is_known(now):
+                elif self._causes.are_known(now):
                     pids = [member.process.pid for member in self._members]
                     self._open_files = files_being_written(pids, self._crew.folder)
                     ending = self._breaking_off(time.monotonic())
@@ -246,7 +244,7 @@ class WorkerGroup:
             self._hangs.due_in(now),
             ending.due_in(now),
             None if limit_at is None else max(0.0, limit_at - now),
-            None if self._settled_at is None else max(0.0, self._settled_at - now),
+            self._causes.due_in(now),
             *(each.due_in(now) for each in self._beside),
         ]
         due = [wait for wait in waits if wait is not None]
@@ -309,7 +307,7 @@ class WorkerGroup:
                 case "done":
                     member.report = Report.from_frame(message, fds)
                     if member.report.is_failure:
-                        self._failed(member)
+                        self._causes.add(member)
         if not member.channel.is_open:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(member.channel)
@@ -320,24 +318,7 @@ class WorkerGroup:
         self._on_message(member)
         member.has_ended = True
         if member.report is None and not member.was_killed and not self._is_bad_fork:
-            self._failed(member)
-
-    def _failed(self, member: Member) -> None:
-        self._failures.append(member.rank)
-        debugged = self._spec.task.debugged
-        # Ranks run one program: the one that a person wants to look at may be about to fail alike.
-        alike_s = _ALIKE_S if debugged is not None and self._members[debugged].is_working else 0.0
-        if self._settled_at is None:
-            self._settled_at = time.monotonic() + max(alike_s, _SETTLE_S if self._is_consequence(member) else 0.0)
-        elif not self._is_consequence(member):
-            self._settled_at = time.monotonic() + alike_s
-
-    def _is_consequence(self, member: Member) -> bool:
-        return member.report is not None and member.report.is_consequence
-
-    def _cause_is_known(self, now: float) -> bool:
-        is_settled = self._settled_at is not None and now >= self._settled_at
-        return is_settled and not any(member.is_looked_at and member.is_working for member in self._members)
+            self._causes.add(member)
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -377,10 +358,8 @@ class WorkerGroup:
     def _ended(self, seconds: float) -> Ended:
         self._see_out([member for member in self._members if member.has_ended or not member.stays])
         self._presses.read()
-        causes = [rank for rank in self._failures if not self._is_consequence(self._members[rank])]
-        first = (causes or self._failures or [None])[0]  # type: ignore[list-item]
-        if self._hang is not None:  # what failed afterwards was interrupted
-            first = self._hang.rank
+        # With a hang, what failed afterwards was interrupted.
+        first = self._causes.first if self._hang is None else self._hang.rank
         return Ended(
             reports=[member.report for member in self._members],
             exit_codes=self._crew.exit_codes,
