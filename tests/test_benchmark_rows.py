@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import checkpoints
+from benchmarks import checkpoints, history
 from benchmarks.harness import Row, measure
 from benchmarks.rows import inference, recovery, saves
 
@@ -83,3 +83,10 @@ def test_answers_in_another_order_than_the_texts_are_refused() -> None:
     }
     measured = measure(Row("inference", makes, turns=1), rounds=1)
     assert list(measured.refused) == ["unrestored"]
+
+
+def test_what_grows_with_the_steps_misses_its_target() -> None:
+    states = [history.State(10**power, 2.0, 1.0, 8.0 + power, 0.1) for power in (3, 6)]
+    findings = [finding for kind in history.kinds(2) for finding in kind.findings(2, states)]
+    assert [finding.what for finding in findings if not finding.holds] == ["bytes of a frame, ranks: 2"]
+    assert findings[-3].verdict == "FALLS SHORT of 1.1"

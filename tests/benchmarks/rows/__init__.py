@@ -18,7 +18,7 @@ GROUPS = (
     *("recovery", "inference"),
 )
 
-REPORTS = ("planner", "checkpoints", "executable", "telemetry", "panel")
+REPORTS = ("planner", "checkpoints", "history", "executable", "telemetry", "panel")
 
 
 def rows(group: str) -> Sequence[Row]:
