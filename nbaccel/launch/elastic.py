@@ -18,6 +18,7 @@ from nbaccel.launch.network import interface_to, loopback_interface
 __all__ = ["Elastic", "Ending", "Nodes", "Program"]
 
 _MASTER_PORT = 29500  # torchrun's
+_RUNNER = "nbaccel.launch.rank.script"
 _SIGNAL = 128  # what a shell adds to a signal's number
 
 
@@ -117,13 +118,17 @@ class Elastic:
 
     def arguments(self) -> list[str]:
         """The words behind `torchrun`."""
-        return [
-            *self.nodes.arguments(),
-            *("--nproc-per-node", str(self.num_processes)),
-            *(["--module"] if self.program.is_module else []),
-            self.program.name,
-            *self.program.arguments,
-        ]
+        return [*self._torchruns(), *(["--module"] if self.program.is_module else []), *self._programs()]
+
+    def _torchruns(self) -> list[str]:
+        return [*self.nodes.arguments(), "--nproc-per-node", str(self.num_processes)]
+
+    def _programs(self) -> list[str]:
+        return [self.program.name, *self.program.arguments]
+
+    def _arguments_by_us(self) -> list[str]:
+        """The same, with the program run by `rank.script`, which ends it well."""
+        return [*self._torchruns(), "--module", _RUNNER, *(["-m"] if self.program.is_module else []), *self._programs()]
 
     def changes(self) -> dict[str, str]:
         """The variables in which a rank's environment differs from the caller's.
@@ -141,7 +146,10 @@ class Elastic:
         return {name: wanted[name] for name in (*defaults, *self.environ)}
 
     def __str__(self) -> str:
-        """The command of a shell that does the same, but for the interface on which a single machine's ranks meet."""
+        """The command of a shell that does the same.
+
+        But for the interface on which a single machine's ranks meet, and the way they end, see `rank.script`.
+        """
         words = (f"{name}={shlex.quote(value)}" for name, value in self.changes().items())
         return " ".join([*words, "torchrun", *map(shlex.quote, self.arguments())])
 
@@ -158,7 +166,7 @@ class Elastic:
 
         from nbaccel.launch.loopback import LOOPBACK, offer_loopback
 
-        asked = parse_args(self.arguments())
+        asked = parse_args(self._arguments_by_us())
         if asked.standalone:
             offer_loopback()
             asked.standalone, asked.rdzv_backend, asked.rdzv_endpoint = False, LOOPBACK, "localhost"

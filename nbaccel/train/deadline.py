@@ -37,7 +37,7 @@ class Deadline(Saver):
             raise ValueError(
                 f"time_limit: nobody could stop these {world.world_size} ranks before the same step, since torchrun "
                 "(or whoever started them) does not listen. Leave time_limit out and end the loop after so many "
-                "steps, or start them from a notebook or by nbaccel.launch."
+                "steps, or start them from a notebook's cell or by the function nbaccel.launch."
             )
 
     def enter(self, step: int, may_save: bool) -> None:

@@ -50,8 +50,7 @@ facts = {
 sys.stdout.write(json.dumps(facts) + "\\n")
 sys.stdout.flush()
 accelerator.wait_for_everyone()
-# Not sys.exit: at the interpreter's end torch now and then aborts a process that had a gloo group.
-os._exit(int(os.environ["RANK"]) * 7)
+sys.exit(int(os.environ["RANK"]) * 7)
 """
 
 

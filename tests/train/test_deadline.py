@@ -85,7 +85,7 @@ def test_ranks_that_nobody_could_stop_at_the_same_step_are_refused_in_one_senten
 
     for said in run_ranks(2, rank):
         assert said.startswith("time_limit: nobody could stop these 2 ranks before the same step, since torchrun ")
-        assert "start them from a notebook or by nbaccel.launch" in said
+        assert "start them from a notebook's cell or by the function nbaccel.launch" in said
 
 
 @pytest.mark.parametrize(
