@@ -58,8 +58,8 @@ class Saver:
         may_save: the boundary lies between two training steps of one loop.
         """
 
-    def end_pass(self) -> Any:
-        """A loader went through and has trained; what is to be kept of this moment, such as the random states."""
+    def keep(self) -> Any:
+        """What is to be kept of this moment, such as the random states: an epoch begins, or its training is through."""
 
     def stop(self, step: int) -> Path | None:
         """The run ends here, on all ranks, with `step` training steps complete. Where they are saved, if they are."""
@@ -81,19 +81,33 @@ class StepClock:
     puts the ranks level again. When the outermost prepared loader is exhausted or closed, ``StepsEnded`` is
     emitted. The outlet may raise `RunStopped` from a boundary; the clock is consistent by then.
 
-    saver: hears of every boundary; it may save at those between two training steps of one loop. At the first boundary
-    of a loop it may not: that may be an evaluation, and whoever resumed from there would find the epoch's training
-    done, and would leave the evaluation out.
+    saver: hears of every boundary; it may save once per step, between two training steps of one loop. At the first
+    boundary of a loop it may not: that may be an evaluation inside of another loop, and whoever resumed from there
+    would leave the evaluation out. Where a whole loop had only one step, there is no other place than the first
+    boundary of the next.
     """
 
-    __slots__ = ("after_pass", "began", "is_inside", "passes", "saver", "step", "substep", "trained")
+    __slots__ = (
+        "began",
+        "follows_single_step",
+        "is_inside",
+        "kept",
+        "offered",
+        "passes",
+        "saver",
+        "step",
+        "substep",
+        "trained",
+    )
 
     def __init__(self) -> None:
         self.saver: Saver | None = None
         self.step = 0
         self.began = 0  # `step` when the innermost loop began
+        self.follows_single_step = False  # the loop before it had one, and no loop is around it
+        self.offered = 0  # the last step at which the saver might save
         self.passes = 0  # iterations of prepared loaders that trained and are over
-        self.after_pass: Any = None  # what the saver kept of the end of the last one
+        self.kept: Any = None  # what the saver kept of the end of the last one, or of the epoch's begin after that
         self.substep = -1
         self.trained = False  # a synchronised backward has run since the last boundary
         self.is_inside = False  # a step was entered and has not been trained yet
@@ -120,11 +134,22 @@ class StepClock:
         try:
             reports.enter_step(self.step, self.substep)
             if self.saver is not None:
-                self.saver.enter(self.step, self.substep == 0 and self.step > self.began)
+                self.saver.enter(self.step, self._may_save())
         except RunStopped:
             if self.saver is not None:
                 self.saver.stop(self.step)
             raise
+
+    def _may_save(self) -> bool:
+        if self.step == self.offered or not (self.step > self.began or self.follows_single_step):
+            return False
+        self.offered = self.step
+        return True
+
+    def begin(self, is_outermost: bool) -> None:
+        """A loop begins."""
+        self.follows_single_step = is_outermost and self.done - self.began == 1
+        self.began = self.done
 
     def train(self) -> None:
         """A synchronised backward is complete."""
@@ -133,14 +158,19 @@ class StepClock:
 
     def restart(self, step: int) -> None:
         """The program begins anew, with that many training steps behind it."""
-        self.step, self.substep = step, -1
+        self.step = self.began = self.offered = step
+        self.substep = -1
         self.trained = self.is_inside = False
 
     def end_pass(self) -> None:
         """An iteration of a prepared loader is over that has trained."""
         self.passes += 1
+        self.keep()
+
+    def keep(self) -> None:
+        """A resumed program may go on from here, where a loop is about to begin."""
         if self.saver is not None:
-            self.after_pass = self.saver.end_pass()
+            self.kept = self.saver.keep()
 
     def leave(self) -> None:
         """The loop is over."""
@@ -163,6 +193,7 @@ class Window:
     sync: whether this batch's backward synchronises gradients and optimizers step.
     is_scaled: a window is divided by its real length, not by what it should have had.
     ends_with_source: the loader's last batch ends the window.
+    began: training steps that were complete when the iteration began.
     loop: what was reported of the iteration when it began.
 
     Batches come whole here; see `nbaccel.train.gate` for windows over batches in parts.
@@ -170,6 +201,7 @@ class Window:
 
     __slots__ = (
         "batches_left",
+        "began",
         "divisor",
         "ends_with_source",
         "is_last",
@@ -202,6 +234,7 @@ class Window:
         self.is_last = False
         self.position = 0
         self.divisor = 0
+        self.began = 0
         self.sync = True
         self.loop = _NO_LOOP
 
@@ -309,9 +342,10 @@ class Accumulation:
         """
         for window in [window for window in self._open if window.source is source]:
             self._give_up(window)
-        self.clock.began = self.clock.done
+        self.clock.begin(is_outermost=not self._open)
         self.window = self.gate.window(source, batches_left, self.rules, self.steps)
         self.window.position = self._carried.pop(source, 0)
+        self.window.began = self.clock.began
         self._open.append(self.window)
         emit(self.window.loop)
         return self.window
@@ -321,6 +355,11 @@ class Accumulation:
         """Whether a prepared loader is being iterated."""
         return bool(self._open)
 
+    @property
+    def is_at_beginning(self) -> bool:
+        """Whether a prepared loader is being iterated, and nothing has been trained since: the loop may come again."""
+        return bool(self._open) and self._open[0].began == self.clock.done
+
     def close(self, window: Window, is_whole: bool = True) -> None:
         """The iteration ended, or (not `is_whole`) was left by ``break`` or by an exception: its window is gone."""
         if window not in self._open:
@@ -328,7 +367,9 @@ class Accumulation:
         self._give_up(window)
         self.window = self._open[-1] if self._open else self._outside
         self._tell_loop(window, is_whole)
-        if not self._open:
+        if self._open:
+            self.clock.began = self.window.began
+        else:
             self.clock.leave()
 
     def _tell_loop(self, left: Window, is_whole: bool) -> None:

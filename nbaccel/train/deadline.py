@@ -47,8 +47,8 @@ class Deadline(Saver):
             )
         self._saver.enter(step, may_save)
 
-    def end_pass(self) -> Any:
-        return self._saver.end_pass()
+    def keep(self) -> Any:
+        return self._saver.keep()
 
     def stop(self, step: int) -> Path | None:
         return self._saver.stop(step)

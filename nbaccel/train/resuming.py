@@ -58,6 +58,7 @@ class Epochs:
         first, self._is_resumed = self.under_way if self._is_resumed else 0, False
         for self.under_way in range(first, count):
             self.passes_before = clock.passes
+            clock.keep()
             yield self.under_way
         self.under_way = max(first, count)
         self.passes_before = clock.passes

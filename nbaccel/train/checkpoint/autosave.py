@@ -40,7 +40,7 @@ class Autosave(Saver):
             self._saved_step = step
             self._save(self.timeline.folder_for(step), False)
 
-    def end_pass(self) -> State:
+    def keep(self) -> State:
         return self._keep()
 
     def stop(self, step: int) -> Path | None:

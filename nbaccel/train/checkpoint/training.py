@@ -61,9 +61,8 @@ class Training:
 
     def generators(self) -> State:
         """This process's random states, as they were where a resumed program goes on."""
-        clock = self.accumulation.clock
-        is_after_training = clock.passes > self.epochs.passes_before and clock.done == clock.began
-        kept = clock.after_pass if self.is_inside_epoch and is_after_training else None
+        may_come_again = self.epochs.is_used and self.accumulation.is_at_beginning
+        kept = self.accumulation.clock.kept if may_come_again else None
         return read(self.device) if kept is None else kept
 
     def content(self, weights: list[dict[str, Any]], customs: Sequence[Any]) -> Content:
@@ -110,6 +109,7 @@ class Training:
         if progress.get("precision"):
             self.precision.load_state_dict(progress["precision"])
         clock = self.accumulation.clock
-        clock.step, clock.trained = progress.get("step", clock.step), False
+        clock.step = clock.began = progress.get("step", clock.step)
+        clock.trained = False
         self.epochs.load(progress.get("epoch", 0), clock)
         self.remembered.load_state_dict(content.remembered)

@@ -55,10 +55,11 @@ def _session(folder: str, stop_at: tuple[int, int] | None, **options: Any) -> tu
     return memory.best, memory.history, memory.losses, training.weights()
 
 
-# Steps 0-11 are the first epoch's of one rank, 0-5 of two; evaluations are substeps of the step after them.
+# Steps 0-11 are the first epoch's of one rank, 0-5 of two; evaluations are substeps of the step after them, and the next
+# epoch begins behind these.
 @pytest.mark.parametrize(
     ("ranks", "stop_at"),
-    [(1, (3, 0)), (1, (12, 0)), (1, (12, 2)), (1, (13, 0)), (1, (24, 1)), (2, (3, 0)), (2, (6, 1)), (2, (7, 0))],
+    [(1, (3, 0)), (1, (12, 0)), (1, (12, 2)), (1, (12, 4)), (1, (24, 1)), (2, (3, 0)), (2, (6, 1)), (2, (6, 2))],
 )
 def test_a_session_that_is_stopped_goes_on_where_it_was(
     tmp_path: Path, ranks: int, stop_at: tuple[int, int], capfd: pytest.CaptureFixture[str]
@@ -285,6 +286,45 @@ def test_an_interval_that_ends_with_the_epoch_is_not_skipped(tmp_path: Path) -> 
         assert len(training.epoch()) == 4
     training.accelerator.end_training()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_5", "checkpoint_9"]
+
+
+def _epochs_of_one_step(folder: str, count: int, is_evaluated: bool, every_step: bool = False) -> tuple[Any, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training = Trained.start(
+            samples=8 if every_step else 4, checkpoint_every="2steps", checkpoint_dir=folder, keep=9, resume=True
+        )
+    held_out = training.accelerator.prepare(torch.utils.data.DataLoader(torch.ones(8, 3), 2))
+    memory = training.accelerator.remember(seen=[])
+    for _ in training.accelerator.epochs(count):
+        for (x,) in training.loader:
+            memory.seen.append(training.batch(x))
+            if every_step:
+                memory.seen.append(len(list(held_out)))
+        if is_evaluated:
+            memory.seen.append(len(list(held_out)))
+    training.accelerator.end_training()
+    return memory.seen, training.weights()
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_epochs_of_one_step_are_saved_where_the_next_loop_begins_and_go_on_as_if_nothing_had_happened(
+    tmp_path: Path, is_evaluated: bool
+) -> None:
+    whole = _epochs_of_one_step(str(tmp_path / "whole"), 7, is_evaluated)
+    saved = ["checkpoint_2", "checkpoint_4", "checkpoint_6"]
+    assert sorted(os.listdir(tmp_path / "whole")) == saved
+    for name in saved[:2]:
+        (tmp_path / name).mkdir()
+        (tmp_path / "whole" / name).rename(tmp_path / name / name)
+        assert _epochs_of_one_step(str(tmp_path / name), 7, is_evaluated) == whole
+
+
+def test_a_step_that_is_evaluated_inside_of_its_epoch_is_saved_before_the_next(tmp_path: Path) -> None:
+    whole = _epochs_of_one_step(str(tmp_path / "whole"), 3, is_evaluated=False, every_step=True)
+    assert sorted(os.listdir(tmp_path / "whole")) == ["checkpoint_3", "checkpoint_5"]  # not between epochs
+    (tmp_path / "whole" / "checkpoint_5").rename(tmp_path / "checkpoint_5")
+    assert _epochs_of_one_step(str(tmp_path / "whole"), 3, is_evaluated=False, every_step=True) == whole
 
 
 def test_a_resumed_training_waits_for_its_next_interval() -> None:
