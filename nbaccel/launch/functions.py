@@ -16,8 +16,8 @@ from typing import Any
 from nbaccel.errors import ResultsMissing
 from nbaccel.hardware import Survey
 from nbaccel.launch.here import ProcessState
-from nbaccel.launch.inline import run_inline
-from nbaccel.launch.launcher import Outcome, default_launcher, refuse_nested_launch
+from nbaccel.launch.inline import left_for_why, run_inline
+from nbaccel.launch.launcher import Launcher, Outcome, default_launcher, refuse_nested_launch
 from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.preflight import choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.run import Run
@@ -104,11 +104,11 @@ def launch(
         oom=oom,
     )
     launcher = default_launcher()
-    launcher.post_mortem = None  # of the run before; a run in this process leaves none, its error has all its frames
+    launcher.post_mortem = None  # of the run before
     facts = Facts(_call_in_words(function, args, kwargs), str(chosen), chosen.names())
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
     if start.method == "inline":
-        return _launch_inline(spec, check, shown)
+        return _launch_inline(spec, check, shown, launcher, facts.title)
     outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
     try:
         error, word = _how_it_ended(outcome)
@@ -178,10 +178,10 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
     )
 
 
-def _launch_inline(spec: LaunchSpec, check: bool, shown: ShownRun) -> Run:
+def _launch_inline(spec: LaunchSpec, check: bool, shown: ShownRun, launcher: Launcher, title: str) -> Run:
     began, error = time.monotonic(), None
     try:
-        with shown.until_its_end():
+        with shown.until_its_end(), left_for_why(launcher, title, spec.task):
             run_inline(spec, [shown])
     except Exception as failure:
         if check:

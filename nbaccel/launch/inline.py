@@ -11,16 +11,18 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from nbaccel.events import Event, Listener, outlet
+from nbaccel.launch.launcher import Launcher
+from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import LaunchSpec, load_named
+from nbaccel.launch.spec import LaunchSpec, Task, load_named
 from nbaccel.launch.telemetry import Rings, Telemetry
 from nbaccel.launch.wire.ring import RingWriter
 
-__all__ = ["run_inline"]
+__all__ = ["left_for_why", "run_inline"]
 
 
 def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
@@ -34,6 +36,20 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
         if spec.setup is not None:
             load_named(spec.setup)(spec.task.namespace)
         spec.task.run()
+
+
+@contextmanager
+def left_for_why(launcher: Launcher, title: str, task: Task) -> Iterator[None]:
+    """What ends the run badly is kept as that of other runs is, while the user's names are there.
+
+    title: the run in words.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        with suppress(Exception):  # it explains how a run ended, and must not change that
+            launcher.post_mortem = PostMortem.of_this_process(title, error, task)
+        raise
 
 
 @contextmanager

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from nbaccel.launch.group import Ended
 from nbaccel.launch.member import Report
+from nbaccel.launch.rank.look import scenes
 from nbaccel.launch.report import signal_name
 from nbaccel.launch.snapshot import Snapshot
+from nbaccel.launch.spec import Task
 
 __all__ = ["PostMortem"]
 
@@ -36,15 +38,33 @@ class PostMortem:
 
     @classmethod
     def of(cls, title: str, end: str, error: BaseException, ended: Ended) -> PostMortem:
-        text = str(error).strip().partition("\n")[0]
         return cls(
             title,
             end,
-            f"{type(error).__name__}{text and ': '}{text}"[:_WIDTH],
+            _headline(error),
             None if ended.is_interrupted or ended.is_timed_out else ended.first_failed,
             tuple(map(_fate, ended.reports, ended.exit_codes, ended.killed_by_us)),
             {rank: report.snapshot for rank, report in enumerate(ended.reports) if report is not None},
         )
+
+    @classmethod
+    def of_this_process(cls, title: str, error: BaseException, task: Task) -> PostMortem:
+        """Of a run in the kernel's own process, taken where `error` has just left the user's code."""
+        is_stopped = isinstance(error, KeyboardInterrupt)
+        snapshot = Snapshot(scenes(error.__traceback__, *task.left_behind()))
+        return cls(
+            title,
+            "stopped" if is_stopped else "failed",
+            _headline(error),
+            None if is_stopped else 0,
+            ("was interrupted" if is_stopped else f"raised {type(error).__name__}",),
+            {0: Snapshot.from_json(snapshot.to_json())},
+        )
+
+
+def _headline(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}{text and ': '}{text}"[:_WIDTH]
 
 
 def _fate(report: Report | None, exit_code: int, was_killed: bool) -> str:

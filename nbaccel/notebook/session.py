@@ -16,7 +16,7 @@ from typing import Any
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.here import ProcessState
-from nbaccel.launch.inline import run_inline
+from nbaccel.launch.inline import left_for_why, run_inline
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
@@ -133,7 +133,7 @@ class Session:
             self.say(f"--bg: {why}, so this cell waits for its run")
         self.launcher.post_mortem = None
         if plan.start.method == "inline":
-            return self._run_inline(spec, task, self._show(plan, source, spec, Frames()))
+            return self._run_inline(spec, source.name, task, self._show(plan, source, spec, Frames()))
         with steered(self.shell) as (frames, beside):
             run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames))
             self.rank_memory.begin(source.name)
@@ -230,9 +230,9 @@ class Session:
             if ended.stays:
                 self.stay.after(run.error)
 
-    def _run_inline(self, spec: LaunchSpec, task: CellTask, shown: ShownRun) -> Any:
+    def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: ShownRun) -> Any:
         """The cell in the notebook's own process. Names that `--out` does not list are as before afterwards."""
-        with shown.until_its_end(), self._only_out_changes(task):
+        with shown.until_its_end(), self._only_out_changes(task), left_for_why(self.launcher, title, task):
             run_inline(spec, [shown])
         results = task.results(0)
         raise_if_missing(results.missing, task.out)

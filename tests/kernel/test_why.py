@@ -49,5 +49,9 @@ def test_a_function_that_was_launched_is_explained_too(kernel: RealKernel) -> No
     assert told[0].startswith("train(8) failed on rank 1 of 2: ValueError: Expected input batch_size (8)")
     (suspect,) = [line for line in told[:10] if ": labels " in line]
     assert suspect.startswith("  rank 1: labels int64 (9,) on cpu, 72 B | rank 0: labels int64 (8,) on cpu, 64 B | ")
+    kernel.run("nbaccel.launch(train, 1, args=(9,), cpu=True, start_method='inline')").failed("ValueError")
+    told = kernel.do("%accelerate why").text.splitlines()
+    assert told[0].startswith("train(9) failed on rank 0 of 1: ValueError: Expected input batch_size (8)")
+    assert any("labels  int64 (9,) on cpu" in line for line in told)
     kernel.do("nbaccel.launch(int, 1, cpu=True, start_method='inline')")
     assert kernel.do("%accelerate why").text.startswith("nothing to explain")

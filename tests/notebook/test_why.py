@@ -102,6 +102,25 @@ def test_a_rank_that_left_early_is_named_with_where_it_stood_and_what_it_entered
     assert "  rank 1: gather at Cell In[1], line 6 (2 times)" in "\n".join(lines[:10])
 
 
+def test_a_cell_in_the_notebooks_own_process_is_explained_too(notebook: Any) -> None:
+    failed = notebook.run(
+        "%%accelerate --start inline\nepoch = 3\ndef train(rows):\n    1 / (rows - 3)\ntrain(epoch)\n"
+    )
+    assert isinstance(failed.error, ZeroDivisionError)
+    lines = why(notebook)
+    assert lines[:5] == [
+        "Cell In[1] failed on rank 0 of 1: ZeroDivisionError: division by zero",
+        "to look at first:",
+        "  rank 0: rows int = 3 | Cell In[1], line 4, in train",
+        "where the ranks were:",
+        "  rank 0: raised ZeroDivisionError at Cell In[1], line 4, in train: 1 / (rows - 3)",
+    ]
+    assert "    rows  int = 3" in lines
+    assert "    epoch  int = 3" in lines
+    notebook.run("%%accelerate --start inline\n1\n")
+    assert why(notebook) == ["nothing to explain: nothing has run in ranks yet, or the last run ended well."]
+
+
 def test_a_value_that_is_not_a_number_is_named(notebook: Any) -> None:
     assert isinstance(notebook.run(NOT_A_NUMBER).error, FloatingPointError)
     first = "\n".join(why(notebook)[:10])
