@@ -8,7 +8,7 @@ VENV := .venv
 COLAB := .venv-colab
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test format lint types unit soak coverage bench screenshot clean
+.PHONY: demo test format lint types unit soak coverage bench bench-gpu screenshot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -44,6 +44,13 @@ BENCH_JSON ?= build/bench.json
 bench: $(VENV)/.dev
 	@mkdir -p $(dir $(BENCH_JSON))
 	PYTHONPATH=tests $(VENV)/bin/python -m benchmarks --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_JSON)
+
+# The same on a CUDA device: steps in every precision, batches on their way to it, memory. Ends with 2 where there is none.
+BENCH_GPU_JSON ?= build/bench-gpu.json
+
+bench-gpu: $(VENV)/.dev
+	@mkdir -p $(dir $(BENCH_GPU_JSON))
+	PYTHONPATH=tests $(VENV)/bin/python -m benchmarks.gpu --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_GPU_JSON)
 
 # The picture in the README, by a real browser.
 screenshot: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium

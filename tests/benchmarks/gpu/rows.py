@@ -1,0 +1,263 @@
+"""The rows of ``make bench-gpu``: steps in every precision, two ranks on one card, and batches that are moved. In wall
+time, up to the moment when the device has done everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.work import REAL, SMALL, Work
+from benchmarks.harness import Row, installed
+from benchmarks.party import Bout
+
+__all__ = ["GROUPS", "Steps"]
+
+_NEEDS = {"Accelerate": "accelerate", "Fabric": "lightning"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TOLERANCE = {"no": 1e-4, "bf16": 2e-3, "fp16": 2e-3}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A training as every contender runs it."""
+
+    place: Place
+    work: Work
+    precision: str = "no"
+    ranks: int = 1
+
+    def things(self) -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+        model, optimizer = self.work.make(self.place)
+        samples = self.work.samples(self.place, self.place.steps * self.place.batch * self.ranks)
+        is_pinned = self.place.device_type == "cuda"
+        return model, optimizer, DataLoader(TensorDataset(samples), self.place.batch, pin_memory=is_pinned)
+
+    def enter(self) -> torch.device:
+        """In each process. Two ranks on one card exchange by gloo: NCCL would refuse them."""
+        device = self.place.enter()
+        if self.ranks > 1:
+            os.environ["LOCAL_RANK"] = "0"
+            dist.init_process_group("gloo")
+        return device
+
+    def bout(self, model: torch.nn.Module, epoch: Callable[[], None]) -> Bout:
+        def turn() -> None:
+            epoch()
+            self.place.wait()
+
+        return Bout(turn, lambda: torch.cat([part.detach().flatten()[:1000].cpu() for part in model.parameters()]))
+
+
+def raw(steps: Steps) -> Bout:
+    device = steps.enter()
+    model, optimizer, loader = steps.things()
+    model.to(device)
+    if steps.ranks > 1:
+        model = DistributedDataParallel(model)
+        sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, shuffle=False)
+        loader = DataLoader(loader.dataset, steps.place.batch, sampler=sampler, pin_memory=loader.pin_memory)
+    dtype = _DTYPES.get(steps.precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+
+    def epoch() -> None:
+        for (batch,) in loader:
+            moved = batch.to(device, non_blocking=True)
+            with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
+                output = model(moved)
+            scaler.scale(steps.work.loss(output, moved)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    return steps.bout(model, epoch)
+
+
+def _prepared(accelerator: Any, steps: Steps) -> Bout:
+    model, optimizer, loader = accelerator.prepare(*steps.things())
+
+    def epoch() -> None:
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(steps.work.loss(model(batch), batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return steps.bout(model, epoch)
+
+
+def _is_cpu(steps: Steps) -> bool:
+    return steps.place.device_type == "cpu"
+
+
+def accelerate(steps: Steps) -> Bout:
+    steps.enter()
+    from accelerate import Accelerator
+
+    return _prepared(Accelerator(mixed_precision=steps.precision, cpu=_is_cpu(steps)), steps)
+
+
+def nbaccel(steps: Steps) -> Bout:
+    steps.enter()
+    from nbaccel import Accelerator
+
+    return _prepared(Accelerator(steps.precision, cpu=_is_cpu(steps)), steps)
+
+
+def recovering(steps: Steps) -> Bout:
+    """The same by `forward_backward`."""
+    steps.enter()
+    from nbaccel import Accelerator
+
+    accelerator = Accelerator(steps.precision, cpu=_is_cpu(steps))
+    model, optimizer, loader = accelerator.prepare(*steps.things())
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        return steps.work.loss(model(batch), batch)
+
+    def epoch() -> None:
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.forward_backward(loss_fn, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return steps.bout(model, epoch)
+
+
+def fabric(steps: Steps) -> Bout:
+    steps.enter()
+    from lightning.fabric import Fabric
+
+    precision = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[steps.precision]
+    one = Fabric(accelerator=steps.place.device_type, devices=1, precision=precision)
+    bare, optimizer, loader = steps.things()
+    model, optimizer = one.setup(bare, optimizer)
+    loader = one.setup_dataloaders(loader)
+
+    def epoch() -> None:
+        for (batch,) in loader:
+            one.backward(steps.work.loss(model(batch), batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return steps.bout(bare, epoch)
+
+
+Way = Callable[[Steps], Bout]
+
+
+def _step_row(name: str, steps: Steps, ways: Mapping[str, Way], target: float) -> Row:
+    makes = {way: (lambda make=make: make(steps)) for way, make in ways.items()}  # type: ignore[misc]
+    return Row(
+        name,
+        installed(makes, _NEEDS),
+        units=steps.place.steps,
+        world_size=steps.ranks,
+        turns=20,
+        judged="wall",
+        targets={way: target for way in ways if way.startswith("nbaccel")},
+        tolerance=_TOLERANCE[steps.precision],
+    )
+
+
+def steps(place: Place) -> Sequence[Row]:
+    """Prepared loops, and `forward_backward`."""
+    ways = {
+        "raw": raw,
+        "Accelerate": accelerate,
+        "Fabric": fabric,
+        "nbaccel": nbaccel,
+        "nbaccel, forward_backward": recovering,
+    }
+    return [
+        _step_row(f"step on {place.device_type}, {work.name}, {precision}", Steps(place, work, precision), ways, 1.05)
+        for work in (SMALL, REAL)
+        for precision in place.precisions
+    ]
+
+
+def ranks(place: Place) -> Sequence[Row]:
+    """Two gloo ranks on one device."""
+    ways = {"raw": raw, "Accelerate": accelerate, "nbaccel": nbaccel, "nbaccel, forward_backward": recovering}
+    name = f"step of 2 gloo ranks on one {place.device_type}, transformer"
+    return [_step_row(name, Steps(place, REAL, ranks=2), ways, 1.05)]
+
+
+class _Blocks(Dataset[Tensor]):
+    """Whole batches, pinned already where there is a card: what is left is the way to the device."""
+
+    def __init__(self, place: Place) -> None:
+        torch.manual_seed(0)
+        blocks = [torch.randn(place.block) for _ in range(2)]
+        self._blocks = [block.pin_memory() for block in blocks] if place.device_type == "cuda" else blocks
+        self._count = place.steps
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._blocks[index % len(self._blocks)]
+
+
+def _moving(place: Place, loader_of: Callable[[DataLoader[Any]], Any], device: torch.device) -> Bout:
+    """A loop whose computing takes about as long as the way of a batch to the device."""
+    torch.manual_seed(0)
+    columns = place.block[1]
+    weight = torch.randn(columns, columns // 4, device=device) / columns
+    loader = loader_of(DataLoader(_Blocks(place), batch_size=None))
+    total = torch.zeros((), device=device)
+
+    def turn() -> None:
+        total.zero_()
+        for batch in loader:
+            total.add_((batch.to(device, non_blocking=True) @ weight).square().mean())
+        place.wait()
+
+    return Bout(turn, lambda: total.cpu()[None])
+
+
+def _moving_accelerate(place: Place) -> Bout:
+    device = place.enter()
+    from accelerate import Accelerator
+
+    return _moving(place, Accelerator(cpu=place.device_type == "cpu").prepare, device)
+
+
+def _moving_fabric(place: Place) -> Bout:
+    device = place.enter()
+    from lightning.fabric import Fabric
+
+    return _moving(place, Fabric(accelerator=place.device_type, devices=1).setup_dataloaders, device)
+
+
+def _moving_nbaccel(place: Place) -> Bout:
+    device = place.enter()
+    from nbaccel import Accelerator
+
+    return _moving(place, Accelerator(cpu=place.device_type == "cpu").prepare, device)
+
+
+def transfers(place: Place) -> Sequence[Row]:
+    """The copy of the next batch while the program computes on this one."""
+    ways: dict[str, Callable[[], Bout]] = {
+        "raw": lambda: _moving(place, lambda loader: loader, place.enter()),
+        "Accelerate": lambda: _moving_accelerate(place),
+        "Fabric": lambda: _moving_fabric(place),
+        "nbaccel": lambda: _moving_nbaccel(place),
+    }
+    name = f"batches moved to {place.device_type}"
+    return [Row(name, installed(ways, _NEEDS), units=place.steps, turns=20, judged="wall", targets={"nbaccel": 1.0})]
+
+
+GROUPS = {"steps": steps, "transfers": transfers, "ranks": ranks}

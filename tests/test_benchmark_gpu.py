@@ -1,0 +1,91 @@
+"""The GPU's benchmark on the host: its cells run, its guard refuses a wrong loop, and without a device it says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as command, memory, rows
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.place import PLACES
+from benchmarks.gpu.rows import GROUPS, Steps
+from benchmarks.gpu.work import REAL
+from benchmarks.harness import Row, measure
+from benchmarks.party import Bout
+from nbaccel.hardware import Survey
+
+HOST = replace(PLACES["cpu"], steps=2)
+
+
+def _cut(row: Row) -> Row:
+    """Raw and ours alone, one turn: peers take seconds to import, and guard themselves whenever the command runs."""
+    return replace(row, contenders={name: row.contenders[name] for name in ("raw", "nbaccel")}, targets={}, turns=1)
+
+
+def test_without_a_device_it_says_so_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = replace(Survey.take(), gpus=())
+    monkeypatch.setattr(command.Survey, "take", lambda: nothing)
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("no CUDA device: NVML finds none here, and these numbers need one.")
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--rows", "stepps"])
+    assert "no rows called 'stepps'; there are steps, transfers, ranks, memory" in capsys.readouterr().err
+
+
+def test_the_rows_of_a_card_are_made_without_touching_one() -> None:
+    names = [row.name for group in GROUPS.values() for row in group(PLACES["cuda"])]
+    assert "step on cuda, transformer, fp16" in names
+    assert len(names) == len(set(names)) == 8
+    assert not torch.cuda.is_initialized()
+
+
+def _hoarding(steps: Steps) -> Bout:
+    """The loop that forgot `zero_grad`."""
+    device = steps.enter()
+    model, optimizer, loader = steps.things()
+
+    def epoch() -> None:
+        for (batch,) in loader:
+            steps.work.loss(model(batch.to(device)), batch).backward()
+            optimizer.step()
+
+    return steps.bout(model, epoch)
+
+
+@pytest.mark.slow
+def test_a_wrong_step_is_refused_and_ours_train_as_raw_does() -> None:
+    ways = {"raw": rows.raw, "hoarding": _hoarding, "nbaccel": rows.nbaccel, "nbaccel, too": rows.recovering}
+    row = rows._step_row("step", Steps(HOST, REAL), ways, 1.05)
+    assert list(measure(replace(row, turns=1), rounds=1).refused) == ["hoarding"]
+
+
+@pytest.mark.slow
+def test_two_ranks_on_one_device_and_moved_batches_come_to_raws_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = {name: (lambda place, group=group: [_cut(row) for row in group(HOST)]) for name, group in GROUPS.items()}  # type: ignore[misc]
+    monkeypatch.setattr(command, "GROUPS", cut)
+    arguments = ["--device", "cpu", "--rows", "transfers,ranks", "--rounds", "1", "--json", str(tmp_path / "told.json")]
+    assert main(arguments) == 0
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert [row["row"] for row in told["rows"]] == [
+        "batches moved to cpu",
+        "step of 2 gloo ranks on one cpu, transformer",
+    ]
+    assert not any(row["refused"] for row in told["rows"])
+    assert told["machine"]["device"] == "cpu"
+    assert "REFUSED" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_search_is_told_with_its_trials_and_a_run_leaves_nothing() -> None:
+    found = memory._Found.by(memory._ours, HOST)
+    assert 1 <= found.trials <= 7
+    assert found.size > 1
+    assert memory._in_a_process(lambda: memory._left_in_the_process(HOST)) == [0.0]
