@@ -1,8 +1,8 @@
 """What this machine is: GPUs, cores, memory, platform, and which precision suits it. Runs in kernels and scripts.
 
 GPUs are read through NVML, which makes no CUDA context: a process that looked here can still be forked. Without
-an NVIDIA driver there are no GPUs and that is no error. Besides `World` and `RunSettings`, only this file reads
-the environment. Not covered: AMD and Intel GPUs, TPUs, MPS.
+an NVIDIA driver there are no GPUs and that is no error. What may be known without asking the driver is in
+`gpu_driver`. Not covered: AMD and Intel GPUs, TPUs, MPS.
 """
 
 from __future__ import annotations
@@ -18,19 +18,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nbaccel.gpu_driver import cuda_environ
 from nbaccel.world import is_notebook_kernel
 
-__all__ = ["CUDA_VARIABLES", "Gpu", "Memory", "Platform", "Survey", "best_precision", "out_of_memory_kills"]
-
-CUDA_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_LAUNCH_BLOCKING",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-)
-"""The only variables whose values a survey keeps; none of them is ever a secret."""
+__all__ = ["Gpu", "Memory", "Platform", "Survey", "best_precision", "out_of_memory_kills"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +114,7 @@ class Survey:
             platform=Platform.detect(env, sys.modules, is_notebook_kernel()),
             system=platform.system(),
             kernel_release=platform.release(),
-            cuda_environ=tuple((name, env[name]) for name in CUDA_VARIABLES if name in env),
+            cuda_environ=cuda_environ(env),
         )
 
     @property

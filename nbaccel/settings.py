@@ -11,9 +11,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-__all__ = ["CHECKPOINT_DIR", "PRECISIONS", "RunSettings"]
+__all__ = ["CHECKPOINT_DIR", "OOM_CHOICES", "PRECISIONS", "SHRINK", "START_METHODS", "STOP", "RunSettings"]
 
 PRECISIONS = ("no", "fp16", "bf16")
+
+START_METHODS = ("auto", "fork", "zygote", "inline")
+
+OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
+"""What follows when a rank dies of memory: the run starts again with smaller batches, or ends."""
 
 CHECKPOINT_DIR = "nbaccel_checkpoints"
 """In the working directory, where Kaggle keeps what shall outlive a session; only made when one asks to save."""

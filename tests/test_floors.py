@@ -19,7 +19,9 @@ from environments import REPOSITORY
 PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
-    **dict.fromkeys(["configfile", "errors", "events", "failures", "hardware", "intervals", "settings"], 0),
+    **dict.fromkeys(
+        ["configfile", "errors", "events", "failures", "gpu_driver", "hardware", "intervals", "settings"], 0
+    ),
     **dict.fromkeys(["storage", "tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
@@ -34,6 +36,7 @@ OPEN_FLOORS = (0, 3)
 READS_ENVIRONMENT = {
     "world.py": "what launchers set",
     "settings.py": "what was chosen for a run",
+    "gpu_driver.py": "the variables of CUDA",
     "hardware.py": "which devices are visible, and on which platform",
     "launch/inline.py": "puts back the variables that it changed",
     "launch/start.py": "sets a variable around the start, unless the user has",

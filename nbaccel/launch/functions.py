@@ -23,9 +23,9 @@ from nbaccel.launch.preflight import choose_devices, choose_start, threads_per_r
 from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.shown import ShownRun
-from nbaccel.launch.spec import STOP, FunctionTask, LaunchSpec
+from nbaccel.launch.spec import FunctionTask, LaunchSpec
 from nbaccel.launch.watching import Watching
-from nbaccel.settings import RunSettings
+from nbaccel.settings import STOP, RunSettings
 from nbaccel.view.history import History
 from nbaccel.view.state import Facts
 

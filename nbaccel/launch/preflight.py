@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.hardware import Gpu, Survey
+from nbaccel.settings import START_METHODS
 
-__all__ = ["START_METHODS", "Devices", "Start", "choose_devices", "choose_start", "threads_per_rank"]
-
-START_METHODS = ("auto", "fork", "zygote", "inline")
+__all__ = ["Devices", "Start", "choose_devices", "choose_start", "threads_per_rank"]
 
 COPY_LIMIT_BYTES = 1_000_000_000
 """What a single process may hold on a device and still be copied to a rank: above, the copy may not fit beside it."""

@@ -17,9 +17,9 @@ from nbaccel.launch.group import Ended
 from nbaccel.launch.holdings import Holding
 from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.report import Link, signal_name
-from nbaccel.launch.spec import SHRINK, LaunchSpec
+from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.witness import Witness
-from nbaccel.settings import RunSettings
+from nbaccel.settings import SHRINK, RunSettings
 
 __all__ = ["Again", "Attempt", "Over", "Restarting"]
 

@@ -16,12 +16,10 @@ from nbaccel.launch.home import Home
 from nbaccel.launch.limits import ProgramLimit
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.wire.parcel import Parcel, pack, unpack
+from nbaccel.settings import OOM_CHOICES, STOP
 from nbaccel.world import World
 
-__all__ = ["OOM_CHOICES", "SHRINK", "STOP", "FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "load_named"]
-
-OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
-"""What follows when a rank dies of memory: the run starts again with smaller batches, or ends."""
+__all__ = ["FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "load_named"]
 
 
 def load_named(reference: str) -> Any:
@@ -162,7 +160,7 @@ class LaunchSpec:
     setup: "module:function" called in every rank with the task's namespace before the task runs.
     threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
     wants_results: a failing run waits for rank 0's results before it is ended.
-    oom: one of `OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
+    oom: one of `settings.OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: what an earlier attempt of this run had set itself.

@@ -14,12 +14,11 @@ from typing import Any
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.preflight import Devices, choose_devices
-from nbaccel.launch.spec import SHRINK, STOP
 from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.options import AUTO, Options
 from nbaccel.notebook.parsing import chosen, command_line, text_of
 from nbaccel.notebook.plan import choose_precision
-from nbaccel.settings import PRECISIONS
+from nbaccel.settings import PRECISIONS, SHRINK, STOP
 
 __all__ = [
     "Offer",

@@ -9,10 +9,9 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nbaccel.notebook.config_command import SAVE
 from nbaccel.notebook.flags import EXAMPLES
 from nbaccel.notebook.mistakes import COMMANDS
-from nbaccel.notebook.parsing import keys
+from nbaccel.notebook.parsing import SAVE, keys
 
 __all__ = ["Completer", "candidates"]
 

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from IPython.core.error import UsageError
 
 from nbaccel.notebook.choices import batch_size_of, overview
+from nbaccel.notebook.parsing import SAVE
 from nbaccel.notebook.session import Session
 from nbaccel.world import World, is_notebook_kernel
 
 if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missing
     from nbaccel.notebook.form import Form
 
-__all__ = ["SAVE", "ConfigCommand"]
-
-SAVE = "--save"
+__all__ = ["ConfigCommand"]
 
 
 class ConfigCommand:

@@ -13,9 +13,9 @@ from typing import Any
 import ipywidgets as widgets
 
 from nbaccel.hardware import Survey
-from nbaccel.launch.spec import SHRINK
 from nbaccel.notebook.choices import Offer, checkpoint_intervals, memory_policies, precisions, process_counts, seeds
 from nbaccel.notebook.options import AUTO, Options
+from nbaccel.settings import SHRINK
 
 __all__ = ["INDENT", "LABEL_WIDTH", "Field", "make_fields", "number"]
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter, argument, construct_parser, kwds
 
 from nbaccel.intervals import parse_interval, parse_seconds
-from nbaccel.launch.preflight import START_METHODS
-from nbaccel.launch.spec import OOM_CHOICES
 from nbaccel.notebook.options import AUTO
 from nbaccel.notebook.values import (
     checked,
@@ -30,7 +28,7 @@ from nbaccel.notebook.values import (
     read_seconds,
     read_seed,
 )
-from nbaccel.settings import PRECISIONS
+from nbaccel.settings import OOM_CHOICES, PRECISIONS, START_METHODS
 
 __all__ = ["EXAMPLES", "flags", "flags_parser", "settings", "some_flags"]
 

@@ -1,15 +1,18 @@
 """The magics: `%%accelerate` runs a cell in ranks, `%accelerate` asks and configures. Runs in the kernel.
 
-`register` is `%load_ext nbaccel`, `unregister` takes all of it back. Registering costs some tens of milliseconds,
-imports no torch, opens no socket and prints nothing. Neither keeps state in a module: the shell holds the magics, and
-they hold the session.
+`register` is `%load_ext nbaccel`, `unregister` takes all of it back. Registering costs some milliseconds, opens no
+socket and prints nothing: the session, and all that it stands on, is imported with the first magic that is used (or at
+once where there may be a GPU, whose zygote is to be ready). Neither keeps state in a module: the shell holds the
+magics, and they hold the session.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
@@ -17,20 +20,16 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
-from nbaccel.launch.rank.jupyter import cell_name
-from nbaccel.notebook.background_commands import background_commands
-from nbaccel.notebook.cell_run import briefly
-from nbaccel.notebook.commands import Command, Commands, bare
+from nbaccel.gpu_driver import cuda_environ, has_gpu_driver
+from nbaccel.notebook.comments import comments_below_magic
 from nbaccel.notebook.completion import Completer
-from nbaccel.notebook.config_command import ConfigCommand
+from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.flags import flags
-from nbaccel.notebook.memory import Processes, held_by_names, memory_report
 from nbaccel.notebook.parsing import joined, parse
-from nbaccel.notebook.session import Session
-from nbaccel.notebook.source import comments_below_magic
-from nbaccel.notebook.status import doctor_report, status_line
-from nbaccel.notebook.stay_commands import stay_commands
-from nbaccel.notebook.why import why_report
+
+if TYPE_CHECKING:  # they stand on the whole room of launches
+    from nbaccel.notebook.commands import Commands
+    from nbaccel.notebook.session import Session
 
 __all__ = ["AccelerateMagics", "panel", "register", "unregister"]
 
@@ -40,17 +39,38 @@ _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 @magics_class
 class AccelerateMagics(Magics):
-    """The magics of one shell, and what else the extension changes there."""
+    """The magics of one shell, and what else the extension changes there.
 
-    def __init__(self, shell: Any, session: Session) -> None:
+    session: None for one of its own.  may_have_gpus: whether to look for GPUs when the extension is loaded.
+    """
+
+    def __init__(
+        self, shell: Any, session: Session | None = None, may_have_gpus: Callable[[], bool] = has_gpu_driver
+    ) -> None:
         super().__init__(shell=shell)
         self._shell = shell
-        self.session = session
+        self._session = session
+        self._may_have_gpus = may_have_gpus
         self._parser = type(self).accelerate.parser
-        self._commands = self._commanded()
         self._completer = Completer(shell, self._parser)
-        self._after_cell = session.cuda.after_cell  # one object, so that it can be taken back
+        self._cuda = CudaWatch() if session is None else session.cuda
+        self._after_cell = self._cuda.after_cell  # one object, so that it can be taken back
         self._has_set_cuda_check = False
+
+    @property
+    def session(self) -> Session:
+        """Made when it is first asked for."""
+        if self._session is None:
+            from nbaccel.notebook.session import Session
+
+            self._session = Session(self._shell, cuda=self._cuda)
+        return self._session
+
+    @cached_property
+    def _commands(self) -> Commands:
+        from nbaccel.notebook.answers import commands_of
+
+        return commands_of(self.session, self._parser)
 
     @magic_arguments()  # type: ignore[no-untyped-call, untyped-decorator]
     @flags
@@ -79,6 +99,8 @@ class AccelerateMagics(Magics):
                 return self._commands.run(joined(line))
             return self.session.run(parse(self._parser, line), cell)
         except NbaccelError as error:
+            from nbaccel.notebook.cell_run import briefly
+
             raise briefly(error) from error.__cause__
         except Exception as error:
             error.__traceback__ = _without_our_frames(error.__traceback__)
@@ -92,54 +114,23 @@ class AccelerateMagics(Magics):
             "the notebook, no rank was started, and nothing below it ran."
         )
 
-    def _commanded(self) -> Commands:
-        session = self.session
-
-        def status() -> None:
-            line = status_line(session.survey(), session.configured(), session.last_run, session.stay.status())
-            session.say("\n".join(filter(None, [line, session.background.status])))
-
-        def doctor() -> None:
-            session.say(doctor_report(session.survey(), session.configured(), session.cuda.first_cell))
-
-        def memory() -> None:
-            held = memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names())
-            session.say("\n".join(filter(None, [held, session.stay.status()])))
-
-        def why() -> None:
-            session.say(why_report(session.launcher.post_mortem, cell_name))
-
-        configure = ConfigCommand(session)
-        return Commands(
-            [
-                Command("config", lambda rest: configure.run(rest.split())),
-                bare("doctor", doctor),
-                bare("memory", memory),
-                bare("why", why),
-                bare("status", status),
-                *background_commands(session),
-                *stay_commands(session, self._parser),
-            ],
-            otherwise=status,
-        )
-
     # --- the extension -----------------------------------------------------------------------------------------
 
     def install(self) -> None:
         shell = self._shell
-        survey = self.session.survey()
-        self._has_set_cuda_check = _CUDA_CHECK not in dict(survey.cuda_environ)
+        self._has_set_cuda_check = _CUDA_CHECK not in dict(cuda_environ())
         os.environ.setdefault(_CUDA_CHECK, "1")
         shell.register_magics(self)
         self._completer.install()
         shell.input_transformers_cleanup.append(comments_below_magic)
         shell.events.register("post_run_cell", self._after_cell)
-        if survey.gpus:
+        if self._may_have_gpus() and self.session.survey().gpus:
             self.session.start_zygote()
 
     def remove(self) -> None:
         """Ranks that stay end. The zygote does not: it is the process's, and a launch from a function may use it."""
-        self.session.close()
+        if self._session is not None:
+            self._session.close()
         shell = self._shell
         shell.events.unregister("post_run_cell", self._after_cell)
         shell.input_transformers_cleanup.remove(comments_below_magic)
@@ -156,7 +147,7 @@ class AccelerateMagics(Magics):
 def register(shell: Any) -> None:
     """Give `shell` the magics; a second time changes nothing."""
     if _registered(shell) is None:
-        AccelerateMagics(shell, Session(shell)).install()
+        AccelerateMagics(shell).install()
 
 
 def panel() -> None:

@@ -22,7 +22,10 @@ from nbaccel.notebook.flags import settings
 from nbaccel.notebook.mistakes import in_our_words, near, what_is_unknown
 from nbaccel.notebook.options import Options
 
-__all__ = ["chosen", "command_line", "configured", "described", "joined", "keys", "parse", "text_of"]
+__all__ = ["SAVE", "chosen", "command_line", "configured", "described", "joined", "keys", "parse", "text_of"]
+
+SAVE = "--save"
+"""What `%accelerate config` takes besides KEY=VALUE."""
 
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 

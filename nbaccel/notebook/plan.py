@@ -15,10 +15,10 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
-from nbaccel.launch.spec import SHRINK, STOP, LaunchSpec, Task
+from nbaccel.launch.spec import LaunchSpec, Task
 from nbaccel.launch.wire.weight import size_of
 from nbaccel.notebook.options import AUTO, Options
-from nbaccel.settings import RunSettings
+from nbaccel.settings import SHRINK, STOP, RunSettings
 from nbaccel.view.state import Facts
 
 __all__ = ["Plan", "amount", "choose_precision", "settings_of"]

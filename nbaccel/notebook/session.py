@@ -66,7 +66,7 @@ class Session:
     """Runs cells of one notebook.
 
     launcher: None for this process's.  setup: what every rank does before the cell, None for nothing.
-    survey: looks at the machine.
+    survey: looks at the machine.  cuda: the watch that has been kept since the extension was loaded.
     """
 
     def __init__(
@@ -75,11 +75,12 @@ class Session:
         launcher: Launcher | None = None,
         setup: str | None = SETUP,
         survey: Callable[[], Survey] = Survey.take,
+        cuda: CudaWatch | None = None,
     ) -> None:
         self.shell = shell
         self.survey = survey
         self.configuration = Configuration()
-        self.cuda = CudaWatch()
+        self.cuda = cuda or CudaWatch()
         self.last_run: LastRun | None = None
         self.rank_memory = RankMemory()
         self.background = Background(self.say, self._conclude)

@@ -17,10 +17,10 @@ from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.rank.cell import CellSource
+from nbaccel.notebook.comments import MAGIC, is_code
 
-__all__ = ["comments_below_magic", "read_cell"]
+__all__ = ["read_cell"]
 
-_MAGIC = "%%accelerate"
 _INSTALLERS = frozenset({"pip", "conda", "mamba", "micromamba", "uv"})
 _INSTALL_COMMAND = re.compile(r"\b(pip3?|conda|mamba|micromamba|uv)\s+(pip\s+)?install\b")
 
@@ -35,12 +35,12 @@ def read_cell(shell: Any, body: str) -> CellSource:
         LaunchRefused: the cell installs packages.
     """
     lines = body.splitlines(keepends=True)
-    first = next((number for number, line in enumerate(lines) if _is_code(line)), None)
+    first = next((number for number, line in enumerate(lines) if is_code(line)), None)
     is_timed = first is not None and lines[first].split()[0] == "%%time"
     if is_timed:
         assert first is not None
         lines[first] = "\n"
-    if not any(map(_is_code, lines)):
+    if not any(map(is_code, lines)):
         raise UsageError("the cell is empty: put the code that every rank shall run below the %%accelerate line.")
     raw = _raw_cell(shell, body)
     code = "\n" * _lines_above(raw, lines) + _transformed(shell, lines)
@@ -51,37 +51,18 @@ def read_cell(shell: Any, body: str) -> CellSource:
     return CellSource(code, name, raw, flags=shell.compile.flags, is_timed=is_timed)
 
 
-def comments_below_magic(lines: list[str]) -> list[str]:
-    """An input transformer: lets comments such as `#@title` stand above `%%accelerate`.
-
-    IPython knows a cell magic only in the first line, so the comments move below it. No line is lost.
-
-    >>> comments_below_magic(["#@title Training\\n", "%%accelerate -n 2\\n", "x = 1\\n"])
-    ['%%accelerate -n 2\\n', '#@title Training\\n', 'x = 1\\n']
-    """
-    first = next((number for number, line in enumerate(lines) if _is_code(line)), 0)
-    if first == 0 or lines[first].split()[0] != _MAGIC:
-        return lines
-    return [lines[first], *lines[:first], *lines[first + 1 :]]
-
-
-def _is_code(line: str) -> bool:
-    text = line.strip()
-    return bool(text) and not text.startswith("#")
-
-
 def _raw_cell(shell: Any, body: str) -> str:
     """The whole cell as typed; made up where IPython keeps no history of it (a cell that runs silently)."""
     typed = shell.history_manager.input_hist_raw
     raw = str(typed[-1]) if typed else ""
-    return raw if _is_tail(raw, body.splitlines()) else f"{_MAGIC}\n{body}"
+    return raw if _is_tail(raw, body.splitlines()) else f"{MAGIC}\n{body}"
 
 
 def _is_tail(raw: str, body: list[str]) -> bool:
     """Whether `raw` ends in `body`. Comments may have moved, and an indentation common to all may be gone."""
     tail = raw.splitlines()[-len(body) :]
     pairs = zip(tail, body, strict=False)
-    return len(tail) == len(body) and all(typed.strip() == line.strip() for typed, line in pairs if _is_code(line))
+    return len(tail) == len(body) and all(typed.strip() == line.strip() for typed, line in pairs if is_code(line))
 
 
 def _lines_above(raw: str, body: list[str]) -> int:

@@ -18,6 +18,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.spec import LaunchSpec
+from nbaccel.launch.watching import Watching
 from nbaccel.notebook.magics import AccelerateMagics
 from nbaccel.notebook.session import Session
 
@@ -46,9 +47,9 @@ class RecordingLauncher:
     shown_ranks: Any = None
     post_mortem: Any = None
 
-    def run(self, spec: LaunchSpec, screen: Any, *, shown_ranks: Any = None, listeners: Any = (), **more: Any) -> Any:
+    def run(self, spec: LaunchSpec, watching: Watching) -> Any:
         self.specs.append(spec)
-        self.shown_ranks = shown_ranks
+        self.shown_ranks = watching.shown_ranks
         raise LaunchRefused("recorded")
 
     @property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,27 @@ def test_loading_as_an_extension_prints_nothing(shell: Any, capsys: Any) -> None
     unregister(shell)
 
 
+def test_loading_as_an_extension_imports_nothing_of_what_a_launch_needs() -> None:
+    code = """
+    import sys
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.magic_arguments import magic_arguments
+    shell = InteractiveShell.instance()
+    before = set(sys.modules)
+    shell.run_line_magic("load_ext", "nbaccel")
+    loaded = set(sys.modules) - before
+    print(sorted(name for name in loaded if name.startswith("nbaccel.launch") or name in WAITS))
+    print(len(loaded))
+    shell.run_line_magic("accelerate", "")
+    """
+    waits = {"torch", "ipywidgets", "matplotlib", "psutil", "pynvml", "cloudpickle", "nbaccel.notebook.session"}
+    line = [sys.executable, "-c", f"WAITS = {waits}\n{textwrap.dedent(code)}"]
+    told = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert told[0] == "[]"
+    assert int(told[1]) <= 24  # each is a fraction of a millisecond of the 20 that `%load_ext` may take
+    assert told[2].startswith("next cell: ")  # everything comes with the first magic
+
+
 def test_availability_of_cuda_is_asked_of_nvml_unless_the_user_says_otherwise(
     shell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +126,7 @@ def test_the_zygote_is_started_early_only_where_there_is_a_gpu(shell: Any, gpus:
             """Nothing runs."""
 
     session = Session()
-    magics = AccelerateMagics(shell, session)  # type: ignore[arg-type]
+    magics = AccelerateMagics(shell, session, may_have_gpus=lambda: True)  # type: ignore[arg-type]
     magics.install()
     magics.remove()
     assert session.zygotes == started

@@ -241,8 +241,10 @@ def test_refusals_are_shown_as_one_sentence_without_our_frames(planned: Any) -> 
     assert ran.stdout.count("\n") == 1
 
 
-def test_loading_the_room_imports_no_torch() -> None:
+def test_the_session_imports_no_torch() -> None:
     import subprocess
 
-    code = "import nbaccel.notebook.magics, sys; print({'torch', 'ipywidgets', 'matplotlib.pyplot'} & set(sys.modules))"
+    code = (
+        "import nbaccel.notebook.answers, sys; print({'torch', 'ipywidgets', 'matplotlib.pyplot'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -10,7 +10,8 @@ from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.rank.cell import CellSource
-from nbaccel.notebook.source import comments_below_magic, read_cell
+from nbaccel.notebook.comments import comments_below_magic
+from nbaccel.notebook.source import read_cell
 
 
 def read(shell: Any, cell: str, body: str | None = None) -> CellSource:

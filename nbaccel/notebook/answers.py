@@ -1,0 +1,52 @@
+"""Answers: everything that may follow `%accelerate` in one notebook. Runs in the kernel.
+
+Each command's work is elsewhere; here they get the session, and what they answer is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from nbaccel.launch.rank.jupyter import cell_name
+from nbaccel.notebook.background_commands import background_commands
+from nbaccel.notebook.commands import Command, Commands, bare
+from nbaccel.notebook.config_command import ConfigCommand
+from nbaccel.notebook.memory import Processes, held_by_names, memory_report
+from nbaccel.notebook.session import Session
+from nbaccel.notebook.status import doctor_report, status_line
+from nbaccel.notebook.stay_commands import stay_commands
+from nbaccel.notebook.why import why_report
+
+__all__ = ["commands_of"]
+
+
+def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
+    """The commands of the notebook that `session` is of; `parser` reads the flags behind some of them."""
+
+    def status() -> None:
+        line = status_line(session.survey(), session.configured(), session.last_run, session.stay.status())
+        session.say("\n".join(filter(None, [line, session.background.status])))
+
+    def doctor() -> None:
+        session.say(doctor_report(session.survey(), session.configured(), session.cuda.first_cell))
+
+    def memory() -> None:
+        held = memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names())
+        session.say("\n".join(filter(None, [held, session.stay.status()])))
+
+    def why() -> None:
+        session.say(why_report(session.launcher.post_mortem, cell_name))
+
+    configure = ConfigCommand(session)
+    return Commands(
+        [
+            Command("config", lambda rest: configure.run(rest.split())),
+            bare("doctor", doctor),
+            bare("memory", memory),
+            bare("why", why),
+            bare("status", status),
+            *background_commands(session),
+            *stay_commands(session, parser),
+        ],
+        otherwise=status,
+    )
