@@ -14,11 +14,11 @@ from benchmarks.harness import Row
 __all__ = ["GROUPS", "REPORTS", "rows"]
 
 GROUPS = (
-    *("step", "ranks", "loader", "collectives", "microbatch", "starts", "imports", "saves", "logs"),
+    *("step", "ranks", "loader", "collectives", "microbatch", "starts", "cells", "imports", "saves", "logs"),
     *("recovery", "inference"),
 )
 
-REPORTS = ("planner", "checkpoints", "history", "executable", "telemetry", "panel")
+REPORTS = ("output", "planner", "checkpoints", "history", "executable", "telemetry", "panel")
 
 
 def rows(group: str) -> Sequence[Row]:

@@ -1,6 +1,7 @@
 """From a new interpreter to the import, and to the first prepared model that made a step; torch's import is raw's.
 
-Every turn is an interpreter of its own, on files that the first turn brought into memory.
+Every turn is an interpreter of its own, on files that the first turn brought into memory. `%load_ext` is measured in a
+new kernel each turn, beside an extension that does nothing.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from benchmarks.harness import Row, installed
+from benchmarks.kernels import new_kernel
 from benchmarks.loops import NBACCEL
 from benchmarks.party import Bout, Sample
+from benchmarks.targets import OverRaw
 
 __all__ = ["rows"]
 
@@ -69,14 +73,49 @@ def _bout(code: str) -> Bout:
     return Bout(turn, lambda: torch.zeros(1))  # the interpreter's exit status is the guard
 
 
+_LOAD = """
+import time
+wall_s, cpu_s = time.perf_counter(), time.process_time()
+get_ipython().run_line_magic("load_ext", "{name}")
+print(time.perf_counter() - wall_s, time.process_time() - cpu_s)
+"""
+
+_NOTHING = "def load_ipython_extension(shell):\n    pass\n"
+
+
+def _loading(name: str) -> Bout:
+    until_closed = ExitStack()
+    kernel = until_closed.enter_context(new_kernel())
+    (kernel.folder / "extension_that_does_nothing.py").write_text(_NOTHING)
+
+    def turn() -> Sample:
+        kernel.restart()
+        wall_s, cpu_s = kernel.do(_LOAD.format(name=name)).stdout.split()
+        return Sample(float(wall_s), float(cpu_s))
+
+    def loaded() -> torch.Tensor:
+        """Whether the kernel has the extension."""
+        return torch.tensor(kernel.value(f"{name!r} in get_ipython().extension_manager.loaded"))
+
+    return Bout(turn, loaded, until_closed.close)
+
+
 def rows() -> Sequence[Row]:
     needs = {"Accelerate": "accelerate", "Fabric": "lightning"}
+    extensions = {"raw": partial(_loading, "extension_that_does_nothing"), NBACCEL: partial(_loading, "nbaccel")}
     return [
-        Row(
-            name=name,
-            contenders=installed({way: partial(_bout, code) for way, code in codes.items()}, needs),
-            unit="ms",
-            turns=5,
-        )
-        for name, codes in (("import, torch's included", _IMPORTS), ("first step of a new interpreter", _FIRST_STEPS))
+        *(
+            Row(
+                name=name,
+                contenders=installed({way: partial(_bout, code) for way, code in codes.items()}, needs),
+                unit="ms",
+                turns=5,
+                targets={NBACCEL: OverRaw(most_ms)},
+            )
+            for name, codes, most_ms in (
+                ("import, torch's included", _IMPORTS, 20),
+                ("first step of a new interpreter", _FIRST_STEPS, 60),
+            )
+        ),
+        Row("%load_ext of a new kernel", extensions, unit="ms", turns=3, targets={NBACCEL: OverRaw(20)}),
     ]
