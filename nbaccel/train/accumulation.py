@@ -264,9 +264,12 @@ class Window:
         opened (a loader without length that ended): then all its losses shall weigh one over its real length.
         has_more: parts of the batch are still to come; it counts with the last one.
         """
+        if steps == 1 and not (has_more or self.position):  # every batch is a window, as in most trainings
+            self.divisor, self.sync = 1, True
+            return 1.0
         if self.position == 0 or not self.is_scaled:  # what its losses are divided by, as far as that is known
-            left = self.batches_left
-            self.divisor = steps if left is None or left > steps or not self.is_scaled else left
+            left = self.batches_left  # below 1 where a loader has more batches than it said
+            self.divisor = left if self.is_scaled and left is not None and 0 < left < steps else steps
         if has_more:
             self.sync = False
             return 1.0

@@ -78,6 +78,15 @@ class Bf16(Precision):
     name = "bf16"
     dtype = torch.bfloat16
 
+    def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
+        super().__init__(device, handlers)
+        self.forwards: AbstractContextManager[Any] | None = None  # the autocast of every forward, once there was one
+        self.is_in_forward = False
+
+    def move_to(self, device: torch.device) -> None:
+        super().move_to(device)
+        self.forwards = None
+
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         chosen = options or self.handlers.autocast
         return torch.autocast(
@@ -198,7 +207,7 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 class _AutocastForward:
     """A module's forward under autocast, outputs in fp32. A class, so that prepared models can be pickled."""
 
-    def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
+    def __init__(self, forward: Callable[..., Any], precision: Bf16) -> None:
         functools.update_wrapper(self, forward, updated=())  # signature() of the model stays what it was
         self.forward = forward
         self.precision = precision
@@ -208,8 +217,22 @@ class _AutocastForward:
         return self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision.autocast():
-            output = self.forward(*args, **kwargs)
+        precision = self.precision
+        # Making an autocast asks the device what it can do, each time: one serves all forwards. It remembers what it
+        # found where it was entered, so a forward inside of another one gets its own.
+        was_in_forward, precision.is_in_forward = precision.is_in_forward, True
+        context = None if was_in_forward else precision.forwards
+        if context is None:
+            context = precision.autocast()
+            if not was_in_forward:
+                precision.forwards = context
+        try:
+            with context:
+                output = self.forward(*args, **kwargs)
+        finally:
+            precision.is_in_forward = was_in_forward
+        if type(output) is Tensor:  # as nearly always
+            return output.float() if output.dtype in _HALF else output
         return to_fp32(output)
 
 

@@ -93,9 +93,11 @@ class Accumulating:
                 context.__exit__(None, None, None)
 
     def _hold(self) -> Sequence[AbstractContextManager[Any]]:
-        held = [self._strategy.no_sync(model) for model in self.models]
-        for context in held:
+        held = []
+        for model in self.models:
+            context = self._strategy.no_sync(model)
             context.__enter__()
+            held.append(context)
         return held
 
 

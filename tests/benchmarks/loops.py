@@ -120,13 +120,15 @@ def nbaccel(training: Training, **options: Any) -> Bout:
 
 
 def nbaccel_reporting(training: Training) -> Bout:
-    """As in a notebook: every loss goes into the ring that the kernel reads."""
+    """As in a notebook: every step is entered on the control page, every loss goes into the ring."""
     from nbaccel.events import outlet
     from nbaccel.launch.rank.reporter import Reporter
+    from nbaccel.launch.wire.control import ControlPage, StepGate
     from nbaccel.launch.wire.ring import RingWriter, make_ring
 
     bout = nbaccel(training)
-    reporter = Reporter(RingWriter(make_ring()), lambda event: None, lambda event: None, lambda event: None)
+    gate = StepGate(ControlPage.create(1), 0)
+    reporter = Reporter(RingWriter(make_ring()), gate, lambda event: None, lambda event: None)
 
     def turn() -> None:
         with outlet(reporter):

@@ -275,6 +275,25 @@ def test_every_window_has_the_mean_gradient_of_its_batches(data: list[int], step
     assert gradients == pytest.approx([sum(window) / len(window) for window in windows], abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_windows_have_their_mean_where_a_loader_has_more_batches_than_it_said(steps: int) -> None:
+    class Understated(Stream):
+        def __len__(self) -> int:
+            return 3
+
+    accelerator, model, optimizer, _ = _setup(steps)
+    loader = accelerator.prepare(DataLoader(Understated(torch.ones(8, 1)), batch_size=1))
+    before, updates = model.weight.item(), 0
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            updates += accelerator.sync_gradients
+            optimizer.step()
+            optimizer.zero_grad()
+    assert before - model.weight.item() == pytest.approx(updates)
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __init__(self, rows: Any) -> None:
         self.rows = rows

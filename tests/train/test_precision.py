@@ -70,6 +70,70 @@ def test_autocast_nests() -> None:
         assert linear(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
+class Nested(torch.nn.Module):
+    """Calls itself, and breaks off at the bottom if told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.fails = fails
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        if depth:
+            x = self(x, depth - 1)
+        elif self.fails:
+            raise ZeroDivisionError
+        y: torch.Tensor = self.linear(x)
+        self.seen.append(y.dtype)
+        return y
+
+
+def test_a_forward_inside_of_another_one_leaves_autocast_to_it_and_switched_off_in_the_end() -> None:
+    model = Accelerator(mixed_precision="bf16").prepare(Nested())
+    for _ in range(2):
+        assert model(torch.ones(1, 2)).dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")
+    assert model.seen == [torch.bfloat16] * 6
+
+
+def test_a_forward_that_fails_leaves_the_next_one_as_it_was() -> None:
+    model = Accelerator(mixed_precision="bf16").prepare(Nested(fails=True))
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 2))
+    assert not torch.is_autocast_enabled("cpu")
+    model.fails = False
+    model(torch.ones(1, 2))
+    assert model.seen == [torch.bfloat16] * 3
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_one_autocast_serves_all_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Counted(torch.autocast):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    models = accelerator.prepare(Model(), Model())
+    monkeypatch.setattr(torch, "autocast", Counted)
+    for _ in range(3):
+        for model in models:
+            model(torch.ones(1, 2))
+    assert len(made) == 1
+
+
+@pytest.mark.slow
+def test_a_prepared_model_compiles_into_one_graph() -> None:
+    model = Accelerator(mixed_precision="bf16").prepare(torch.nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_an_unknown_precision_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="mixed_precision must be one of 'no', 'fp16', 'bf16', got 'fp17'"):
         Accelerator(mixed_precision="fp17")

@@ -35,6 +35,7 @@ from nbaccel.events import (
     StepsEnded,
     TimeLimit,
     Waiting,
+    reports,
 )
 from nbaccel.launch.rank.memory import MemoryMeter
 from nbaccel.launch.wire.records import LOSS, write_event, write_loss
@@ -83,7 +84,7 @@ class Reporter:
             Gauge: self._gauges.append,  # type: ignore[dict-item]  # routed here are gauges
         }
         self._own_routes = dict(self._routes)
-        self._steps = Reports(gate).enter_step
+        self.enter_step = Reports(gate).enter_step  # the gate's own: in every step, and a call less
         self._writes_losses = True  # this process speaks for the rank, and nobody hears its losses first
         self._is_closed = False
         _silence_in_children(self)
@@ -92,10 +93,6 @@ class Reporter:
 
     def __call__(self, event: Event) -> None:
         self._routes.get(type(event), self._record)(event)
-
-    def enter_step(self, step: int, substep: int) -> None:
-        """`StepEntered`, which is in every step, without the event."""
-        self._steps(step, substep)
 
     def record_loss(self, value: Any, step: int) -> None:
         """`Loss`, which is in every step, without the event where the value goes straight into the ring."""
@@ -155,8 +152,10 @@ class Reporter:
                 self._is_written.set()
 
     def _fall_silent(self) -> None:
-        self._record = self._steps = _nothing
+        self._record = self.enter_step = _nothing
         self._writes_losses = False
+        if reports.sink is self:
+            reports.lead_to(self)
         self._routes = dict.fromkeys(self._routes, _nothing)
 
     # --- in the step -------------------------------------------------------------------------------------------

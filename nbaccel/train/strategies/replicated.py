@@ -105,7 +105,7 @@ class Replicated(Strategy):
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, (Replica, DistributedDataParallel)):  # ours first: DDP is abstract, and slow to ask
             return _NoReduce(module)
         no_sync = getattr(module, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
