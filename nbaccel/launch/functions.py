@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.errors import ResultsMissing
+from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import left_for_why, run_inline
@@ -179,17 +179,21 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
 
 
 def _launch_inline(spec: LaunchSpec, check: bool, shown: ShownRun, launcher: Launcher, title: str) -> Run:
-    began, error = time.monotonic(), None
+    began, error, stopped = time.monotonic(), None, ""
     try:
         with shown.until_its_end(), left_for_why(launcher, title, spec.task):
             run_inline(spec, [shown])
+    except RunStopped as stop:
+        stopped = str(stop)
+        shown.write("stdout", f"{stopped}\n")
     except Exception as failure:
         if check:
             raise
         error = failure
     assert isinstance(spec.task, FunctionTask)
     seconds = time.monotonic() - began
-    return Run([spec.task.value], shown.history, error, spec.start.method, spec.start.reason, "", seconds)
+    start = spec.start
+    return Run([spec.task.value], shown.history, error, start.method, start.reason, "", seconds, stopped=stopped)
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -78,7 +78,7 @@ class Ended:
         launch_s: that of the launch.  resume, checkpoint_every: what the caller's users call these.
         """
         own = self.program_limit if self.is_own_limit else None
-        done = "" if self.steps is None else f" after {self.steps} steps"
+        done = "" if self.steps is None else f" after {self.steps} step{'s' * (self.steps != 1)}"
         then = (
             f"{resume} goes on from its checkpoint"
             if self.saves_itself

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
+from nbaccel.errors import RunStopped
 from nbaccel.events import Event, Listener, outlet
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.postmortem import PostMortem
@@ -26,7 +27,7 @@ __all__ = ["left_for_why", "run_inline"]
 
 
 def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
-    """Run the task here and now; its error is raised.
+    """Run the task here and now; its error is raised. `RunStopped` is raised where it met a time limit of its own.
 
     listeners: hear what it reports, as rank 0.
 
@@ -46,6 +47,8 @@ def left_for_why(launcher: Launcher, title: str, task: Task) -> Iterator[None]:
     """
     try:
         yield
+    except RunStopped:  # at the limit of its own, as it was planned
+        raise
     except (Exception, KeyboardInterrupt) as error:
         with suppress(Exception):  # it explains how a run ended, and must not change that
             launcher.post_mortem = PostMortem.of_this_process(title, error, task)

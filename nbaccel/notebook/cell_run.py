@@ -25,7 +25,7 @@ from nbaccel.launch.watching import Watching
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.results import install
 
-__all__ = ["CellRun", "Host", "Shown", "briefly", "raise_if_missing"]
+__all__ = ["CellRun", "Host", "Shown", "briefly", "raise_if_missing", "with_reasons"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,14 @@ class CellRun:
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")
         if error is not None:
             if missing:
-                say(f"not brought back: {_with_reasons(missing)}")
+                say(f"not brought back: {with_reasons(missing)}")
             raise error
         if not_asked := facts.get("not_asked"):
             say(f"not brought back: {', '.join(not_asked)}; add {_them(not_asked)} to --out")
         if not ended.is_timed_out:  # a run that was planned to end somewhere may not have got to the name
             raise_if_missing(missing, self.task.out)
         elif missing:
-            say(f"not brought back: {_with_reasons(missing)}")
+            say(f"not brought back: {with_reasons(missing)}")
         shown = facts.get("result")
         return result if result is not None or shown is None else Shown(shown["data"], shown["metadata"])
 
@@ -167,13 +167,13 @@ def raise_if_missing(missing: Mapping[str, str], out: Collection[str]) -> None:
     if not missing:
         return
     raise ResultsMissing(
-        f"{len(missing)} of the {len(out)} names of --out did not come back: {_with_reasons(missing)}. "
+        f"{len(missing)} of the {len(out)} names of --out did not come back: {with_reasons(missing)}. "
         "Assign it in the cell on rank 0 as tensors, arrays, modules or plain data, or leave it out of --out.",
         dict(missing),
     )
 
 
-def _with_reasons(missing: Mapping[str, str]) -> str:
+def with_reasons(missing: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({reason})" for name, reason in missing.items())
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbaccel.errors import LaunchRefused
+from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import left_for_why, run_inline
@@ -27,7 +27,7 @@ from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec, Results
 from nbaccel.notebook.background import Background
-from nbaccel.notebook.cell_run import CellRun, Host, Shown, raise_if_missing
+from nbaccel.notebook.cell_run import CellRun, Host, Shown, raise_if_missing, with_reasons
 from nbaccel.notebook.cell_screen import CellScreen
 from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.cuda_watch import CudaWatch
@@ -233,10 +233,16 @@ class Session:
 
     def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: ShownRun) -> Any:
         """The cell in the notebook's own process. Names that `--out` does not list are as before afterwards."""
-        with shown.until_its_end(), self._only_out_changes(task), left_for_why(self.launcher, title, task):
-            run_inline(spec, [shown])
-        results = task.results(0)
-        raise_if_missing(results.missing, task.out)
+        try:
+            with shown.until_its_end(), self._only_out_changes(task), left_for_why(self.launcher, title, task):
+                run_inline(spec, [shown])
+            results = task.results(0)
+            raise_if_missing(results.missing, task.out)
+        except RunStopped as stop:
+            self.say(str(stop))
+            results = task.results(0)
+            if results.missing:
+                self.say(f"not brought back: {with_reasons(results.missing)}")
         return _value_of(results)
 
     @contextmanager

@@ -99,6 +99,18 @@ def test_a_program_that_makes_no_steps_is_interrupted_at_its_limit() -> None:
     assert run.seconds < 30
 
 
+def evaluate_for_ever() -> None:
+    for _ in Accelerator(cpu=True, time_limit=0.2).prepare(torch.utils.data.DataLoader(torch.ones(10**9))):
+        pass
+
+
+def test_a_function_in_this_process_ends_well_at_its_limit_too(capsys: pytest.CaptureFixture[str]) -> None:
+    run = launch(evaluate_for_ever, 1, cpu=True, start_method="inline")
+    assert (run.error, run.value) == (None, None)
+    assert run.stopped.startswith("stopped before step 0: the time limit of 0.2 s is over. Nothing was saved")
+    assert run.stopped in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_limit_of_the_launch_is_an_error_also_where_a_program_has_a_later_one() -> None:
     with pytest.raises(TimeoutError, match="the run was stopped after its time limit"):

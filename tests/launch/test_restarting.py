@@ -13,6 +13,7 @@ from nbaccel.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory, 
 from nbaccel.launch.group import Ended
 from nbaccel.launch.holdings import Holding
 from nbaccel.launch.hostmemory import HostMemory
+from nbaccel.launch.limits import ProgramLimit
 from nbaccel.launch.member import Report
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.report import Link
@@ -179,6 +180,12 @@ def test_a_program_that_cannot_go_on_in_the_middle_begins_at_its_beginning(epoch
 def test_a_time_limit_holds_for_all_attempts_together() -> None:
     again = restarted(Restarting().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, timeout_s=60.0))))
     assert again.spec.timeout_s == 48.0
+
+
+def test_what_the_program_had_set_itself_holds_for_all_attempts_too() -> None:
+    ended = attempt(failed(OOM), LOOP)
+    ended.ended.program_limit = ProgramLimit(at=100.0, seconds=60.0)
+    assert restarted(Restarting().after(ended)).spec.program_limit == ProgramLimit(100.0, 60.0)
 
 
 def test_a_rank_that_was_killed_starts_again_and_a_guess_is_called_one() -> None:

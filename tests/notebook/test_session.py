@@ -135,6 +135,22 @@ def test_a_cell_that_met_the_limit_of_its_accelerator_ends_well_and_says_so(note
     assert "last run: Cell In[1] stopped after" in notebook.run("%accelerate").stdout
 
 
+def test_a_cell_in_the_notebooks_own_process_ends_well_at_the_limit_of_its_accelerator_too(notebook: Any) -> None:
+    cell = notebook.run(
+        "%%accelerate --start inline -o a,b\nimport torch\nfrom nbaccel import Accelerator\na = 1\n"
+        "loader = Accelerator(time_limit=0.2).prepare(torch.utils.data.DataLoader(range(10**9)))\n"
+        "b = sum(1 for x in loader)\n"
+    )
+    assert cell.error is None
+    assert lines(cell) == [
+        "stopped before step 0: the time limit of 0.2 s is over. Nothing was saved: with checkpoint_every a training "
+        "is, also when it is stopped.",
+        "not brought back: b (the cell ended without assigning it)",
+    ]
+    assert notebook.names["a"] == 1
+    assert notebook.run("%accelerate why").stdout.startswith("nothing to explain")
+
+
 def test_an_interrupted_run_raises_keyboard_interrupt_in_one_line(notebook: Any) -> None:
     cell = notebook.run(
         f"%%accelerate -n 2 -o a\nimport os, signal, time\na = 1\n"
