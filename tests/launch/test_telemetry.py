@@ -24,6 +24,7 @@ from nbaccel.events import (
     RecordsLost,
     StepEntered,
     emit,
+    reports,
 )
 from nbaccel.hardware import Survey
 from nbaccel.launch.functions import launch
@@ -180,6 +181,8 @@ def test_a_child_that_the_function_forked_reports_nothing(launcher: Launcher) ->
         emit(Phase("rank"))
         child = os.fork()
         emit(Phase("child" if child == 0 else "parent"))
+        reports.enter_step(os.getpid(), 0)
+        reports.record_loss(float(child), 0)
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
@@ -187,6 +190,7 @@ def test_a_child_that_the_function_forked_reports_nothing(launcher: Launcher) ->
     heard = _Heard()
     run(launcher, train, heard, world_size=1)
     assert heard.of(Phase) == [Phase("rank"), Phase("parent")]
+    assert [loss.value > 0 for loss in heard.of(Loss)] == [True]
 
 
 def test_a_listener_that_fails_is_left_out_and_the_run_goes_on(
