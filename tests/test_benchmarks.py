@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import __main__ as command
-from benchmarks.__main__ import main
+from benchmarks import __main__ as command, handover
+from benchmarks.__main__ import environ_of_scripts, main
 from benchmarks.findings import Finding, tell
 from benchmarks.harness import Row, measure
 from benchmarks.loops import Training, contenders, nbaccel, raw
+from benchmarks.output import whole_lines
 from benchmarks.party import Bout, ContenderFailed, Party, Sample
 from benchmarks.rows import GROUPS, REPORTS, rows, starts
 from benchmarks.table import cells, document, lines
@@ -198,6 +201,36 @@ def test_a_launcher_that_loses_a_rank_or_a_result_is_refused() -> None:
     measured = measure(Row("start", contenders, turns=1), rounds=1)
     assert measured.refused["loses a rank"].endswith("1 of 2 ranks had run the function when the launcher returned\n")
     assert measured.refused["loses a result"] == "WRONG RESULT: differs from raw's by 2, allowed are 1e-05"
+
+
+def test_lines_that_are_torn_lost_or_of_another_rank_do_not_count_as_whole() -> None:
+    printed = [f"rank {rank} step {step}" for step in range(3) for rank in range(2)]
+    tagged = "\n".join(f"[rank {line[5]}] {line}" for line in printed)
+    assert whole_lines(tagged, 6, 2) == whole_lines("\n".join(printed), 6, 2) == 6
+    assert whole_lines("\n".join(printed[1:]), 6, 2) == 5
+    assert whole_lines("\n".join([*printed[1:], printed[1]]), 6, 2) == 5
+    assert whole_lines(tagged.replace("[rank 0] rank 0 step 1", "[rank 1] rank 0 step 1"), 6, 2) == 5
+    assert whole_lines("rank 0rank 1  step 0\nstep 0\n", 2, 2) == 0
+
+
+def test_a_value_that_did_not_arrive_whole_ends_the_report() -> None:
+    handover.check("a way", [4.0, 4.0], 4)
+    with pytest.raises(handover.WrongValue, match=r"a way: the sums are \[4.0, 3.0\], and the tensor has 4 ones"):
+        handover.check("a way", [4.0, 3.0], 4)
+    with pytest.raises(handover.WrongValue):
+        handover.check("a way", [], 4)
+
+
+@pytest.mark.slow
+def test_every_way_hands_a_tensor_over_and_back() -> None:
+    code = """
+from benchmarks.handover import WAYS, measured
+for name, way in WAYS.items():
+    print(name, [direction for direction, _, _ in measured(name, way, 1000, 1)])  # which checks the sums
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ_of_scripts())
+    directions = ["to 2 ranks", "back from one"]
+    assert ran.stdout.splitlines() == [f"{name} {directions}" for name in handover.WAYS], ran.stderr
 
 
 def test_the_document_is_json_with_every_cell() -> None:

@@ -25,7 +25,7 @@ from benchmarks.rows import GROUPS, REPORTS, rows
 from benchmarks.table import document, lines, machine
 from benchmarks.targets import FALLS_SHORT
 
-__all__ = ["main"]
+__all__ = ["environ_of_scripts", "main"]
 
 _TESTS = Path(__file__).parents[1]
 
@@ -70,6 +70,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def environ_of_scripts() -> dict[str, str]:
+    """Variables of a process that finds the benchmark's modules."""
+    path = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def _script(name: str) -> list[str]:
     """What to run of a report, for the interpreter."""
     return ["-m", f"benchmarks.{name}"]
@@ -78,11 +84,10 @@ def _script(name: str) -> list[str]:
 def _report(name: str) -> tuple[bool, list[dict[str, Any]]]:
     """Run a script; whether it ended well, and what it found."""
     print(f"\n{name}", flush=True)
-    path = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(prefix="nbaccel-bench-") as folder:
         written = Path(folder, "findings.json")
         line = [sys.executable, *_script(name), "--json", written]
-        status = subprocess.run(line, env={**os.environ, "PYTHONPATH": path}).returncode
+        status = subprocess.run(line, env=environ_of_scripts()).returncode
         return status == 0, json.loads(written.read_text()) if written.exists() else []
 
 

@@ -159,6 +159,11 @@ class Execution:
         """Whether `end` has seen the reply."""
         return self._reply is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the kernel has said that all of the cell's output was sent, and it was read."""
+        return self._is_idle
+
     def until(self, condition: Callable[[Cell], object], timeout_s: float = 30.0, *, after_end: bool = False) -> Cell:
         """Read on until `condition` holds, while the cell goes on running, or what it has started (`after_end`)."""
         deadline = time.monotonic() + timeout_s
