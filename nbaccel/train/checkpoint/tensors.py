@@ -24,7 +24,7 @@ __all__ = ["knows_dtypes_of", "record_of", "write_tensors"]
 
 _ALIGNMENT = 8
 _CHUNK_BYTES = 8 << 20
-_FLUSH_BYTES = 32 << 20
+_FLUSH_BYTES = 16 << 20
 """What the disk is asked for at once, at least: each time costs it an entry in its journal."""
 
 _NAMES = {

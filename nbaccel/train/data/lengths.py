@@ -87,7 +87,7 @@ def batches_by_length(lengths: Iterable[int], batch_size: int, max_tokens: int |
     """
     if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
         raise ValueError(f"batch_size and max_tokens must be at least 1, got {batch_size} and {max_tokens}")
-    known = list(lengths)
+    known = [int(length) for length in lengths]  # of a tensor or an array, too
     batches: list[list[int]] = []
     # From the shortest on: a batch that is not full then has the longest inputs, where padding would cost most.
     for index in sorted(range(len(known)), key=known.__getitem__):
