@@ -1,4 +1,7 @@
-"""Setup: what a launcher runs in every rank before the user's code. It names `setup_rank` by a string."""
+"""Setup: what a launcher runs in every rank before the user's code. It names `setup_rank` by a string.
+
+It is imported before ranks are forked, and so is what else each of them would import by itself: all of them share it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.seeding import set_seed
+from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
 __all__ = ["setup_rank"]
 

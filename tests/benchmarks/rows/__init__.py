@@ -18,7 +18,7 @@ GROUPS = (
     *("recovery", "inference"),
 )
 
-REPORTS = ("output", "handover", "planner", "checkpoints", "history", "executable", "telemetry", "panel")
+REPORTS = ("output", "handover", "memory", "planner", "checkpoints", "history", "executable", "telemetry", "panel")
 
 
 def rows(group: str) -> Sequence[Row]:

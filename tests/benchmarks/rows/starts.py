@@ -28,7 +28,7 @@ from benchmarks.harness import Make, Row, installed
 from benchmarks.party import Bout, Sample, environment, free_port
 from benchmarks.targets import AtMost
 
-__all__ = ["bout", "rows"]
+__all__ = ["LAUNCHES", "bout", "rows"]
 
 _TURNS = {1: 6, 2: 10, 4: 5, 8: 3, 16: 2}
 """By number of ranks: where many share few cores, a turn is long."""
@@ -160,7 +160,7 @@ def _nbaccel(start_method: str, function: Callable[[Path], None], folder: Path, 
 _GROUP = ", group"
 """Those that have made the process group when the function begins; in ours the function makes it."""
 
-_LAUNCHES: Mapping[str, Launch] = {
+LAUNCHES: Mapping[str, Launch] = {
     "raw": _fork,
     "torch": _torch,
     "Accelerate, notebook": partial(_accelerate, "notebook_launcher"),
@@ -182,9 +182,9 @@ def _row(name: str, functions: Mapping[str, tuple[Launch, Function]], ranks: int
 
 
 def rows() -> Sequence[Row]:
-    empty = {name: (launch, _grouped if name.endswith(_GROUP) else _empty) for name, launch in _LAUNCHES.items()}
-    empty |= {name + _GROUP: (launch, _grouped) for name, launch in _LAUNCHES.items() if name.startswith("nbaccel")}
-    first_step = {name: (launch, _first_step) for name, launch in _LAUNCHES.items()}
+    empty = {name: (launch, _grouped if name.endswith(_GROUP) else _empty) for name, launch in LAUNCHES.items()}
+    empty |= {name + _GROUP: (launch, _grouped) for name, launch in LAUNCHES.items() if name.startswith("nbaccel")}
+    first_step = {name: (launch, _first_step) for name, launch in LAUNCHES.items()}
     targets = {"nbaccel, fork": AtMost(20), "nbaccel, fork, group": AtMost(40)}
     in_300_ms = {"nbaccel, fork": AtMost(300), "nbaccel, zygote": AtMost(300)}
     return [
