@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import __main__ as command, handover
+from benchmarks import __main__ as command, handover, memory
 from benchmarks.__main__ import environ_of_scripts, main
 from benchmarks.findings import Finding, tell
 from benchmarks.harness import Row, measure
@@ -231,6 +231,16 @@ for name, way in WAYS.items():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ_of_scripts())
     directions = ["to 2 ranks", "back from one"]
     assert ran.stdout.splitlines() == [f"{name} {directions}" for name in handover.WAYS], ran.stderr
+
+
+@pytest.mark.slow
+def test_ranks_whose_parameters_are_not_raws_get_no_number_for_their_memory() -> None:
+    way = memory.WAYS["raw"]
+    mib, parameters = memory.private_of("raw", way, 1, None)
+    assert 0 < mib < 1000
+    assert memory.private_of("raw", way, 1, parameters)[1].tolist() == parameters.tolist()
+    with pytest.raises(ContenderFailed, match="WRONG RESULT: its parameters are not raw's"):
+        memory.private_of("raw", way, 1, parameters + 1)
 
 
 def test_the_document_is_json_with_every_cell() -> None:
