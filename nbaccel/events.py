@@ -347,15 +347,18 @@ class _Nowhere:
     def record_loss(self, value: Any, step: int) -> None:
         pass
 
+    def record_metric(self, values: Mapping[str, Any], step: int) -> None:
+        pass
+
 
 class Reports:
-    """Where the events of this process go, and the two that every training step has as bare values.
+    """Where the events of this process go, and those of every training step as bare values.
 
-    Making an event takes longer than writing down what is in it. A sink that has a method `enter_step` or `record_loss`
-    is called with the fields of `StepEntered` or `Loss`; all others are given the event.
+    Making an event takes longer than writing down what is in it. A sink that has a method `enter_step`, `record_loss`
+    or `record_metric` is called with the fields of `StepEntered`, `Loss` or `Metric`; all others are given the event.
     """
 
-    __slots__ = ("enter_step", "record_loss", "sink")
+    __slots__ = ("enter_step", "record_loss", "record_metric", "sink")
 
     def __init__(self, sink: Sink) -> None:
         self.lead_to(sink)
@@ -367,6 +370,9 @@ class Reports:
         )
         self.record_loss: Callable[[Any, int], None] = getattr(
             sink, "record_loss", lambda value, step: sink(Loss(value, step))
+        )
+        self.record_metric: Callable[[Mapping[str, Any], int], None] = getattr(
+            sink, "record_metric", lambda values, step: sink(Metric(values, step))
         )
 
 

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from nbaccel.train.talk.nested import map_children
 
-__all__ = ["Reading"]
+__all__ = ["Reading", "is_plain"]
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})
 """Types that need no look inside, as most values are: looking for containers in them costs a microsecond each."""
+
+
+def is_plain(values: Mapping[str, Any]) -> bool:
+    """Whether `values` are numbers and strings, all of them: nothing to wait for, and nothing to look into."""
+    return _PLAIN.issuperset(map(type, values.values()))
 
 
 class Reading:

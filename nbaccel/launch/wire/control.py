@@ -70,7 +70,7 @@ _PARKED_POLL_S = 0.0005
 
 def position_number(step: int, substep: int = 0) -> int:
     """One number for a place in the program, ordered first by training step, then by batches since."""
-    return step * _SUBSTEPS + min(substep, _SUBSTEPS - 1)
+    return step * _SUBSTEPS + (substep if substep < _SUBSTEPS else _SUBSTEPS - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.events import Metric, Opened, Phase, emit
+from nbaccel.events import Opened, Phase, emit, reports
 from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names
 from nbaccel.train.faces.control import ProcessControl
-from nbaccel.train.readings import Reading
+from nbaccel.train.readings import Reading, is_plain
 
 __all__ = ["Trackers", "Tracking"]
 
@@ -101,13 +101,16 @@ class Tracking(ProcessControl):
         >>> from nbaccel import Accelerator
         >>> Accelerator().log({"loss": torch.tensor(0.5)}, step=3)
         """
-        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        kept = dict(values) if is_plain(values) else _detached(values)
         if average and self.num_processes > 1:
             kept = self._averaged(kept)
         at = self._step_under_way() if step is None else step
-        emit(Metric(kept, at))
-        if self._trackers.is_planned and self.trackers:
-            self._trackers.log(_Row(Reading(kept), at, step, log_kwargs or {}))
+        reports.record_metric(kept, at)
+        trackers = self._trackers
+        if trackers.is_planned:
+            if trackers.is_foreign:
+                trackers.open_here(self.is_main_process)
+            trackers.log(kept, at, step, log_kwargs or {})
 
     def phase(self, name: str) -> None:
         """Let what follows be shown as something of its own, with new curves and a new time of arrival. On any rank.
@@ -174,6 +177,9 @@ class _Row:
     given_step: int | None
     log_kwargs: Mapping[str, Mapping[str, Any]]
 
+    def hand_over(self, trackers: Iterable[GeneralTracker]) -> None:
+        _hand_over(self.reading.values(), self.step, self.given_step, self.log_kwargs, trackers)
+
 
 class Trackers:
     """The trackers of one process, and the rows on their way to them.
@@ -217,20 +223,38 @@ class Trackers:
                 if plan.config:
                     tracker.store_init_configuration(dict(plan.config))
 
-    def opened(self, is_main_process: bool) -> list[GeneralTracker]:
-        """Those of this process; opened anew in one that was forked or unpickled since."""
-        if self._plan is not None and self._pid != os.getpid():
-            plan = self._plan
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it was another process that opened them: one that this was forked or unpickled from."""
+        return self._pid != os.getpid()
+
+    def open_here(self, is_main_process: bool) -> None:
+        """Open anew, by the same plan, in a process that was forked or unpickled since."""
+        plan = self._plan
+        if plan is not None:
             self._forget()
             self.open(plan, is_main_process)
+
+    def opened(self, is_main_process: bool) -> list[GeneralTracker]:
+        """Those of this process."""
+        if self.is_foreign:
+            self.open_here(is_main_process)
         return list(self._opened)
 
-    def log(self, row: _Row) -> None:
-        """Hand over `row`, and all before it, as soon as their numbers are there."""
+    def log(
+        self, values: Mapping[str, Any], step: int, given_step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Hand a row over, and all before it, as soon as their numbers are there: at once where they are plain.
+
+        given_step: the step that the program gave, if it did.
+        """
         rows = self._rows
-        rows.append(row)
-        while rows and (rows[0].reading.has_arrived or len(rows) > _ROWS_IN_FLIGHT):
-            _hand_over(rows.popleft(), self._opened)
+        if not rows and is_plain(values):
+            _hand_over(values, step, given_step, log_kwargs, self._opened)
+        elif self._opened:
+            rows.append(_Row(Reading(values), step, given_step, log_kwargs))
+            while rows and (rows[0].reading.has_arrived or len(rows) > _ROWS_IN_FLIGHT):
+                rows.popleft().hand_over(self._opened)
 
     def finish(self) -> None:
         """Wait for the rows in flight, and close every tracker. What another process opened is left to it."""
@@ -240,7 +264,7 @@ class Trackers:
             for tracker in opened if is_mine else ():
                 closing.callback(tracker.finish)
             for row in rows if is_mine else ():
-                _hand_over(row, opened)
+                row.hand_over(opened)
 
     def _forget(self) -> None:
         atexit.unregister(self.finish)
@@ -253,11 +277,20 @@ class Trackers:
         return {**self.__dict__, "_opened": [], "_rows": deque(), "_pid": 0}
 
 
-def _hand_over(row: _Row, trackers: Iterable[GeneralTracker]) -> None:
-    values = row.reading.values()
+def _hand_over(
+    values: Mapping[str, Any],
+    step: int,
+    given_step: int | None,
+    log_kwargs: Mapping[str, Mapping[str, Any]],
+    trackers: Iterable[GeneralTracker],
+) -> None:
     for tracker in trackers:
-        step = row.given_step if tracker.numbers_steps else row.step
-        tracker.log(dict(values), step=step, **row.log_kwargs.get(tracker.name, {}))
+        own_step = given_step if tracker.numbers_steps else step
+        tracker.log(dict(values), step=own_step, **log_kwargs.get(tracker.name, {}))
+
+
+def _detached(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _described(tracker: GeneralTracker, plan: _Plan) -> str:

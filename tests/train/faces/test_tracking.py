@@ -291,7 +291,7 @@ def test_rows_wait_for_their_device_in_order_and_the_step_does_not(monkeypatch: 
             self._arrival = late if "slow" in values else None
 
     monkeypatch.setattr("nbaccel.train.faces.tracking.Reading", Slow)
-    accelerator.log({"slow": 1}, step=0)
+    accelerator.log({"slow": torch.ones(())}, step=0)
     accelerator.log({"quick": 2}, step=1)
     assert kept.rows == [("start",)]
     assert late.waited == 0
@@ -306,10 +306,23 @@ def test_rows_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator.init_trackers("digits")
     monkeypatch.setattr(Reading, "has_arrived", False)
     for step in range(100):
-        accelerator.log({"a": 1}, step=step)
+        accelerator.log({"a": torch.ones(())}, step=step)
     assert len(kept.rows) == 1 + 100 - 64
     accelerator.end_training()
     assert [row[0] for row in kept.rows[1:-1]] == list(range(100))
+
+
+def test_plain_numbers_do_not_pass_rows_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    accelerator = Accelerator(log_with=kept)
+    accelerator.init_trackers("digits")
+    accelerator.log({"a": 1}, step=0)
+    monkeypatch.setattr(Reading, "has_arrived", False)
+    accelerator.log({"a": torch.ones(())}, step=1)
+    accelerator.log({"a": 2}, step=2)
+    assert [row[0] for row in kept.rows] == ["start", 0]
+    accelerator.end_training()
+    assert [row[0] for row in kept.rows[1:-1]] == [0, 1, 2]
 
 
 def test_a_logged_tensor_is_what_it_was_when_it_was_logged() -> None:
