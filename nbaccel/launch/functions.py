@@ -162,7 +162,7 @@ def _as_run(outcome: Outcome, history: History, error: BaseException | None) -> 
         log_path=outcome.log_path,
         seconds=ended.seconds,
         restarts=outcome.restarts,
-        stopped=ended.at_the_limit(0.0, "resume=True", "checkpoint_every") if ended.is_own_limit else "",
+        stopped=outcome.at_the_limit(0.0, "resume=True", "checkpoint_every") if ended.is_own_limit else "",
     )
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from nbaccel.events import Listener
-from nbaccel.intervals import said
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.causes import Causes
 from nbaccel.launch.crew import Crew
@@ -71,20 +70,6 @@ class Ended:
     program_limit: ProgramLimit | None = None
     is_own_limit: bool = False
     saves_itself: bool = False
-
-    def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str) -> str:
-        """The line on a run that ended well at a time limit.
-
-        launch_s: that of the launch.  resume, checkpoint_every: what the caller's users call these.
-        """
-        own = self.program_limit if self.is_own_limit else None
-        done = "" if self.steps is None else f" after {self.steps} step{'s' * (self.steps != 1)}"
-        then = (
-            f"{resume} goes on from its checkpoint"
-            if self.saves_itself
-            else f"nothing was saved, which {checkpoint_every} does at a limit too"
-        )
-        return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"
 
     def close(self) -> None:
         """Let go of what the ranks sent."""

@@ -113,7 +113,7 @@ class Launcher:
                     case Over(report):
                         break
         error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
-        return Outcome(spec.task, ended, spec.start, error, log_path, restarts)
+        return Outcome(spec.task, ended, spec.start, error, log_path, witness.checkpoint, restarts)
 
     def start(self, spec: LaunchSpec, screen: Screen) -> Residents:
         """Start ranks that stay, and have them do their setup and the task of `spec`, which has a home.

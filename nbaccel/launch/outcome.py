@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.intervals import said
 from nbaccel.launch.group import Ended
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.spec import Task
@@ -18,6 +19,7 @@ class Outcome:
     """A finished run: how it ended, and what its ranks sent back.
 
     error: what the run raises, None if no rank failed.  start: how the ranks were started in the end, and why.
+    checkpoint: the newest that it has written; empty for none.
     restarts: a line for each time that it ran out of memory and was started again; all else is of the last attempt.
     """
 
@@ -26,6 +28,7 @@ class Outcome:
     start: Start
     error: BaseException | None
     log_path: str
+    checkpoint: str = ""
     restarts: list[str] = field(default_factory=list)
 
     def values(self, rank: int | None = None) -> dict[str, Any]:
@@ -40,6 +43,22 @@ class Outcome:
                 raise
             return {}
         return {name.removeprefix("out:"): value for name, value in values.items() if name.startswith("out:")}
+
+    def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str) -> str:
+        """The line on a run that ended well at a time limit.
+
+        launch_s: that of the launch.  resume, checkpoint_every: what the caller's users call these.
+        """
+        ended = self.ended
+        own = ended.program_limit if ended.is_own_limit else None
+        done = "" if ended.steps is None else f" after {ended.steps} step{'s' * (ended.steps != 1)}"
+        if self.checkpoint:
+            then = f"{resume} goes on from its checkpoint"
+        elif ended.saves_itself:
+            then = "it has saved nothing new"
+        else:
+            then = f"nothing was saved, which {checkpoint_every} does at a limit too"
+        return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"
 
     def close(self) -> None:
         self.ended.close()

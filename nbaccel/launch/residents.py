@@ -111,7 +111,7 @@ class Residents:
             self._compare(ended, absent, title)
         over = Restarting(lambda: held_here(task.namespace)).after(Attempt(spec, ended, witness, host))
         error = verdict(ended, task, True, host, cell_name, getattr(over, "report", ""))
-        return Outcome(task, ended, spec.start, error, log_path)
+        return Outcome(task, ended, spec.start, error, log_path, witness.checkpoint)
 
     def close(self, watching: Watching) -> None:
         """End the ranks, as a run ends; no process of theirs is left."""

@@ -103,7 +103,7 @@ class CellRun:
         report = ended.reports[speaker]
         if ended.is_timed_out and error is None:
             limit_s = self.plan.options.time_limit or 0.0
-            say(ended.at_the_limit(limit_s, "--resume", "--checkpoint-every"))
+            say(outcome.at_the_limit(limit_s, "--resume", "--checkpoint-every"))
         if outcome.start.method != self.plan.start.method:
             say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
         values = _values_of(outcome)

@@ -85,18 +85,33 @@ def test_the_limit_of_an_accelerator_ends_two_ranks_well_with_a_checkpoint_of_th
 
 
 def wait_outside_of_steps(limit: str) -> None:
-    Accelerator(time_limit=limit)
+    Accelerator(time_limit=limit, checkpoint_every=1, checkpoint_dir="never")
     time.sleep(60)
 
 
 @pytest.mark.slow
 def test_a_program_that_makes_no_steps_is_interrupted_at_its_limit() -> None:
     run = launch(wait_outside_of_steps, 2, args=("0.1s",), cpu=True)
-    assert (
-        run.stopped
-        == "stopped at the time limit of 0.1 s; nothing was saved, which checkpoint_every does at a limit too"
-    )
+    assert run.stopped == "stopped at the time limit of 0.1 s; it has saved nothing new"
     assert run.seconds < 30
+
+
+def evaluate_behind_two_steps(folder: str) -> None:
+    accelerator, model, optimizer, loader = prepared(folder)
+    for x in accelerator.prepare(torch.utils.data.DataLoader(torch.ones(4, 1), 1)):
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    Accelerator(time_limit="0.1s")
+    for _ in loader:
+        pass
+
+
+@pytest.mark.slow
+def test_steps_are_those_that_were_trained_also_where_an_evaluation_is_stopped(tmp_path: Path) -> None:
+    run = launch(evaluate_behind_two_steps, 2, args=(str(tmp_path),), cpu=True)
+    assert run.stopped.startswith("stopped after 2 steps at the time limit of 0.1 s; resume=True goes on")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]
 
 
 def evaluate_for_ever() -> None:

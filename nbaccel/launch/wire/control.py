@@ -60,6 +60,8 @@ _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
 _TIME_LIMIT = struct.Struct("@dd")  # when it is over, and how long it was, in seconds; 0: there is none
 _TIME_LIMIT_AT = 56
+_STOPPED = struct.Struct("@q")  # training steps that were complete when it left, and one more; 0: it has not
+_STOPPED_AT = 72
 _SUBSTEPS = 1 << 24
 SAVE_GRACE_S = 20.0
 """For the last checkpoint of a run that is stopped. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
@@ -181,6 +183,10 @@ class ControlPage:
     def is_saving(self, rank: int) -> bool:
         return bool(self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT])
 
+    def leave(self, rank: int, steps: int) -> None:
+        """Say that `rank` leaves at a step boundary, with so many training steps complete."""
+        _STOPPED.pack_into(self._map, _HEADER + rank * _SLOT + _STOPPED_AT, steps + 1)
+
     def limit_time(self, rank: int, at: float, seconds: float) -> None:
         """Have the kernel end the run at `at`, unless `rank` has named an earlier time."""
         where = _HEADER + rank * _SLOT + _TIME_LIMIT_AT
@@ -240,6 +246,12 @@ class ControlPage:
     @property
     def steps_before_stop(self) -> int | None:
         """How many training steps every rank has done when the run stops; None if it was not asked to, or had none."""
+        left = [
+            int(_STOPPED.unpack_from(self._map, _HEADER + rank * _SLOT + _STOPPED_AT)[0])
+            for rank in range(self.world_size)
+        ]
+        if any(left):
+            return max(left) - 1
         answer = self.stop_after
         return None if answer is None or answer < 0 else answer // _SUBSTEPS + 1
 
@@ -303,6 +315,7 @@ class StepGate:
         while (stop_after := page.stop_after) is None:
             time.sleep(_PARKED_POLL_S)
         if position.entered > stop_after:
+            page.leave(self._rank, position.step)
             raise RunStopped(f"stopped before step {position.step}")
         page.write(self._rank, replace(position, parked=False, in_step=True))
 
