@@ -20,13 +20,19 @@ import os
 import runpy
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
+from nbaccel.failures import Failure, classify
+
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
+_CAUSE_FIRST_S = 3.0
+"""How long a rank that has lost a peer stays. Torch's agent looks ten times a second, blames whom it finds gone first,
+and then ends the others: the lost peer is the one to be found."""
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -39,6 +45,8 @@ def main(words: Sequence[str]) -> NoReturn:
     except BaseException as error:
         error = error.with_traceback(_behind_us(error.__traceback__))
         sys.excepthook(type(error), error, error.__traceback__)
+        if classify(type(error).__name__, str(error)) is Failure.PEER_LOST:
+            time.sleep(_CAUSE_FIRST_S)
         status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     _leave(status)
 
