@@ -7,6 +7,8 @@ its smaps_rollup), so nothing of what the rank shares with the process that it w
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import statistics
@@ -86,7 +88,8 @@ def launched(way: Way) -> Bout:
     def turn() -> None:
         for file in files.iterdir():
             file.unlink()
-        way.launch(function, files, RANKS)
+        with contextlib.redirect_stdout(io.StringIO()):  # the launchers' greetings
+            way.launch(function, files, RANKS)
         if (ran := len(list(files.iterdir()))) != RANKS:
             raise RuntimeError(f"{ran} of {RANKS} ranks have trained to the end")
 
