@@ -199,7 +199,7 @@ class UntrustedPickle(NbaccelError):
 
 
 class RunStopped(KeyboardInterrupt):
-    """Raised inside a rank at a step boundary after the user asked the run to stop.
+    """Raised inside a rank at a step boundary after the user asked the run to stop, or at a time limit.
 
     It is a ``KeyboardInterrupt``, so ``except KeyboardInterrupt`` and ``finally`` in the user's loop work as
     they do in one process; every rank gets it before the same step.
