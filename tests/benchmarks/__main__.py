@@ -32,6 +32,8 @@ _TESTS = Path(__file__).parents[1]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    # Users' packages were compiled when pip installed them: no import of theirs compiles anything.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     about = machine()
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     documents, reports, is_well = [], [], True
