@@ -36,22 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     about = machine()
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-    documents, reports, is_well = [], [], True
+    documents: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
+    whole = {"machine": about, "rounds": options.rounds, "rows": documents, "reports": reports}
+    is_well = True
     for group in options.groups:
         if group in REPORTS:
             held, findings = _report(group)
             reports.append({"report": group, "held": held, "findings": findings})
             is_well &= held
-            continue
-        for row in rows(group):
+        for row in rows(group) if group in GROUPS else ():
             measured = measure(row, options.rounds)
             text = "\n".join(lines(measured))
             print(f"\n{text}", flush=True)
             documents.append(document(measured))
             is_well &= not measured.refused and FALLS_SHORT not in text
+        if options.json:  # after every group: whoever interrupts a run of an hour keeps what it has found
+            Path(options.json).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if options.json:
-        whole = {"machine": about, "rounds": options.rounds, "rows": documents, "reports": reports}
-        Path(options.json).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         print(f"\nwritten to {options.json}")
     return 0 if is_well else 1
 
