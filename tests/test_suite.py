@@ -33,7 +33,8 @@ def unit(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_test_that_fails_once_is_named_and_the_run_passes(tmp_path: Path) -> None:
     mark = str(tmp_path / "seen")
-    done = unit(tmp_path, test_chance=UNSTEADY.format(mark=mark), test_well="def test_well(): pass")
+    well = f"import sys\ndef test_well(): assert sys.path[:2].count({str(tmp_path)!r})"  # as under `python -m pytest`
+    done = unit(tmp_path, test_chance=UNSTEADY.format(mark=mark), test_well=well)
     assert done.returncode == 0, done.stdout
     assert "1 failed, 1 passed" in done.stdout  # the first try is not hidden
     assert "UNSTEADY: test_chance.py::test_fails_the_first_time failed, and passed" in done.stdout
