@@ -13,6 +13,7 @@ More than `HANDFUL` failures, an error while collecting, or an interrupt get no 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class _Failed:
 def main(arguments: Sequence[str]) -> int:
     """Run pytest with ``arguments``; its exit code, or that of the second try."""
     sys.path[0] = os.getcwd()  # as `python -m pytest` has it: other processes import the tests' functions by name
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and their children
     failed = _Failed()
     code = int(pytest.main([*arguments], plugins=[failed]))
     if not may_be_chance(code, len(failed.tests)):

@@ -32,8 +32,6 @@ _TESTS = Path(__file__).parents[1]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    # Users' packages were compiled when pip installed them: no import of theirs compiles anything.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     about = machine()
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     documents: list[dict[str, Any]] = []
@@ -96,4 +94,6 @@ def _report(name: str) -> tuple[bool, list[dict[str, Any]]]:
 
 
 if __name__ == "__main__":
+    # Users' packages were compiled when pip installed them: no import of theirs compiles anything.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.exit(main())
