@@ -70,7 +70,7 @@ def train_for_ever(folder: str) -> None:
 def test_the_limit_of_an_accelerator_ends_two_ranks_well_with_a_checkpoint_of_that_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Acceptance 4 of issue 6 for the argument. That nothing is alive after `launch` is watched over by conftest."""
+    """As SIGTERM does. That nothing is alive after `launch` is watched over by conftest."""
     run = launch(train_for_ever, 2, args=(str(tmp_path),), cpu=True)
     (steps,) = re.findall(
         r"stopped after (\d+) steps at the time limit of 0\.5 s; resume=True goes on from its checkpoint", run.stopped
