@@ -12,20 +12,18 @@ the thread inside a C++ destructor, and the process aborts: "terminate called wi
 
 from __future__ import annotations
 
-import atexit
 import builtins
-import contextlib
 import io
 import os
 import runpy
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
 from nbaccel.failures import Failure, classify
+from nbaccel.launch.rank.farewell import end_as_the_interpreter
 
 __all__ = ["main"]
 
@@ -48,7 +46,8 @@ def main(words: Sequence[str]) -> NoReturn:
         if classify(type(error).__name__, str(error)) is Failure.PEER_LOST:
             time.sleep(_CAUSE_FIRST_S)
         status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    _leave(status)
+    end_as_the_interpreter()
+    os._exit(status & 0xFF)
 
 
 def _run_script(path: str, *arguments: str) -> None:
@@ -83,14 +82,6 @@ def _behind_us(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
-
-
-def _leave(status: int) -> NoReturn:
-    """In the interpreter's own order."""
-    for last in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
-        with contextlib.suppress(BaseException):
-            last()
-    os._exit(status & 0xFF)
 
 
 if __name__ == "__main__":
