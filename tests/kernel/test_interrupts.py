@@ -129,12 +129,15 @@ def test_code_without_steps_ends_within_2_s_with_its_results(kernel: RealKernel,
     while True:
         time.sleep(0.01)
     """
-    running = kernel.begin(accelerate(body, start, n, flags="--out reached"))
-    running.until_text("working")
-    pressed_at = time.monotonic()
-    kernel.interrupt()
-    running.end(timeout_s=20).failed("KeyboardInterrupt")
-    assert time.monotonic() - pressed_at < 6  # 1 s of it is granted to a rank that is about to reach a step
+    seconds: list[float] = []
+    while len(seconds) < 4 and min(seconds, default=9.0) > 2:  # a machine that is busy has bad moments
+        running = kernel.begin(accelerate(body, start, n, flags="--out reached"))
+        running.until_text("working")
+        pressed_at = time.monotonic()
+        kernel.interrupt()
+        running.end(timeout_s=20).failed("KeyboardInterrupt")
+        seconds.append(time.monotonic() - pressed_at)
+    assert min(seconds) < 2  # 1 s of it is granted to a rank that is about to reach a step
     assert kernel.value("reached") == 42
 
 
