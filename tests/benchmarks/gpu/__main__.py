@@ -9,7 +9,6 @@ It ends with 1 where a cell was refused or a target was missed, and with 2 where
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -21,9 +20,8 @@ from benchmarks.findings import tell
 from benchmarks.gpu.memory import report
 from benchmarks.gpu.place import PLACES, Place
 from benchmarks.gpu.rows import GROUPS
-from benchmarks.harness import measure
-from benchmarks.table import document, lines, machine
-from benchmarks.targets import FALLS_SHORT
+from benchmarks.protocol import Protocol, parse, parser
+from benchmarks.table import machine
 from nbaccel.hardware import Survey
 
 __all__ = ["main"]
@@ -33,7 +31,10 @@ _NO_DEVICE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    known = (*GROUPS, _MEMORY)
+    asked = parser("python -m benchmarks.gpu", "nbaccel beside its peers on a GPU.", known)
+    asked.add_argument("--device", choices=list(PLACES), default="cuda")
+    options = parse(asked, arguments, known)
     gpus = [gpu.name for gpu in Survey.take().gpus]
     if options.device == "cuda" and not gpus:
         print(
@@ -42,44 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return _NO_DEVICE
-    about = {**machine(), "device": gpus[0] if options.device == "cuda" else "cpu"}
-    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     place = PLACES[options.device]
-    documents: list[dict[str, object]] = []
-    reports: list[dict[str, object]] = []
-    is_well = True
+    about = {**machine(), "device": gpus[0] if options.device == "cuda" else "cpu"}
+    protocol = Protocol(about, options.rounds, options.json)
     for group in options.groups:
         if group == _MEMORY:
-            held, findings = _findings(place)
-            reports.append({"report": _MEMORY, "held": held, "findings": findings})
-            is_well &= held
-            continue
-        for row in GROUPS[group](place):
-            measured = measure(row, options.rounds)
-            text = "\n".join(lines(measured))
-            print(f"\n{text}", flush=True)
-            documents.append(document(measured))
-            is_well &= not measured.refused and FALLS_SHORT not in text
-    if options.json:
-        whole = {"machine": about, "rounds": options.rounds, "rows": documents, "reports": reports}
-        Path(options.json).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-        print(f"\nwritten to {options.json}")
-    return 0 if is_well else 1
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = (*GROUPS, _MEMORY)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="nbaccel beside its peers on a GPU.")
-    parser.add_argument("--device", choices=list(PLACES), default="cuda")
-    parser.add_argument("--rows", default="", help=f"names, separated by commas: {', '.join(known)}")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of fresh processes")
-    parser.add_argument("--json", default="", help="file to write the results to")
-    options = parser.parse_args(arguments)
-    options.groups = [name for name in options.rows.replace(" ", "").split(",") if name] or list(known)
-    unknown = [name for name in options.groups if name not in known]
-    if unknown:
-        parser.error(f"no rows called {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
-    return options
+            protocol.add_report(_MEMORY, *_findings(place))
+        else:
+            protocol.measure(GROUPS[group](place))
+    return protocol.end()
 
 
 def _findings(place: Place) -> tuple[bool, list[dict[str, Any]]]:
