@@ -13,7 +13,7 @@ from benchmarks.gpu import __main__ as command, memory, rows
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.place import PLACES
 from benchmarks.gpu.rows import GROUPS, Steps
-from benchmarks.gpu.work import REAL
+from benchmarks.gpu.work import REAL, SMALL
 from benchmarks.harness import Row, measure
 from benchmarks.party import Bout
 from nbaccel.hardware import Survey
@@ -45,6 +45,19 @@ def test_the_rows_of_a_card_are_made_without_touching_one() -> None:
     assert not torch.cuda.is_initialized()
 
 
+def test_a_training_of_a_cards_size_does_not_diverge() -> None:
+    card = PLACES["cuda"]
+    model, optimizer = SMALL.make(card)
+    batch, losses = SMALL.samples(card, 4), []
+    for _ in range(4):
+        loss = SMALL.loss(model(batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert max(losses) < 10 * losses[0]
+
+
 def _hoarding(steps: Steps) -> Bout:
     """The loop that forgot `zero_grad`."""
     device = steps.enter()
@@ -67,7 +80,7 @@ def test_a_wrong_step_is_refused_and_ours_train_as_raw_does() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_on_one_device_and_moved_batches_come_to_raws_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = {name: (lambda place, group=group: [_cut(row) for row in group(HOST)]) for name, group in GROUPS.items()}  # type: ignore[misc]
     monkeypatch.setattr(command, "GROUPS", cut)
@@ -80,7 +93,6 @@ def test_two_ranks_on_one_device_and_moved_batches_come_to_raws_result(
     ]
     assert not any(row["refused"] for row in told["rows"])
     assert told["machine"]["device"] == "cpu"
-    assert "REFUSED" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

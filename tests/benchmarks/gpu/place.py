@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Card(Place):
-    """A CUDA device. limit_bytes: what a T4 has."""
+    """A CUDA device. limit_bytes: about what a T4 leaves to a program."""
 
     device_type: str = "cuda"
     precisions: tuple[str, ...] = ("no", "bf16", "fp16")
@@ -47,7 +47,7 @@ class Card(Place):
     batch: int = 16
     steps: int = 20
     block: tuple[int, int] = (4096, 4096)
-    limit_bytes: int = 15 * 2**30
+    limit_bytes: int = 15_000_000_000
 
     def enter(self) -> torch.device:
         os.environ.pop("ACCELERATE_USE_CPU", None)  # a party's, for the rows that run on the host

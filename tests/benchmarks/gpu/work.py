@@ -40,9 +40,13 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Work:
-    """One training: its model, the samples of a batch, and the loss of a batch."""
+    """One training: its model, the samples of a batch, and the loss of a batch.
+
+    lr: of SGD, small enough for the sizes of a card: a training that diverges ends in NaN, which the guard refuses.
+    """
 
     name: str
+    lr: float
     model: Callable[[Place], nn.Module]
     samples: Callable[[Place, int], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -50,7 +54,7 @@ class Work:
     def make(self, place: Place) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = self.model(place)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, torch.optim.SGD(model.parameters(), lr=self.lr)
 
 
 def _mlp(place: Place) -> nn.Module:
@@ -64,6 +68,7 @@ def _next_token(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
 
 SMALL = Work(
     "small",
+    0.01,
     _mlp,
     lambda place, count: torch.randn(count, 8 * place.width),
     lambda output, batch: (output.float() - batch[:, :1]).square().mean(),
@@ -71,6 +76,7 @@ SMALL = Work(
 
 REAL = Work(
     "transformer",
+    0.1,
     lambda place: Transformer(place.width, place.depth, place.context),
     lambda place, count: torch.randint(_VOCABULARY, (count, place.context)),
     _next_token,
