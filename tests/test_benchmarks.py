@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,10 +16,11 @@ import torch
 from benchmarks import __main__ as command, handover, memory
 from benchmarks.__main__ import environ_of_scripts, main
 from benchmarks.findings import Finding, tell
-from benchmarks.harness import Row, measure
+from benchmarks.harness import Measured, Row, measure
 from benchmarks.loops import Training, contenders, nbaccel, raw
 from benchmarks.output import whole_lines
 from benchmarks.party import Bout, ContenderFailed, Party, Sample
+from benchmarks.protocol import Protocol
 from benchmarks.rows import GROUPS, REPORTS, rows, starts
 from benchmarks.table import cells, document, lines
 from benchmarks.targets import AtMost, OverRaw, Target
@@ -154,6 +155,23 @@ def test_a_target_is_missed_only_beyond_the_spread_of_raw_against_itself() -> No
     assert AtMost(4).verdict("ms", [9.0] * 3, [4.0] * 3, again) == "FALLS SHORT of 4 ms"
 
 
+def test_of_two_ranks_it_takes_sixty_turns_to_fall_short() -> None:
+    row = Row("r", {"raw": working(), "slow": working()}, world_size=2, targets={"slow": 1.5})
+
+    def verdict(turns: int) -> str:
+        times = {"raw": 1.0, "raw again": 1.0, "slow": 2.0}
+        return cells(Measured(row, {who: [Sample(time, time)] * turns for who, time in times.items()}))[-1].verdict
+
+    assert verdict(59) == "over 1.5, too few turns to tell"
+    assert verdict(60) == "FALLS SHORT of 1.5"
+
+
+def test_noise_that_was_not_measured_excuses_nothing() -> None:
+    measured = measure(Row("r", {"raw": working(), "slow": working(2.0)}, turns=2, targets={"slow": 1.5}), rounds=1)
+    del measured.samples["raw again"]
+    assert cells(measured)[-1].verdict == "FALLS SHORT of 1.5"
+
+
 def test_a_finding_that_misses_its_target_fails_the_report_and_is_in_its_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +196,17 @@ def test_a_finding_that_misses_its_target_fails_the_report_and_is_in_its_json(
         0.512,
         0.3,
     )
+
+
+def test_what_was_found_before_a_report_failed_is_kept(tmp_path: Path) -> None:
+    def found() -> Iterator[Finding]:
+        yield Finding("lines", "arrived", 3, "")
+        raise ContenderFailed("no more")
+
+    path = tmp_path / "found.json"
+    with pytest.raises(ContenderFailed, match="no more"):
+        tell(found(), str(path))
+    assert [one["value"] for one in json.loads(path.read_text())] == [3]
 
 
 def test_a_number_that_is_none_holds_no_target() -> None:
@@ -241,6 +270,22 @@ def test_ranks_whose_parameters_are_not_raws_get_no_number_for_their_memory() ->
     assert memory.private_of("raw", way, 1, parameters)[1].tolist() == parameters.tolist()
     with pytest.raises(ContenderFailed, match="WRONG RESULT: its parameters are not raw's"):
         memory.private_of("raw", way, 1, parameters + 1)
+
+
+def test_a_row_whose_raw_failed_says_so_and_the_next_one_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Bout:
+        raise RuntimeError("no such loop")
+
+    path = tmp_path / "told.json"
+    protocol = Protocol({}, 1, str(path))
+    protocol.measure([Row("broken", {"raw": broken}), Row("fine", {"raw": working()}, turns=1)])
+    assert protocol.end() == 1
+    first, second = json.loads(path.read_text())["rows"]
+    assert (first["turns"], first["cells"], list(first["refused"])) == (0, [], ["raw"])
+    assert (second["turns"], second["refused"]) == (1, {})
+    assert "REFUSED: RuntimeError: no such loop" in capsys.readouterr().out
 
 
 def test_the_document_is_json_with_every_cell() -> None:

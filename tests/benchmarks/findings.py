@@ -61,15 +61,16 @@ def options_of(doc: str | None, **defaults: float) -> argparse.Namespace:
 
 def tell(findings: Iterable[Finding], path: str = "") -> int:
     """Print each finding as it comes, write all to `path`; the exit status: 1 where a target was missed."""
-    told, what = [], None
-    for finding in findings:
-        if finding.what != what:
-            what = finding.what
-            print(f"  {what}", flush=True)
-        value = f"{finding.value:>12,.{_digits(finding.value)}f} {finding.unit}"
-        print(f"    {finding.who:34}{value:22}{finding.verdict}".rstrip(), flush=True)
-        told.append(finding)
-    write(told, path)
+    told: list[Finding] = []
+    try:
+        for finding in findings:
+            if not told or finding.what != told[-1].what:
+                print(f"  {finding.what}", flush=True)
+            value = f"{finding.value:>12,.{_digits(finding.value)}f} {finding.unit}"
+            print(f"    {finding.who:34}{value:22}{finding.verdict}".rstrip(), flush=True)
+            told.append(finding)
+    finally:  # what was found before an error is kept
+        write(told, path)
     return 0 if all(finding.holds for finding in told) else 1
 
 

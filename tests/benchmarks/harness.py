@@ -23,6 +23,9 @@ __all__ = ["AGAIN", "RAW", "Measured", "Row", "installed", "measure"]
 RAW = "raw"
 AGAIN = "raw again"
 
+_TURNS_OF_RANKS = 60
+"""So many tell of two ranks: they wait for each other, and for a core."""
+
 Make = Callable[[], Bout]
 
 
@@ -57,6 +60,11 @@ class Row:
         """What it should hold, if anything."""
         told = self.targets.get(contender)
         return Ratio(told) if isinstance(told, float | int) else told
+
+    @property
+    def enough_turns(self) -> int:
+        """How many it takes to say that a target is missed."""
+        return 1 if self.world_size == 1 else _TURNS_OF_RANKS
 
     @property
     def all_contenders(self) -> dict[str, Make]:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, measure
-from benchmarks.table import document, lines
+from benchmarks.harness import RAW, Measured, Row, measure
+from benchmarks.party import ContenderFailed
+from benchmarks.table import LEGEND, document, lines
 from benchmarks.targets import FALLS_SHORT
 
 __all__ = ["Protocol", "parse", "parser"]
@@ -42,7 +43,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, know
 class Protocol:
     """What one run has found so far.
 
-    machine: where it runs.  json: file that holds all of it after every group; empty for none.
+    machine: where it runs.  json: file that holds all of it after every row and report; empty for none.
     """
 
     def __init__(self, machine: dict[str, Any], rounds: int, json: str) -> None:
@@ -52,16 +53,20 @@ class Protocol:
         self._rows: list[dict[str, Any]] = []
         self._reports: list[dict[str, Any]] = []
         self._whole = {"machine": machine, "rounds": rounds, "rows": self._rows, "reports": self._reports}
-        print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+        print(", ".join(f"{name} {value}" for name, value in machine.items()))
+        print(LEGEND, flush=True)
 
     def measure(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            measured = measure(row, self._rounds)
+            try:
+                measured = measure(row, self._rounds)
+            except ContenderFailed as error:  # of raw: this row says nothing, the others may
+                measured = Measured(row, {}, {RAW: str(error)})
             text = "\n".join(lines(measured))
             print(f"\n{text}", flush=True)
             self._rows.append(document(measured))
             self.is_well &= not measured.refused and FALLS_SHORT not in text
-        self._keep()
+            self._keep()
 
     def add_report(self, name: str, held: bool, findings: list[dict[str, Any]]) -> None:
         self._reports.append({"report": name, "held": held, "findings": findings})
@@ -75,6 +80,6 @@ class Protocol:
         return 0 if self.is_well else 1
 
     def _keep(self) -> None:
-        """After every group: whoever interrupts a run of an hour keeps what it has found."""
+        """Whoever interrupts a run of an hour keeps what it has found."""
         if self._json:
             Path(self._json).write_text(json.dumps(self._whole, indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ What a target is, and when it is missed, is in `targets.py`. It measures nothing
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -16,7 +17,11 @@ import torch
 from benchmarks.harness import AGAIN, RAW, Measured
 from benchmarks.targets import ratios
 
-__all__ = ["Cell", "Spread", "cells", "document", "lines", "machine"]
+__all__ = ["LEGEND", "Cell", "Spread", "cells", "document", "lines", "machine"]
+
+LEGEND = """\
+x raw: the median, over turns, of the ratio to raw in the same turn. quartiles: of that, by the clock that judges.
+raw again: raw against itself, the noise. REFUSED: it failed, or ended with another result than raw, and has no time."""
 
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
@@ -60,7 +65,8 @@ def cells(measured: Measured) -> list[Cell]:
 
     def verdict(name: str) -> str:
         target = row.target(name)
-        return target.verdict(row.unit, judged[name], judged[RAW], judged.get(AGAIN, [])) if target else ""
+        again = judged.get(AGAIN, [math.nan] * len(judged[RAW]))
+        return target.verdict(row.unit, judged[name], judged[RAW], again, row.enough_turns) if target else ""
 
     return [
         Cell(
@@ -76,10 +82,10 @@ def cells(measured: Measured) -> list[Cell]:
 
 
 def lines(measured: Measured) -> Iterator[str]:
-    """The row as text."""
+    """The row as text; `LEGEND` says what its columns are."""
     row = measured.row
     ranks = f"{row.world_size} ranks" if row.world_size > 1 else "1 process"
-    yield f"{row.name} -- {ranks}, judged by {row.judged} time, {len(measured.samples[RAW])} turns"
+    yield f"{row.name} -- {ranks}, judged by {row.judged} time, {_turns(measured)} turns"
     yield f"  {'':26}{f'wall {row.unit}':>10}{'x raw':>8}{f'cpu {row.unit}':>11}{'x raw':>8}   quartiles"
     for cell in cells(measured):
         judged = cell.wall_ratio if row.judged == "wall" else cell.cpu_ratio
@@ -89,6 +95,11 @@ def lines(measured: Measured) -> Iterator[str]:
         )
     for name, why in measured.refused.items():
         yield f"  {name:26}REFUSED: {why.strip().splitlines()[-1]}"
+
+
+def _turns(measured: Measured) -> int:
+    """None where raw itself failed."""
+    return len(measured.samples.get(RAW, ()))
 
 
 def machine() -> dict[str, object]:
@@ -110,7 +121,7 @@ def document(measured: Measured) -> dict[str, object]:
         "unit": row.unit,
         "world_size": row.world_size,
         "judged": row.judged,
-        "turns": len(measured.samples[RAW]),
+        "turns": _turns(measured),
         "cells": [asdict(cell) for cell in cells(measured)],
         "refused": measured.refused,
     }

@@ -90,6 +90,7 @@ def rows() -> Sequence[Row]:
             contenders=installed(makes, {"Accelerate": "accelerate", "Fabric": "lightning"}),
             units=_BATCHES,
             world_size=count,
+            turns=20,
             targets={NBACCEL: 1.10},
         )
         for ranks, count in (("1 process", 1), ("2 ranks", 2))

@@ -1,4 +1,7 @@
-"""A call of `log` with three numbers, in processor time: raw is a line of JSON written at once."""
+"""A call of `log` with three numbers, in processor time: raw is a line of JSON written at once.
+
+Accelerate has no tracker for files: its own here writes raw's line. Fabric's writes CSV, a hundred rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from benchmarks.party import Bout
 __all__ = ["rows"]
 
 _CALLS = 1000
+_TARGET = 1.76
+"""6 us where raw took 3.4, and a tracker of Accelerate's 7.6."""
 _VALUES = {"loss": 0.5, "accuracy": 0.25, "lr": 0.001}
 
 
@@ -105,4 +110,4 @@ def _nbaccel() -> Bout:
 def rows() -> Sequence[Row]:
     makes = {"raw": _raw, "Accelerate": _accelerate, "Fabric, CSV": _fabric, NBACCEL: _nbaccel}
     contenders = installed(makes, {"Accelerate": "accelerate", "Fabric, CSV": "lightning"})
-    return [Row("log of 3 numbers", contenders, units=_CALLS, targets={NBACCEL: 1.76})]
+    return [Row("log of 3 numbers", contenders, units=_CALLS, targets={NBACCEL: _TARGET})]
