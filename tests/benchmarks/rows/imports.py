@@ -1,7 +1,8 @@
 """From a new interpreter to the import, and to the first prepared model that made a step; torch's import is raw's.
 
-Every turn is an interpreter of its own, on files that the first turn brought into memory. `%load_ext` is measured in a
-new kernel each turn, beside an extension that does nothing.
+Every turn is an interpreter of its own, on files that the first turn brought into memory. ``import nbaccel`` loads its
+names when they are first used, so the peers' imports compare with "nbaccel, Accelerator" too, which uses the same ones.
+`%load_ext` is measured in a new kernel each turn, beside an extension that does nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _IMPORTS = {
     "Accelerate": "from accelerate import Accelerator, notebook_launcher",
     "Fabric": "from lightning.fabric import Fabric",
     NBACCEL: "import nbaccel",
+    f"{NBACCEL}, Accelerator": "from nbaccel import Accelerator, notebook_launcher",
 }
 
 _ACCELERATOR = "accelerator = Accelerator(cpu=True)\nmodel, optimizer = accelerator.prepare(model, optimizer)"
