@@ -49,7 +49,10 @@ Loop = Callable[[], Iterator[None]]
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to train, and how many Python calls a step of it may make beside raw's: as many as it makes now."""
+    """One way to train, and how many Python calls a step of it may make beside raw's: as many as it makes now.
+
+    Fewer than none where torch's `zero_grad`, which is not called, makes more than our layers do.
+    """
 
     calls: float = 0
     precision: str = "no"
@@ -64,11 +67,11 @@ class Mode:
 
 
 MODES = [
-    Mode(17),
-    Mode(13.25, accumulation=4),
-    Mode(17, "bf16"),
-    Mode(13.25, "bf16", accumulation=4),
-    Mode(29, "fp16"),
+    Mode(-4),
+    Mode(8, accumulation=4),
+    Mode(-4, "bf16"),
+    Mode(8, "bf16", accumulation=4),
+    Mode(8, "fp16"),
 ]
 
 PLAIN = Mode()
@@ -215,7 +218,7 @@ def test_a_step_runs_raws_operations_on_tensors_and_one_read_of_the_loss(mode: M
     raw, prepared = operations(raw_loop(mode)), operations(prepared_loop(mode))
     assert sum(raw.values()) > 5 * STEPS
     assert prepared - raw == {"aten._local_scalar_dense.default": STEPS}
-    assert raw - prepared == {}
+    assert all(name.startswith("profiler.") for name in raw - prepared), "gradients are dropped without a record"
 
 
 @contextmanager
@@ -301,7 +304,7 @@ def _counted(mode: Mode) -> tuple[Calls, Calls]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [Mode(18), Mode(23.25, accumulation=4)], ids=str)
+@pytest.mark.parametrize("mode", [Mode(-3), Mode(18, accumulation=4)], ids=str)
 def test_a_step_of_two_ranks_makes_a_few_calls_more_than_ddp(mode: Mode) -> None:
     for raw, prepared in run_ranks(2, _counted, mode):
         assert prepared.per_step("in python") - raw.per_step("in python") <= mode.calls, prepared - raw

@@ -33,6 +33,48 @@ def test_a_prepared_optimizer_is_an_optimizer_and_shows_its_own() -> None:
     torch.optim.lr_scheduler.StepLR(prepared, 1)
 
 
+def test_zero_grad_drops_the_gradients_of_all_groups_or_fills_them_with_zeros() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    plain = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:], "lr": 0.1}], lr=1.0)
+    prepared = Accelerator().prepare(plain)
+    for weight in weights[1:]:
+        weight.grad = torch.ones(2)
+    prepared.zero_grad(set_to_none=False)
+    assert [None if weight.grad is None else weight.grad.tolist() for weight in weights] == [None, [0, 0], [0, 0]]
+    prepared.zero_grad()
+    assert [weight.grad for weight in weights] == [None, None, None]
+
+
+class _Counting(torch.optim.SGD):
+    """An optimizer that does more than torch's when gradients are dropped."""
+
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        super().zero_grad(set_to_none)
+
+
+def test_an_optimizers_own_zero_grad_is_called_also_one_that_was_put_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    own = _Counting([weight], lr=1.0)
+    Accelerator().prepare(own).zero_grad()
+    assert own.calls == 1
+
+    seen: list[object] = []
+    replaced = torch.optim.SGD([weight], lr=1.0)
+    prepared = Accelerator().prepare(replaced)
+    replaced.zero_grad = seen.append  # type: ignore[method-assign, assignment]
+    prepared.zero_grad()
+    assert seen == [True]
+
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none: seen.append("patched"))
+    Accelerator().prepare(torch.optim.SGD([weight], lr=1.0)).zero_grad()
+    assert seen == [True, "patched"]
+
+
 def test_a_prepared_optimizer_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(Accelerator().prepare(_optimizer())))
     assert again.param_groups[0]["lr"] == 1.0
