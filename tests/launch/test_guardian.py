@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from nbaccel.launch import guardian
 from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.keeper import Keeper
@@ -39,6 +41,36 @@ def test_a_session_and_descendants_that_left_it_are_found_and_killed() -> None:
     assert session_members([process.pid]) == set()
     assert process.stdout is not None
     process.stdout.close()
+
+
+def test_what_is_left_of_a_session_is_found_when_its_leader_has_ended() -> None:
+    process = _tree()
+    started = session_members([process.pid]) - {process.pid}
+    try:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # as the kernel finds a rank: ended, not reaped
+        assert session_members([process.pid]) == {pid for pid in started if os.getsid(pid) == process.pid} != set()
+    finally:
+        kill_session(process.pid, *started)
+        process.wait(5)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_no_other_process_is_looked_into_where_nothing_is_left_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_into: list[int] = []
+    look = guardian._parent_and_session
+
+    def noting(pid: int) -> tuple[int, int] | None:
+        looked_into.append(pid)
+        return look(pid)
+
+    monkeypatch.setattr(guardian, "_parent_and_session", noting)
+    process = subprocess.Popen(["true"], start_new_session=True)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert session_members([process.pid]) == set()
+    assert looked_into == [process.pid]
+    process.wait()
 
 
 def test_processes_of_others_are_left_alone() -> None:
