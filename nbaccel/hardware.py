@@ -288,9 +288,9 @@ def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may keep busy: its affinity mask, or the container's quota if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups(root, "cpu"):
-        quota, _, period = _read(group / "cpu.max").partition(" ")  # version 2: "150000 100000" or "max 100000"
-        quota = quota or _read(group / "cpu.cfs_quota_us")  # version 1: -1 for no limit
-        period = period or _read(group / "cpu.cfs_period_us")
+        quota, _, period = _read(f"{group}/cpu.max").partition(" ")  # version 2: "150000 100000" or "max 100000"
+        quota = quota or _read(f"{group}/cpu.cfs_quota_us")  # version 1: -1 for no limit
+        period = period or _read(f"{group}/cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal() and int(period):
             cores = min(cores, max(1, int(quota) // int(period)))
     return cores
@@ -303,9 +303,11 @@ def usable_memory(root: Path = Path("/")) -> Memory:
     host = psutil.virtual_memory()
     total, available = host.total, host.available
     for group in _control_groups(root, "memory"):
-        limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
-        used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
-        if limit.isdecimal() and used.isdecimal() and int(limit) < host.total:
+        limit = _read(f"{group}/memory.max") or _read(f"{group}/memory.limit_in_bytes")
+        if not limit.isdecimal() or int(limit) >= host.total:
+            continue
+        used = _read(f"{group}/memory.current") or _read(f"{group}/memory.usage_in_bytes")
+        if used.isdecimal():
             # File cache counts as used, yet the kernel gives it up before it refuses memory.
             free = int(limit) - int(used) + _inactive_file_bytes(group)
             total, available = min(total, int(limit)), min(available, max(0, free))
@@ -315,7 +317,7 @@ def usable_memory(root: Path = Path("/")) -> Memory:
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:
     """How many processes the system has killed for memory in this one's control group; None where it does not say."""
     for group in _control_groups(root, "memory"):
-        counters = _read(group / "memory.events") or _read(group / "memory.oom_control")  # version 2, version 1
+        counters = _read(f"{group}/memory.events") or _read(f"{group}/memory.oom_control")  # version 2, version 1
         for line in counters.splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill" and count.isdecimal():
@@ -323,25 +325,29 @@ def out_of_memory_kills(root: Path = Path("/")) -> int | None:
     return None
 
 
-def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """The directories whose limits hold for this process, innermost first; cgroup version 1 or 2."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+def _control_groups(root: Path, controller: str) -> Iterator[str]:
+    """The directories whose limits hold for this process, innermost first; cgroup version 1 or 2.
+
+    Strings, and `_read` takes them: every launch reads some twenty of these files, and a `Path` costs more than a file.
+    """
+    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        group = top / path.lstrip("/")
-        yield from (group, *(parent for parent in group.parents if parent.is_relative_to(top)))
+        top = os.path.join(root, "sys/fs/cgroup", *([controller] if controllers else []))
+        names = [name for name in path.split("/") if name]
+        yield from ("/".join([top, *names[:depth]]) for depth in range(len(names), -1, -1))
 
 
-def _inactive_file_bytes(group: Path) -> int:
-    counters = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines() if " " in line)
+def _inactive_file_bytes(group: str) -> int:
+    counters = dict(line.split(" ", 1) for line in _read(f"{group}/memory.stat").splitlines() if " " in line)
     return int(counters.get("total_inactive_file") or counters.get("inactive_file") or 0)
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text().strip()
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode().strip()
     except OSError:
         return ""
 
