@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -199,14 +200,19 @@ def _load_once(spec: LaunchSpec) -> None:
     """Here rather than in every rank: the first DDP model would otherwise load 0.8 s worth of modules in each.
 
     In a thread, which an interrupt does not reach: torch that was imported by half is beyond repair, and would take
-    the notebook with it. The interrupt is raised when the import is through.
+    the notebook with it. The interrupt is raised when the import is through. Where all is loaded, or on its way in
+    another thread, which is waited for, there is nothing that an interrupt could break.
     """
+    modules = [*_WARM_MODULES, *([] if spec.setup is None else [spec.setup.partition(":")[0]])]
 
     def load() -> None:
-        for module in _WARM_MODULES:
+        for module in modules:
             importlib.import_module(module)
         if spec.setup is not None:
             load_named(spec.setup)
 
+    if all(module in sys.modules for module in modules):
+        load()
+        return
     with ThreadPoolExecutor(1, "nbaccel-import") as loader:
         loader.submit(load).result()

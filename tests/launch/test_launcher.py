@@ -336,6 +336,12 @@ def test_an_interrupt_while_torch_is_imported_leaves_torch_whole() -> None:
     assert done.stdout.split() == ["interrupted", "2"], done.stderr
 
 
+def test_a_launch_that_finds_torch_loaded_starts_no_thread_to_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch(rank, 1).values == [0]  # everything is loaded now
+    monkeypatch.setattr("nbaccel.launch.launcher.ThreadPoolExecutor", None)
+    assert launch(rank, 1).values == [0]
+
+
 def test_a_group_can_be_made_destroyed_and_made_again(start_method: str) -> None:
     def train() -> list[float]:
         import torch
