@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import checkpoints, history
+from benchmarks import checkpoints, history, orphans
 from benchmarks.harness import Row, measure
+from benchmarks.kernels import LAUNCHERS, PLAIN
 from benchmarks.rows import inference, recovery, saves
 
 
@@ -83,6 +84,13 @@ def test_answers_in_another_order_than_the_texts_are_refused() -> None:
     }
     measured = measure(Row("inference", makes, turns=1), rounds=1)
     assert list(measured.refused) == ["unrestored"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_outlives_a_killed_kernel_is_counted_and_ours_leave_nothing() -> None:
+    assert orphans.left_by(LAUNCHERS[PLAIN]) == 1
+    assert orphans.left_by(LAUNCHERS["nbaccel, fork"]) == 0
 
 
 def test_what_grows_with_the_steps_misses_its_target() -> None:

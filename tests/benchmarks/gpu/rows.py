@@ -173,9 +173,14 @@ def _step_row(name: str, steps: Steps, ways: Mapping[str, Way], target: float) -
         world_size=steps.ranks,
         turns=20,
         judged="wall",
-        targets={way: target for way in ways if way.startswith("nbaccel")},
+        targets=_targets(steps.place, {way: target for way in ways if way.startswith("nbaccel")}),
         tolerance=_TOLERANCE[steps.precision],
     )
+
+
+def _targets(place: Place, targets: Mapping[str, float]) -> Mapping[str, float]:
+    """None on the host, whose times say nothing about a card."""
+    return targets if place.device_type == "cuda" else {}
 
 
 def steps(place: Place) -> Sequence[Row]:
@@ -263,7 +268,8 @@ def transfers(place: Place) -> Sequence[Row]:
         "nbaccel": lambda: _moving_nbaccel(place),
     }
     name = f"batches moved to {place.device_type}"
-    return [Row(name, installed(ways, _NEEDS), units=place.steps, turns=20, judged="wall", targets={"nbaccel": 1.0})]
+    targets = _targets(place, {"nbaccel": 1.0})
+    return [Row(name, installed(ways, _NEEDS), units=place.steps, turns=20, judged="wall", targets=targets)]
 
 
 GROUPS = {"steps": steps, "transfers": transfers, "ranks": ranks}

@@ -18,7 +18,18 @@ GROUPS = (
     *("recovery", "inference"),
 )
 
-REPORTS = ("output", "handover", "memory", "planner", "checkpoints", "history", "executable", "telemetry", "panel")
+REPORTS = (
+    "output",
+    "orphans",
+    "handover",
+    "memory",
+    "planner",
+    "checkpoints",
+    "history",
+    "executable",
+    "telemetry",
+    "panel",
+)
 
 
 def rows(group: str) -> Sequence[Row]:
