@@ -36,7 +36,7 @@ MINUTES ?= 5
 soak: $(VENV)/.dev $(COLAB)/.stamp
 	MINUTES=$(MINUTES) $(VENV)/bin/python -m pytest -m soak
 
-# What a step, a batch, a launch... cost beside raw PyTorch, Accelerate and Fabric: `make bench ROWS=step,loader ROUNDS=5`.
+# What a step, a batch, a launch... cost beside raw PyTorch, DDP, Accelerate and Fabric: `make bench ROWS=step,loader ROUNDS=5`.
 ROWS ?=
 ROUNDS ?= 3
 BENCH_JSON ?= build/bench.json
