@@ -80,22 +80,18 @@ class Bf16(Precision):
 
     def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
         super().__init__(device, handlers)
-        self.forwards: AbstractContextManager[Any] | None = None  # the autocast of every forward, once there was one
-        self.is_in_forward = False
+        self._casting = _Casting(device, self.dtype, self.handlers.autocast)
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
-        self.forwards = None
+        self._casting.move_to(device)
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        chosen = options or self.handlers.autocast
-        return torch.autocast(
-            self.device.type, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
-        )
+        return self._casting.context(options)
 
     def wrap_forward(self, model: torch.nn.Module) -> None:
         if not isinstance(model.forward, _AutocastForward):
-            model.forward = _AutocastForward(model.forward, self)
+            model.forward = _AutocastForward(model.forward, self._casting)
 
 
 class Fp16(Bf16):
@@ -188,6 +184,11 @@ class Fp16(Bf16):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scaler.load_state_dict(state)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._stepped:  # torch's scaler cannot be pickled between a step and its update
+            self._update()
+        return vars(self)
+
     def explain_skips(self) -> str:
         return (
             f"their fp16 gradients were infinite or NaN, and the loss scale is down to {self.scaler.get_scale():g}. "
@@ -204,33 +205,54 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     return any(parameter.grad is not None for parameter in _parameters(optimizer))
 
 
+class _Casting:
+    """What the forwards of one precision share: their autocast. Copies of a model take this along, and no scaler."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, options: AutocastKwargs) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.options = options
+        self.forwards: AbstractContextManager[Any] | None = None  # the autocast of every forward, once there was one
+        self.is_in_forward = False
+
+    def move_to(self, device: torch.device) -> None:
+        self.device = device
+        self.forwards = None
+
+    def context(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        chosen = options or self.options
+        return torch.autocast(
+            self.device.type, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+        )
+
+
 class _AutocastForward:
     """A module's forward under autocast, outputs in fp32. A class, so that prepared models can be pickled."""
 
-    def __init__(self, forward: Callable[..., Any], precision: Bf16) -> None:
+    def __init__(self, forward: Callable[..., Any], casting: _Casting) -> None:
         functools.update_wrapper(self, forward, updated=())  # signature() of the model stays what it was
         self.forward = forward
-        self.precision = precision
+        self.casting = casting
 
     def __nbaccel_unwrap__(self) -> Callable[..., Any]:
         """What travels from a rank to the notebook in this object's place."""
         return self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        precision = self.precision
+        casting = self.casting
         # Making an autocast asks the device what it can do, each time: one serves all forwards. It remembers what it
         # found where it was entered, so a forward inside of another one gets its own.
-        was_in_forward, precision.is_in_forward = precision.is_in_forward, True
-        context = None if was_in_forward else precision.forwards
+        was_in_forward, casting.is_in_forward = casting.is_in_forward, True
+        context = None if was_in_forward else casting.forwards
         if context is None:
-            context = precision.autocast()
+            context = casting.context()
             if not was_in_forward:
-                precision.forwards = context
+                casting.forwards = context
         try:
             with context:
                 output = self.forward(*args, **kwargs)
         finally:
-            precision.is_in_forward = was_in_forward
+            casting.is_in_forward = was_in_forward
         if type(output) is Tensor:  # as nearly always
             return output.float() if output.dtype in _HALF else output
         return to_fp32(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from collections import namedtuple
@@ -161,6 +162,29 @@ def test_a_prepared_model_can_be_pickled() -> None:
     again(torch.ones(1, 2))
     assert again.seen == [torch.bfloat16]
     assert model.seen == []
+
+
+def test_the_best_model_can_be_kept_and_saved_between_the_steps_of_an_fp16_training() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    for best in (copy.deepcopy(model), pickle.loads(pickle.dumps(accelerator.unwrap_model(model)))):
+        assert best(torch.ones(1, 2)).equal(model(torch.ones(1, 2)))
+        assert best.forward.__wrapped__.__self__ is best
+
+
+def test_an_accelerator_travels_between_the_steps_of_an_fp16_training() -> None:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    again, model, optimizer = pickle.loads(pickle.dumps((accelerator, model, optimizer)))
+    again.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert again.scaler.get_scale() == 8.0
 
 
 def _fp16_steps(infinite_at: int) -> tuple[list[bool], list[float], list[float]]:
