@@ -38,6 +38,19 @@ def test_a_large_value_comes_back_whole(start_method: str) -> None:
     assert torch.equal(run.value, torch.arange(3_000_000))
 
 
+def test_a_prepared_model_comes_back_as_it_was_written(start_method: str) -> None:
+    def train() -> Any:
+        import torch
+
+        from nbaccel import Accelerator
+
+        return {"model": Accelerator(mixed_precision="fp16").prepare(torch.nn.Linear(2, 1)), "loss": 0.5}
+
+    value = launch(train, 2, start_method=start_method).value
+    assert type(value["model"]).__name__ == "Linear"
+    assert "forward" not in vars(value["model"])
+
+
 def test_a_closure_over_a_lock_works_in_a_fork_and_is_refused_by_the_zygote() -> None:
     lock = threading.Lock()
 

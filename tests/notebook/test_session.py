@@ -53,6 +53,38 @@ def test_a_model_trains_in_two_ranks_and_comes_back_into_the_same_object(noteboo
     assert "accelerator" not in notebook.names
 
 
+@pytest.mark.parametrize("start", ["fork", "zygote"])
+def test_prepared_models_inside_of_other_values_come_back_as_they_were_written(notebook: Any, start: str) -> None:
+    cell = notebook.run(
+        f"%%accelerate -n 2 -p bf16 --out folds,scores --start {start}\n"
+        "import torch\n"
+        "folds, scores = [], [0.5, 0.25]\n"
+        "for fold in range(2):\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "    folds.append({'model': model, 'own': accelerator.unwrap_model(model), 'optimizer': optimizer})\n"
+    )
+    assert cell.error is None
+    assert notebook.names["scores"] == [0.5, 0.25]
+    for fold in notebook.names["folds"]:
+        assert type(fold["model"]).__name__ == "Linear"
+        assert fold["own"] is fold["model"]
+        assert "forward" not in vars(fold["model"])
+        assert type(fold["optimizer"]).__name__ == "SGD"
+        assert fold["optimizer"].param_groups[0]["params"][0] is fold["model"].weight
+
+
+def test_models_in_values_of_ranks_that_stay_are_dressed_there_and_not_here(notebook: Any) -> None:
+    notebook.run("import torch")
+    made = "kept = [accelerator.prepare(torch.nn.Linear(2, 1))]"
+    cell = notebook.run(f"%%accelerate -n 2 -p bf16 --keep --out kept\n{made}\n")
+    after = notebook.run("%%accelerate\nprint(type(accelerator.unwrap_model(kept[0]).forward).__name__)\n")
+    notebook.run("%accelerate stop")
+    assert cell.error is None
+    assert "forward" not in vars(notebook.names["kept"][0])
+    assert "[all] _AutocastForward\n" in after.stdout
+
+
 @pytest.mark.parametrize("start", ["fork", "zygote", "inline"])
 def test_only_what_out_names_comes_back(notebook: Any, start: str) -> None:
     notebook.run("kept = [0]; class_of_the_notebook = type('C', (), {})")

@@ -37,7 +37,6 @@ from nbaccel.launch.rank.sparefiles import SpareFiles
 from nbaccel.launch.rank.stacks import tell_on_signal
 from nbaccel.launch.rank.voice import Voice
 from nbaccel.launch.rank.watch import DeathWatch
-from nbaccel.launch.rank.wrappers import undressed
 from nbaccel.launch.report import describe
 from nbaccel.launch.snapshot import Snapshot
 from nbaccel.launch.spec import RankBoot, Results, Task, load_named
@@ -170,8 +169,7 @@ class _Rank:
         if error is not None:
             values["error"] = error
         home = None if task is None else task.home
-        with contextlib.nullcontext() if home is None else undressed(results.values.values()):
-            parcel, refused = pack_what_can_travel(values, anchors=anchors, namespace=namespace)
+        parcel, refused = pack_what_can_travel(values, anchors=anchors, namespace=namespace, as_written=True)
         missing = dict(results.missing) | {
             name.removeprefix("out:"): reason
             for name, reason in refused.items()

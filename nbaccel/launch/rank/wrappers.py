@@ -6,11 +6,10 @@ Objects of `nbaccel.train` say what they wrap by `__nbaccel_unwrap__`: this room
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["is_wrapper", "plain", "undress", "undressed"]
+__all__ = ["is_wrapper", "plain", "undress"]
 
 
 def plain(value: Any) -> Any:
@@ -34,27 +33,11 @@ def is_wrapper(value: Any) -> bool:
     return hasattr(type(value), "__nbaccel_unwrap__")
 
 
-def undress(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Take from each model what `prepare` put before its class's own forward: it travels as the user wrote it.
-
-    Returns what was taken from whom. Where the rank is over, it has served.
-    """
+def undress(values: Iterable[Any]) -> None:
+    """Take from each model what `prepare` put before its class's own forward. Where the run is over, it has served."""
     torch = sys.modules.get("torch")
     if torch is None:
-        return []
-    dressed = {id(value): value for value in values if isinstance(value, torch.nn.Module)}
-    taken = [(model, vars(model)["forward"]) for model in dressed.values() if is_wrapper(vars(model).get("forward"))]
-    for model, _ in taken:
-        del model.forward
-    return taken
-
-
-@contextmanager
-def undressed(values: Iterable[Any]) -> Iterator[None]:
-    """`undress`, and dress again: for ranks that go on with their models."""
-    taken = undress(values)
-    try:
-        yield
-    finally:
-        for model, forward in taken:
-            model.forward = forward
+        return
+    for model in values:
+        if isinstance(model, torch.nn.Module) and is_wrapper(vars(model).get("forward")):
+            del model.forward

@@ -47,11 +47,13 @@ def pack(
     *,
     anchors: Mapping[int, str] | None = None,
     namespace: dict[str, Any] | None = None,
+    as_written: bool = False,
 ) -> Parcel:
     """All of `values` in one parcel.
 
     anchors: ``id(object)`` to name, for classes and functions that the other side has already; only the name travels.
     namespace: the globals of notebook functions; over there they become the namespace given to `unpack`.
+    as_written: as the user wrote them: prepared objects, also inside of others, travel as what they wrap.
 
     Raises:
         CannotSend: if a value cannot travel; `names` has every such name with the reason.
@@ -62,9 +64,11 @@ def pack(
     >>> os.close(parcel.fd)
     """
     try:
-        return _write(values, anchors or {}, namespace)
+        return _write(values, anchors or {}, namespace, as_written)
     except Exception as error:
-        refused = _culprits(values, anchors or {}, namespace) or {", ".join(values): reason(error, "", values)}
+        refused = _culprits(values, anchors or {}, namespace, as_written) or {
+            ", ".join(values): reason(error, "", values)
+        }
         lines = "".join(f"\n  {name}: {why}" for name, why in refused.items())
         raise CannotSend(
             f"{len(refused)} of {len(values)} names cannot be sent to another process:{lines}\n"
@@ -78,14 +82,15 @@ def pack_what_can_travel(
     *,
     anchors: Mapping[int, str] | None = None,
     namespace: dict[str, Any] | None = None,
+    as_written: bool = False,
 ) -> tuple[Parcel, dict[str, str]]:
     """The parcel of every value that can travel, and the names that cannot, each with the reason."""
     try:
-        return _write(values, anchors or {}, namespace), {}
+        return _write(values, anchors or {}, namespace, as_written), {}
     except Exception:
-        refused = _culprits(values, anchors or {}, namespace)
+        refused = _culprits(values, anchors or {}, namespace, as_written)
     rest = {name: value for name, value in values.items() if name not in refused}
-    return pack(rest, anchors=anchors, namespace=namespace), refused
+    return pack(rest, anchors=anchors, namespace=namespace, as_written=as_written), refused
 
 
 def unpack(
@@ -109,23 +114,27 @@ def unpack(
     return values
 
 
-def _culprits(values: dict[str, Any], anchors: Mapping[int, str], namespace: dict[str, Any] | None) -> dict[str, str]:
+def _culprits(
+    values: dict[str, Any], anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool
+) -> dict[str, str]:
     """The names whose values cannot be pickled even alone, each with the reason. Writes nothing, copies no buffer."""
     refused = {}
     for name, value in values.items():
         try:
-            Packer(_Nowhere(), anchors, namespace).dump(value)
+            Packer(_Nowhere(), anchors, namespace, as_written).dump(value)
         except Exception as error:
             refused[name] = reason(error, name, {**(namespace or {}), **values})
     return refused
 
 
-def _write(values: dict[str, Any], anchors: Mapping[int, str], namespace: dict[str, Any] | None) -> Parcel:
+def _write(
+    values: dict[str, Any], anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool
+) -> Parcel:
     """Pickle first, then the blocks, then the table that finds them, then where the table is."""
     fd = os.memfd_create("nbaccel-parcel", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
-            packer = Packer(file, anchors, namespace)
+            packer = Packer(file, anchors, namespace, as_written)
             packer.dump(values)
             end = file.tell()
         places = []

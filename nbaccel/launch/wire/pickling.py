@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from nbaccel.launch.rank.wrappers import is_wrapper, plain
 from nbaccel.launch.wire.refusal import Refused, refuse_what_lives_here
 
 __all__ = ["Contents", "Packer", "Unpacker"]
@@ -30,14 +31,18 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
 
     blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
     buffers: which blocks are the out-of-band buffers of the pickle protocol, in its order.
+    as_written: leave out what training put around the user's objects, however deep in a value they lie.
     """
 
-    def __init__(self, file: Any, anchors: Mapping[int, str], namespace: dict[str, Any] | None) -> None:
+    def __init__(
+        self, file: Any, anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool = False
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
         self._index: dict[tuple[str, int, int], int] = {}
         self._anchors = anchors
+        self._as_written = as_written
         self._namespace = namespace
         self._namespace_there = _NamespaceThere()
         if namespace is not None:
@@ -49,6 +54,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return _there, ("anchor", self._anchors[id(obj)])
         if obj is self._namespace_there:
             return _there, ("globals",)
+        if self._as_written and (reduced := _reduce_to_what_was_written(obj)):
+            return reduced
         if reduced := _reduce_standard(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
             return reduced
         refuse_what_lives_here(obj)
@@ -139,6 +146,24 @@ def _storage_bytes(storage: Any) -> memoryview:
     host = storage if storage.device.type == "cpu" else storage.cpu()
     flat: Any = torch.empty(0, dtype=torch.uint8).set_(host).numpy()
     return memoryview(flat)
+
+
+def _reduce_to_what_was_written(obj: Any) -> Any:
+    """A prepared or parallel object as what it wraps, and a model without the forward that `prepare` gave it."""
+    inner = plain(obj)
+    if inner is not obj:
+        return _itself, (inner,)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(obj, torch.nn.Module) or not is_wrapper(vars(obj).get("forward")):
+        return None
+    make, args, state, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if not isinstance(state, dict):  # a __getstate__ of the user's own, which knows best
+        return None
+    return make, args, {name: value for name, value in state.items() if name != "forward"}, *rest
+
+
+def _itself(obj: Any) -> Any:
+    return obj
 
 
 def _reduce_standard(obj: Any) -> Any:
