@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -353,6 +355,24 @@ def test_a_launch_that_finds_torch_loaded_starts_no_thread_to_load_it(monkeypatc
     assert launch(rank, 1).values == [0]  # everything is loaded now
     monkeypatch.setattr("nbaccel.launch.launcher.ThreadPoolExecutor", None)
     assert launch(rank, 1).values == [0]
+
+
+def _files() -> set[str]:
+    """What this process has open."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+def test_a_forked_rank_holds_no_socket_that_listens_and_keeps_the_users_others() -> None:
+    mine, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server, mine, theirs:
+        listening, own = (os.readlink(f"/proc/self/fd/{each.fileno()}") for each in (server, mine))
+        held = launch(_files, 1, start_method="fork").value
+    assert own in held
+    assert listening not in held
 
 
 def test_a_group_can_be_made_destroyed_and_made_again(start_method: str) -> None:

@@ -60,16 +60,24 @@ def close_kernel_sockets(ports: frozenset[int]) -> None:
         try:
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 continue
-            duplicate = socket.socket(fileno=os.dup(fd))
+            found = socket.SocketType(fileno=fd)  # C's own: a kernel has dozens of sockets, and each rank looks at all
         except OSError:
             continue
-        with duplicate:
-            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            with contextlib.suppress(OSError):
-                listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if listens or duplicate.getsockname()[1] in ports:
-                    os.close(fd)
+        try:
+            is_kernels = found.family in (socket.AF_INET, socket.AF_INET6) and _serves(found, ports)
+        finally:
+            found.detach()
+        if is_kernels:
+            os.close(fd)
+
+
+def _serves(connection: socket.SocketType, ports: frozenset[int]) -> bool:
+    """Whether it listens, or is at one of `ports`."""
+    try:
+        listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(listens) or connection.getsockname()[1] in ports
+    except OSError:
+        return False
 
 
 def new_shell() -> None:
