@@ -10,7 +10,6 @@ import functools
 import os
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 from nbaccel.events import Memory
@@ -18,7 +17,7 @@ from nbaccel.hardware import usable_memory
 
 __all__ = ["MemoryMeter"]
 
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
 
 
 class MemoryMeter:
@@ -36,7 +35,8 @@ class MemoryMeter:
         return usable_memory().total_bytes or None
 
     def read(self) -> Memory:
-        resident_pages = int(_STATM.read_text().split()[1])
+        with open(_STATM, "rb", buffering=0) as statm:
+            resident_pages = int(statm.read().split()[1])
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         host_bytes = resident_pages * self._page_bytes
         return Memory(host_bytes, max(host_bytes, peak_bytes), self._limit_bytes, *self._device_bytes())

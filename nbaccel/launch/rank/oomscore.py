@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 
 __all__ = ["volunteer"]
 
@@ -16,13 +15,17 @@ RANK, CHILD_OF_RANK = 900, 1000
 """Of at most 1000. A loader's worker process goes first: its end is an error in its rank, which can still speak."""
 
 
-def volunteer(score_file: Path = Path("/proc/self/oom_score_adj")) -> None:
+def volunteer(score_file: str = "/proc/self/oom_score_adj") -> None:
     """Let this process be killed before the kernel, and the processes it forks before this one."""
     _raise_to(RANK, score_file)
     os.register_at_fork(after_in_child=lambda: _raise_to(CHILD_OF_RANK, score_file))
 
 
-def _raise_to(score: int, score_file: Path) -> None:
-    with contextlib.suppress(OSError, ValueError):  # not Linux, or not allowed: then the system chooses as it likes
-        if int(score_file.read_text()) < score:
-            score_file.write_text(str(score))
+def _raise_to(score: int, score_file: str) -> None:
+    with (
+        contextlib.suppress(OSError, ValueError),  # not Linux, or not allowed: then the system chooses as it likes
+        open(score_file, "r+b", buffering=0) as file,
+    ):
+        if int(file.read()) < score:
+            file.seek(0)
+            file.write(b"%d" % score)

@@ -51,7 +51,7 @@ def test_a_score_that_is_higher_already_stays(tmp_path: Path) -> None:
     file.write_text("950\n")
     pid = os.fork()
     if not pid:  # what it registers for forks shall not stay with the tests
-        volunteer(file)
+        volunteer(str(file))
         os._exit(0)
     os.waitpid(pid, 0)
     assert file.read_text() == "950\n"
