@@ -64,32 +64,40 @@ _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer
 class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling, Planning):
     """Trains one model on every process of the run, with the loop written as for one.
 
-    mixed_precision: "no", "fp16" or "bf16"; gradient_accumulation_steps: batches per optimizer step. What is not
-    given is what the launch was told, else "no" and 1.
+    How it computes:
+
+    mixed_precision: "no", "fp16" or "bf16"; by default what the launch was told, else "no".
+    gradient_accumulation_steps: batches per optimizer step; by default what the launch was told, else 1.
+    gradient_accumulation_plugin: that number and the other rules of accumulation, instead of the number.
     cpu: stay on the CPU although there are devices.
+    device_placement: move prepared models and batches to the device.
+    step_scheduler_with_optimizer: prepared schedulers move with the optimizer; otherwise when they are called.
+    dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor".
+    kwargs_handlers: options for DDP, GradScaler, autocast, the process group and the profiler, one of each at most.
+    on_nan: what happens to a loss that is not finite. "warn" says so once, with step and rank; "skip" leaves out
+        steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
+        The latter two wait for the device in every step.
+
+    How batches are dealt:
+
     split_batches: a loader's batch is that of all ranks together, instead of each rank's.
     even_batches: fill the last round up with the first samples, so that all ranks see equally many batches.
-    step_scheduler_with_optimizer: prepared schedulers move with the optimizer; otherwise when they are called.
-    device_placement: move prepared models and batches to the device.
-    gradient_accumulation_plugin: the number of steps and the other rules of accumulation, instead of the number.
-    kwargs_handlers: options for DDP, GradScaler, autocast, the process group and the profiler, one of each at most.
-    dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor".
-    dataloader_config: how prepared loaders are dealt to the ranks, instead of split_batches and even_batches.
-    on_nan: what happens to a loss that is not finite. "warn" says so once, with step and rank; "skip" leaves out
-    steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
-    The latter two wait for the device in every step.
-    on_save_error: what a checkpoint that cannot be written is: "raise" raises `CannotSave`, "warn" lets the training
-    go on with a warning.
-    checkpoint_every: save in the background now and then, after so many steps (500, "500steps") or so much time
-    ("10min"), into ``<checkpoint_dir>/checkpoint_<step>``; the newest `keep` stay (3). Without `checkpoint_dir` that is
-    ``nbaccel_checkpoints`` in the working directory.
+    dataloader_config: these two and more, as a `DataLoaderConfiguration`, instead of them.
+
+    What is kept:
+
+    checkpoint_every: save in the background after so many steps (500, "500steps") or so much time ("10min").
+    checkpoint_dir: where those go, as ``checkpoint_<step>``; by default ``nbaccel_checkpoints`` where the program runs.
+    keep: how many of them stay, the newest; by default 3.
     resume: continue from the newest checkpoint in `checkpoint_dir` (True), or from that of a path, which is only read.
     time_limit: end the run well so long after it began here ("11h30m", or seconds): before the next step, on all ranks,
-    with a last checkpoint where `checkpoint_every` saves. The run's `--time-limit` ends it too, if that is earlier.
+        with a last checkpoint where `checkpoint_every` saves. The run's `--time-limit` ends it too, if that is earlier.
+    on_save_error: what a checkpoint that cannot be written is: "raise" raises `CannotSave`, "warn" lets the training
+        go on with a warning.
     log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
-    own, or several of those.
-    project_dir: where checkpoints that are named automatically go, and the files of trackers. project_config: that
-    and more, as a `ProjectConfiguration`.
+        own, or several of those.
+    project_dir: where the files of trackers go, and checkpoints that `save_state` names by itself.
+    project_config: that and more, as a `ProjectConfiguration`.
 
     >>> accelerator = Accelerator()
     >>> model = torch.nn.Linear(2, 1)
