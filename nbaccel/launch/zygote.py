@@ -33,7 +33,7 @@ from nbaccel.world import World
 
 __all__ = ["Zygote", "torch_fingerprint"]
 
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "cloudpickle")
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "cloudpickle", "psutil")
 _START_TIMEOUT_S = 120.0
 _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from nbaccel.launch.zygote import main; main({fd}, {pidfd}, {shell})"
 
