@@ -100,14 +100,17 @@ class Survey:
         nvml: Any = None,
         environ: Mapping[str, str] | None = None,
         root: Path = Path("/"),
+        *,
+        looks_for_gpus: bool = True,
     ) -> Survey:
-        """Look at the machine; takes milliseconds, tens of them where there are GPUs.
+        """Look at the machine; takes less than a millisecond, and tens of them where it looks for GPUs and finds some.
 
         nvml: stands in for the module `pynvml`, in tests.  root: stands in for the file system's.
         """
         env = os.environ if environ is None else environ
+        visible, order = env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
         return cls(
-            gpus=visible_gpus(nvml, env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")),
+            gpus=visible_gpus(nvml, visible, order) if looks_for_gpus else (),
             cpu_count=usable_cores(root),
             ram=usable_memory(root),
             shm_bytes=_size(root / "dev/shm"),

@@ -76,7 +76,7 @@ def launch(
     kwargs = dict(kwargs or {})
     _check_call(function, args, kwargs)
     refuse_nested_launch()
-    survey = Survey.take()
+    survey = Survey.take(looks_for_gpus=not cpu)
     chosen = choose_devices(num_processes, devices, cpu, survey)
     settings = RunSettings(
         mixed_precision=mixed_precision,

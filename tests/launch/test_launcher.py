@@ -205,6 +205,15 @@ def test_debug_launcher_runs_on_the_cpu() -> None:
     assert debug_launcher(lambda: os.environ["ACCELERATE_USE_CPU"]) == "true"
 
 
+def test_a_launch_on_the_cpu_does_not_ask_the_gpu_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("nbaccel.hardware.visible_gpus", lambda *question: tuple(asked.append(question) or ()))
+    assert launch(rank, 1, cpu=True).values == [0]
+    assert not asked
+    assert launch(rank, 1).values == [0]
+    assert asked
+
+
 def test_a_time_limit_ends_the_run_with_timeout_error(start_method: str) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="time limit"):
