@@ -70,15 +70,14 @@ def test_both_starts_give_ranks_the_same_surroundings(monkeypatch: pytest.Monkey
     assert forked[0]["dtype"] == "torch.float64"
 
 
-def loaded_by_a_look_at_the_memory() -> list[str]:
-    from nbaccel.launch.rank.memory import MemoryMeter
-
-    before = set(sys.modules)
-    MemoryMeter().read()
-    return sorted(set(sys.modules) - before)
-
-
 def test_what_every_rank_needs_is_loaded_before_it_is_forked(start_method: str) -> None:
+    def loaded_by_a_look_at_the_memory() -> list[str]:  # within: by its name it would bring this module's imports along
+        from nbaccel.launch.rank.memory import MemoryMeter
+
+        before = set(sys.modules)
+        MemoryMeter().read()
+        return sorted(set(sys.modules) - before)
+
     assert launch(loaded_by_a_look_at_the_memory, 1, start_method=start_method).value == []
 
 
