@@ -24,12 +24,19 @@ _DEAD_WORKER = (
     "host's memory was full: use fewer workers (num_workers), each has a copy of what the dataset holds."
 )
 
+_WRAPPED_MODEL = (
+    r"The model was prepared, so it is wrapped for training in several ranks; what your class adds to a model is under "
+    r"the wrapper: accelerator.unwrap_model(model).\1"
+)
+
 _TABLE = (
     (re.compile(r"unable to (allocate|open|resize|mmap) .*shared memory|<(/torch_|filename).*No space left"),
      _LITTLE_SHARED_MEMORY),
     (re.compile(r"DataLoader worker .* killed by signal: Bus error"), _LITTLE_SHARED_MEMORY),
     (re.compile(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)"), _DEAD_WORKER),
     (re.compile(r"Too many open files|received \d+ items of ancdata"), _FEW_FILES),
+    (re.compile(r"^AttributeError: '(?:Replica|DistributedDataParallel)' object has no attribute '(\w+)'", re.M),
+     _WRAPPED_MODEL),
 )  # fmt: skip
 """What the texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py) and of the system mean to a user."""
 
@@ -43,6 +50,8 @@ def advice(links: Sequence[Link]) -> str:
 
     >>> advice([Link("OSError", ["OSError: [Errno 24] Too many open files"], [])])[:37]
     'This process may open no more files, '
+    >>> advice([Link("AttributeError", ["AttributeError: 'Replica' object has no attribute 'generate'"], [])])[-40:]
+    'accelerator.unwrap_model(model).generate'
     >>> advice([Link("ValueError", ["ValueError: expected 10 classes, got 11"], [])])
     ''
     """
@@ -52,4 +61,4 @@ def advice(links: Sequence[Link]) -> str:
     text = "\n".join(last.headline)
     if last.type_name in _LOST_CONNECTIONS and any(place[0].endswith(_HAND_OVER) for place in last.places):
         return _DEAD_WORKER
-    return next((line for pattern, line in _TABLE if pattern.search(text)), "")
+    return next((found.expand(line) for pattern, line in _TABLE if (found := pattern.search(text))), "")
