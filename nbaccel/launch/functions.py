@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
@@ -20,6 +21,7 @@ from nbaccel.launch.inline import left_for_why, run_inline
 from nbaccel.launch.launcher import Launcher, Outcome, default_launcher, refuse_nested_launch
 from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.preflight import choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.report import show_users_frames
 from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.shown import ShownRun
@@ -32,8 +34,25 @@ from nbaccel.view.state import Facts
 __all__ = ["Run", "debug_launcher", "launch", "notebook_launcher"]
 
 _LONGEST_ARGUMENT = 30
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
+def _without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """In a notebook errors of `function` show the user's lines alone."""
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            show_users_frames(error)
+            raise
+
+    return called
+
+
+@_without_our_frames
 def launch(
     function: Callable[..., Any],
     num_processes: int | None = None,

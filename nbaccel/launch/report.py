@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, cast
 
 from nbaccel.errors import RanksFailed
 
-__all__ = ["Failure", "Link", "describe", "show_as", "signal_name"]
+__all__ = ["Failure", "Link", "describe", "show_as", "show_users_frames", "signal_name"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CONTEXT_LINES = 2
@@ -159,6 +160,27 @@ def show_as(error: BaseException, lines: list[str]) -> None:
     """Let IPython show `lines` for `error` instead of a traceback of the kernel's own frames."""
     # IPython asks for this method before it formats a traceback itself.
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+
+
+def show_users_frames(error: BaseException) -> None:
+    """Let IPython show `error`, which was raised in the kernel, with the user's frames and without ours."""
+    if not hasattr(error, "_render_traceback_"):
+        # No closure: an error that leads to itself would keep its frames, and what they hold, from being freed.
+        error._render_traceback_ = _current_error_without_our_frames  # type: ignore[attr-defined]
+
+
+def _current_error_without_our_frames() -> list[str]:
+    from IPython import get_ipython
+
+    error = sys.exception() or sys.last_value  # that of the cell, or of `%tb`
+    assert error is not None
+    kept = None
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
+            kept = TracebackType(kept, frame, frame.f_lasti, number)
+    shell: Any = get_ipython()
+    lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, kept)
+    return lines
 
 
 def _render_place(place: Place, cell_name: Naming | None) -> list[str]:

@@ -52,6 +52,29 @@ def test_an_exception_on_any_rank_is_one_error_of_the_users_class(kernel: RealKe
     assert kernel.value("__import__('sys').last_type is Broken")
 
 
+def test_a_launch_that_is_refused_shows_the_users_lines_and_none_of_ours(kernel: RealKernel) -> None:
+    kernel.do("""
+        from nbaccel import notebook_launcher
+        def train(rate): ...
+        def start(): notebook_launcher(train, num_processes=2)
+    """)
+    error = kernel.run("start()").failed("TypeError")
+    assert "cannot be called with args=(): missing a required argument: 'rate'" in error.text
+    assert "def start(): notebook_launcher(train, num_processes=2)" in error.text
+    assert "functions.py" not in error.text, error.text
+
+
+def test_a_name_that_only_the_unwrapped_model_has_is_said_to_be_under_the_wrapper(kernel: RealKernel) -> None:
+    cell = kernel.run("""
+        %%accelerate -n 2
+        import torch
+        class Net(torch.nn.Linear):
+            hidden = 8
+        accelerator.prepare(Net(2, 1)).hidden
+    """)
+    assert "accelerator.unwrap_model(model).hidden" in cell.failed("AttributeError").text
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_the_failing_rank_is_named_in_20_of_20_launches(kernel: RealKernel, start: str) -> None:
