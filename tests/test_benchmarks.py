@@ -295,6 +295,16 @@ def test_the_document_is_json_with_every_cell() -> None:
     assert told["turns"] == 10
 
 
+def test_a_clock_that_nobody_read_has_no_ratio() -> None:
+    on_one_clock = Bout(lambda: Sample(1.0, 0.0), lambda: torch.zeros(1))
+    measured = measure(Row("r", {"raw": lambda: on_one_clock}, judged="wall"), rounds=1)
+    told = json.loads(json.dumps(document(measured), allow_nan=False))
+    assert told["cells"][0]["cpu_ratio"] == {"low": None, "median": None, "high": None}
+    assert next(line for line in lines(measured) if line.startswith("  raw ")).split() == (
+        ["raw", "1000000.0", "1.000", "0.0", "-", "1.00-1.00"]
+    )
+
+
 def test_the_command_names_the_rows_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--rows", "stepp"])

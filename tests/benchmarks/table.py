@@ -11,6 +11,7 @@ import platform
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -90,11 +91,15 @@ def lines(measured: Measured) -> Iterator[str]:
     for cell in cells(measured):
         judged = cell.wall_ratio if row.judged == "wall" else cell.cpu_ratio
         yield (
-            f"  {cell.contender:26}{cell.wall:>10.1f}{cell.wall_ratio.median:>8.3f}{cell.cpu:>11.1f}"
-            f"{cell.cpu_ratio.median:>8.3f}   {judged.low:.2f}-{judged.high:.2f}  {cell.verdict}".rstrip()
+            f"  {cell.contender:26}{cell.wall:>10.1f}{_told(cell.wall_ratio.median):>8}{cell.cpu:>11.1f}"
+            f"{_told(cell.cpu_ratio.median):>8}   {judged.low:.2f}-{judged.high:.2f}  {cell.verdict}".rstrip()
         )
     for name, why in measured.refused.items():
         yield f"  {name:26}REFUSED: {why.strip().splitlines()[-1]}"
+
+
+def _told(ratio: float) -> str:
+    return "-" if math.isnan(ratio) else f"{ratio:.3f}"
 
 
 def _turns(measured: Measured) -> int:
@@ -114,7 +119,7 @@ def machine() -> dict[str, object]:
 
 
 def document(measured: Measured) -> dict[str, object]:
-    """The row as JSON."""
+    """The row as JSON, where what is not a number is null."""
     row = measured.row
     return {
         "row": row.name,
@@ -122,6 +127,12 @@ def document(measured: Measured) -> dict[str, object]:
         "world_size": row.world_size,
         "judged": row.judged,
         "turns": _turns(measured),
-        "cells": [asdict(cell) for cell in cells(measured)],
+        "cells": [_without_nan(asdict(cell)) for cell in cells(measured)],
         "refused": measured.refused,
     }
+
+
+def _without_nan(told: Any) -> Any:
+    if isinstance(told, dict):
+        return {name: _without_nan(value) for name, value in told.items()}
+    return None if isinstance(told, float) and math.isnan(told) else told
