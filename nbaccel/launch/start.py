@@ -6,6 +6,7 @@ Both give every rank the same `RankBoot` and the same runtime (`worker.py`); wha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import random
@@ -62,7 +63,7 @@ class ForkStart:
 
         ports, python_rng = kernel_ports(), random.getstate()
         close_fds = [*self._keeper_fds, *kernel_fds]
-        with _quiet_tokenizers(), _frozen_heap():
+        with _quiet_tokenizers(), _frozen_heap(), _kept_thread_locals():
             thread = threading.Thread(target=fork_all, name="nbaccel-fork")
             thread.start()
             thread.join()
@@ -123,6 +124,21 @@ def _frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _kept_thread_locals() -> Iterator[None]:
+    """Keep what `threading.local` holds for this thread alive in ranks, where only the thread that forks lives on.
+
+    CPython drops in a forked child what belonged to the other threads. The destructors would run in every rank, and
+    close, tell a server, or delete what the kernel still uses; and each object that they free is a page to be copied.
+    """
+    thread_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
+    kept = ctypes.cast(thread_dict(), ctypes.py_object).value
+    try:
+        yield
+    finally:
+        del kept
 
 
 @contextlib.contextmanager

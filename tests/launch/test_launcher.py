@@ -307,6 +307,19 @@ def test_the_ranks_own_atexit_handlers_and_threads_finish_and_the_kernels_do_not
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atexit-0", "atexit-1", "thread-0", "thread-1"]
 
 
+def test_what_the_kernel_keeps_by_thread_is_not_destroyed_in_forked_ranks(tmp_path: Path) -> None:
+    class Connection:
+        def __del__(self) -> None:
+            (tmp_path / str(os.getpid())).touch()  # as one that tells its server would
+
+    own = threading.local()
+    own.connection = Connection()
+    assert launch(rank, 2, start_method="fork").values == [0, 1]
+    assert not list(tmp_path.iterdir())
+    del own.connection
+    assert (tmp_path / str(os.getpid())).exists()
+
+
 def test_presses_without_pause_do_not_put_off_the_end() -> None:
     def deaf() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
