@@ -28,6 +28,7 @@ TEXT_BYTES = 80
 
 _SLOT = struct.Struct(f"@QdqdHHHH{TEXT_BYTES}sQ")  # number, at, step, value, kind, bytes of text, part, parts after, …
 _NUMBER = struct.Struct("@Q")
+_NUMBER_OF_SLOT = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")
 _SLOTS = 8192  # 4 s of 2000 records; 1 MiB, shared with the kernel
 _SLOTS_PER_COPY = 512
 _LOOK_AHEAD = 64  # slots in which a record shows that the one before it will not come
@@ -171,7 +172,7 @@ class RingReader:
         if there > number:  # the oldest that is left is the one behind it
             self._lose(there + 1 - self._slots + _HEAD_START - number)
             return True
-        if not any(self._number_at(later) == later for later in range(number + 1, number + _LOOK_AHEAD)):
+        if not self._is_any_there(number + 1, _LOOK_AHEAD):
             return False
         if self._missed_at != number and not is_last:
             self._missed_at = number  # its thread may be writing it at this moment
@@ -192,6 +193,16 @@ class RingReader:
             self._parts.append(text)
         whole = after == 0 and part + 1 == len(self._parts)
         return b"".join(self._parts) if whole else None
+
+    def _is_any_there(self, first: int, count: int) -> bool:
+        """Whether one of `count` records from `first` on is there. In one piece: most often there is none, and a short
+        run would spend more on asking for each than on all it has to read."""
+        start = first % self._slots
+        end = start + min(count, self._slots)
+        block = self._map[start * _SLOT.size : end * _SLOT.size]
+        if end > self._slots:
+            block += self._map[: (end - self._slots) * _SLOT.size]
+        return any(number == later for later, (number,) in enumerate(_NUMBER_OF_SLOT.iter_unpack(block), first))
 
     def _number_at(self, number: int) -> int:
         return int(_NUMBER.unpack_from(self._map, number % self._slots * _SLOT.size)[0])

@@ -16,6 +16,8 @@ from nbaccel.launch.wire.ring import RingReader, RingWriter, make_ring
 
 Ends = tuple[RingWriter, RingReader]
 
+_SLOTS = 1024
+
 
 def ends(slots: int) -> Iterator[Ends]:
     fd = make_ring(slots)
@@ -28,7 +30,7 @@ def ends(slots: int) -> Iterator[Ends]:
 
 @pytest.fixture
 def ring() -> Iterator[Ends]:
-    yield from ends(1024)
+    yield from ends(_SLOTS)
 
 
 def test_records_arrive_once_and_in_order(ring: Ends) -> None:
@@ -92,6 +94,18 @@ def test_a_record_whose_thread_was_interrupted_does_not_hold_up_those_behind_it_
     writer.leave_out()
     writer.write(5)
     assert [record.kind for record in reader.read(is_last=True)] == [5]
+    assert reader.lost == 2
+
+
+def test_records_that_never_come_are_given_up_where_those_behind_them_are_at_the_rings_beginning(ring: Ends) -> None:
+    writer, reader = ring
+    for number in range(_SLOTS - 3):
+        writer.write(number)
+    assert len(list(reader.read())) == _SLOTS - 3
+    writer.leave_out()  # the last but one of the ring's slots: the first is that of every multiple
+    writer.leave_out()
+    writer.write(7)
+    assert [record.kind for record in reader.read(is_last=True)] == [7]
     assert reader.lost == 2
 
 
