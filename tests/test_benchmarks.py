@@ -20,7 +20,7 @@ from benchmarks.harness import Measured, Row, measure
 from benchmarks.loops import Training, contenders, nbaccel, raw
 from benchmarks.output import whole_lines
 from benchmarks.party import Bout, ContenderFailed, Party, Sample
-from benchmarks.protocol import Protocol
+from benchmarks.protocol import Protocol, parser
 from benchmarks.rows import GROUPS, REPORTS, rows, starts
 from benchmarks.table import cells, document, lines
 from benchmarks.targets import AtMost, OverRaw, Target
@@ -342,6 +342,12 @@ def test_every_name_of_a_row_has_its_rows() -> None:
     for group in GROUPS:
         for row in rows(group):
             assert row.targets.keys() <= row.contenders.keys(), row.name
+
+
+def test_by_default_every_row_has_the_turns_that_it_takes_to_tell() -> None:
+    rounds = parser("python -m benchmarks", "", GROUPS).parse_args([]).rounds
+    for row in (row for group in GROUPS for row in rows(group) if row.targets):
+        assert row.turns * rounds >= row.enough_turns, row.name
 
 
 @pytest.mark.parametrize(("result", "status"), [(0.0, 0), (1.0, 1)])

@@ -4,7 +4,8 @@
 
 First by place and number of ranks: from the error on the last rank to the moment when the slowest rank begins the next
 attempt. That holds waking the peers, cleaning up (a garbage collection), agreeing, and forming the group again. Then,
-for a model under a `MemLimit`: attempts, and the size they end at, for our rule and for Accelerate's (x 0.9).
+for a model under a `MemLimit`: attempts, and the size they end at, for our rule and, by the same decorator, for
+Accelerate's (x 0.9). Accelerate's own decorator is in `planner.py` and `rows/recovery.py`.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def sizes() -> Iterator[Finding]:
         fits = largest(megabytes * 1_000_000)
         for start in (128, 1024, 4096):
             what = f"model in {megabytes} MB, {fits} samples fit, beginning at {start}"
-            for who, reduce in (("nbaccel", None), ("Accelerate, x 0.9", nine_tenths)):
+            for who, reduce in (("nbaccel", None), ("Accelerate's rule, x 0.9", nine_tenths)):
                 tried = attempts(start, megabytes * 1_000_000, reduce)
                 yield Finding(what, f"{who}: attempts", len(tried), "")
                 yield Finding(what, f"{who}: ends at", tried[-1] / fits * 100, "% of what fits")
