@@ -92,12 +92,13 @@ class PhaseRecord:
         """Steps by which a rank is ahead of the leader, or behind it, when negative.
 
         Ranks say where they are at different moments: what the leader does in between is no lag, give or take half of
-        it, and one step.
+        it, and one step. While the pace is unknown nothing is said: what is heard first are all steps at once, of one
+        rank after the other.
         """
-        if self.leader is None or rank not in self.training:
+        pace = self.pace.steps_per_s
+        if pace is None or self.leader is None or rank not in self.training:
             return 0
-        seconds = self.said_at[rank] - self.said_at[self.leader]
-        meanwhile = seconds * (self.pace.steps_per_s or 0.0)
+        meanwhile = (self.said_at[rank] - self.said_at[self.leader]) * pace
         ahead = self.training[rank].step - self.training[self.leader].step - meanwhile
         return round(ahead) if abs(ahead) > 1 + abs(meanwhile) / 2 else 0
 

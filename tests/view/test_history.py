@@ -237,6 +237,15 @@ def test_a_rank_is_behind_or_ahead_by_steps_and_not_by_the_moment_at_which_it_sa
     assert lag_of_rank_1(140, seconds_later=0.0) == 40
 
 
+def test_no_rank_is_behind_while_the_pace_is_unknown() -> None:
+    history = History(2)
+    for step in range(64):  # both rings are read in one go, and rank 0 went on meanwhile
+        history.feed(1, 1.0, Progress(step, step, 1000))
+    for step in range(121):
+        history.feed(0, 1.0, Progress(step, step, 1000))
+    assert history.phase.lag(1) == 0
+
+
 def test_a_history_says_what_it_is() -> None:
     assert repr(a_run()) == "<History: 10 steps, 2 ranks; loss 0.1000, acc 0.7500>"
 

@@ -51,6 +51,7 @@ def test_a_loss_that_is_no_number_says_since_when_and_on_which_rank() -> None:
 
 def test_a_rank_that_is_behind_says_so() -> None:
     history = History(2)
+    history.feed(0, 0.0, Progress(step=0, batch=0))
     history.feed(0, 1.0, Progress(step=40, batch=40))
     history.feed(1, 1.0, Progress(step=35, batch=35))
     assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0)
