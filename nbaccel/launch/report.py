@@ -7,6 +7,7 @@ and the cell's line.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
@@ -21,6 +22,7 @@ from nbaccel.errors import RanksFailed
 __all__ = ["Failure", "Link", "describe", "show_as", "show_users_frames", "signal_name"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_ASYNCIO = os.path.join(os.path.dirname(contextlib.__file__), "asyncio")
 _CONTEXT_LINES = 2
 _FIRST_PLACES, _LAST_PLACES = 10, 20
 """How much of a long traceback is shown; an endless recursion has a thousand places."""
@@ -84,9 +86,23 @@ def _users_places(trace: TracebackType | None) -> list[Place]:
     frames = traceback.extract_tb(trace)
     return [
         (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame in frames
-        if not os.path.abspath(frame.filename).startswith(_OURS)
+        for frame, is_ours in zip(frames, _ours([frame.filename for frame in frames]), strict=True)
+        if not is_ours
     ]
+
+
+def _ours(filenames: list[str]) -> list[bool]:
+    """Which frames of a traceback are ours, or Python's own next to ours that only carry a call on."""
+    ours = [os.path.abspath(filename).startswith(_OURS) for filename in filenames]
+    for at in [*range(len(ours)), *reversed(range(len(ours)))]:
+        if _only_carries_on(filenames[at]):
+            ours[at] = ours[at] or any(ours[max(0, at - 1) : at + 2])
+    return ours
+
+
+def _only_carries_on(filename: str) -> bool:
+    """The loop that runs a cell's `await`, a generator that is a context, the ``__init__`` of a dataclass."""
+    return filename in ("<string>", contextlib.__file__) or os.path.dirname(filename) == _ASYNCIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +191,10 @@ def _current_error_without_our_frames() -> list[str]:
     error = sys.exception() or sys.last_value  # that of the cell, or of `%tb`
     assert error is not None
     kept = None
-    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = _ours([frame.f_code.co_filename for frame, _ in frames])
+    for (frame, number), is_ours in zip(reversed(frames), reversed(ours), strict=True):
+        if not is_ours:
             kept = TracebackType(kept, frame, frame.f_lasti, number)
     shell: Any = get_ipython()
     lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, kept)

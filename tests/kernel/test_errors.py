@@ -64,6 +64,25 @@ def test_a_launch_that_is_refused_shows_the_users_lines_and_none_of_ours(kernel:
     assert "functions.py" not in error.text, error.text
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "await fails()",
+        "Accelerator(mixed_precision='fp8')",
+        "with accelerator.split_between_processes(3): pass",
+    ],
+)
+def test_frames_of_python_that_only_carry_our_calls_are_not_shown(kernel: RealKernel, line: str) -> None:
+    kernel.do("""
+        from nbaccel import Accelerator
+        async def fails(): raise ValueError("on purpose")
+    """)
+    cell = kernel.run(f"%%accelerate -n 2\n{line}")
+    assert cell.error is not None
+    assert FRAME.findall(cell.error.text), cell.error.text
+    assert "File " not in cell.error.text, cell.error.text
+
+
 def test_a_name_that_only_the_unwrapped_model_has_is_said_to_be_under_the_wrapper(kernel: RealKernel) -> None:
     cell = kernel.run("""
         %%accelerate -n 2
