@@ -38,6 +38,34 @@ def test_importing_costs_next_to_nothing() -> None:
     assert min(float(fresh_python(code)) for _ in range(3)) < 5 * BUDGET_S
 
 
+FIRST_STEP = """
+import json, sys, torch
+
+def step(prepare, backward):
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+
+step(lambda *things: things, torch.Tensor.backward)
+raw = set(sys.modules)
+from nbaccel import Accelerator
+accelerator = Accelerator(cpu=True)
+step(accelerator.prepare, accelerator.backward)
+print(json.dumps([name for name in sys.modules if name not in raw]))
+"""
+
+
+@pytest.mark.slow
+def test_a_first_step_alone_loads_what_it_needs_and_what_checkpoints_are_written_with() -> None:
+    loaded = json.loads(fresh_python(FIRST_STEP))
+    assert "nbaccel.train.accelerator" in loaded
+    assert {name.partition(".")[0] for name in loaded} == {"nbaccel", "safetensors"}
+    elsewhere = ("cli", "launch", "notebook", "view", "trackers", "testing", "train.executable")
+    assert not [name for name in loaded if name.startswith(tuple(f"nbaccel.{room}" for room in elsewhere))]
+    assert "nbaccel.train.strategies.replicated" not in loaded
+
+
 def test_all_is_what_is_visible() -> None:
     assert nbaccel.__all__ == sorted(nbaccel.__all__)
     assert set(dir(nbaccel)) == {*nbaccel.__all__, "__version__", "load_ipython_extension", "unload_ipython_extension"}
