@@ -6,13 +6,12 @@ reads attributes by which transformers, bitsandbytes and accelerate mark such mo
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.train.strategies.base import without_compile
+from nbaccel.train.warned import warn_user
 from nbaccel.world import World
 
 __all__ = ["admit", "backend_name", "compiled", "is_compiled_module", "is_spread", "keep_compiled", "may_move"]
@@ -31,10 +30,9 @@ def admit(model: Module, world: World, device: torch.device) -> Module:
     """
     if isinstance(model, DataParallel):
         if world.is_main_process:
-            warnings.warn(
+            warn_user(
                 "the model was wrapped in nn.DataParallel; prepare took it out, since every process drives one "
                 "device here. Leave the wrapper out.",
-                stacklevel=4,
             )
         model = model.module
     if world.is_distributed:
@@ -105,11 +103,10 @@ def _refuse_spread(model: Module, world: World, device: torch.device) -> None:
 def _warn_of_neighbour(model: Module, world: World, device: torch.device) -> None:
     foreign = {place for place in _devices(model) if place.startswith("cuda") and place != str(device)}
     if foreign and device.type == "cuda":
-        warnings.warn(
+        warn_user(
             f"rank {world.rank} of {world.world_size} made {_name(model)} on {foreign.pop()}, where another rank "
             f"trains: prepare moves it to {device}, but what it took there is not given back. Leave .cuda() out, or "
             "use .to(accelerator.device).",
-            stacklevel=5,
         )
 
 

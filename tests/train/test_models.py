@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -367,3 +368,21 @@ def test_a_model_of_transformers_trains_the_same_with_recomputed_blocks() -> Non
     plain, recomputed = (run_ranks(2, _language_model, is_on) for is_on in (False, True))
     assert plain[0][1] == plain[1][1]
     assert recomputed == plain
+
+
+def _where_prepare_warns() -> list[str]:
+    accelerator = Accelerator()
+    data = torch.utils.data.TensorDataset(torch.arange(12.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.prepare(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
+        accelerator.prepare_model(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
+        accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=64))
+        accelerator.prepare_data_loader(torch.utils.data.DataLoader(data, batch_size=64))
+    return [warning.filename for warning in caught]
+
+
+def test_what_prepare_warns_of_stands_at_the_users_line() -> None:
+    of_main, of_other = run_ranks(2, _where_prepare_warns)
+    assert of_main == [__file__] * 4
+    assert of_other == [__file__] * 2

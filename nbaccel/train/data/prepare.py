@@ -5,7 +5,6 @@ The choices are those of a `DataLoaderConfiguration`; what the ranks must agree 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.sources import IndexSource, Source, StreamSource, length_of, rebuilt
+from nbaccel.train.warned import warn_user
 from nbaccel.world import World
 
 __all__ = ["Facts", "prepare_loader", "skip_first_batches"]
@@ -147,17 +147,15 @@ class _Choice:
         short = f"the dataset has {samples} samples, fewer than one batch of {size} for each of {ranks} ranks"
         smaller = max(1, samples // ranks)
         if self.loader.drop_last:
-            warnings.warn(
+            warn_user(
                 f"{short}, and drop_last drops what is left: every epoch is empty. Use a batch_size of at most "
                 f"{smaller}, or drop_last=False.",
-                stacklevel=2,
             )
         elif self.configuration.even_batches:
             wanted = ranks * size
-            warnings.warn(
+            warn_user(
                 f"{short}: every epoch is one step, in which {wanted - samples} of {wanted} samples are repeats "
                 f"(gather_for_metrics leaves them out). A batch_size of at most {smaller} repeats less.",
-                stacklevel=2,
             )
 
 

@@ -35,6 +35,7 @@ from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.faces.exporting import Exporting
 from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.warned import warn_user
 
 __all__ = ["ON_SAVE_ERROR", "Checkpointing", "Registered"]
 
@@ -361,10 +362,9 @@ class Checkpointing(Exporting):
         derived = [rank for rank, reason in enumerate(missing) if reason]
         if derived and self.is_main_process:
             ranks = ", ".join(map(str, derived))
-            warnings.warn(
+            warn_user(
                 f"rank(s) {ranks} of {self.num_processes} begin new random numbers, derived from the seed, the step "
                 f"and rank: {missing[derived[0]]}. (A save on the main process only, or with fewer ranks, has none.)",
-                stacklevel=3,
             )
 
     def _from_main(self, ask: Callable[[], _T]) -> _T:
