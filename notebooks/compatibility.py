@@ -126,7 +126,8 @@ GROUPS = (
         autocast, clip_grad_norm_, clip_grad_value_, unscale_gradients, optimizer_step_was_skipped | yes
         gather | differs | values without a tensor, such as texts, are gathered too
         gather_for_metrics | differs | mappings that hold texts keep their values
-        reduce, pad_across_processes | yes
+        reduce | differs | `scale` holds on every device; in Accelerate on a TPU alone
+        pad_across_processes | yes
         split_between_processes | differs | also ranges, arrays and sets; a mapping is not changed in place
         wait_for_everyone, main_process_first, local_main_process_first, print | yes
         on_main_process, on_local_main_process, on_last_process, on_process, on_local_process | yes
@@ -137,7 +138,8 @@ GROUPS = (
         save_state | differs | atomic and checked; no collective, so it may be called on the main process only
         load_state | differs | reads Accelerate's folders too; pickles only with `trust=True`
         register_for_checkpointing, register_save_state_pre_hook, register_load_state_pre_hook | yes
-        save, save_model, get_state_dict, unwrap_model, save_iteration, project_dir, logging_dir | yes
+        get_state_dict | differs | the names of a compiled model come without `_orig_mod.`
+        save, save_model, unwrap_model, save_iteration, project_dir, logging_dir | yes
         free_memory, clear | yes
         end_training | yes
         init_trackers | differs | a missing package is an error with the command that installs it
@@ -199,7 +201,8 @@ GROUPS = (
         set_seed, synchronize_rng_state, synchronize_rng_states, RNGType | yes
         gather | differs | values without a tensor are gathered too
         gather_object | differs | mappings are joined by key; a value that cannot be pickled is an error on every rank
-        reduce, broadcast, broadcast_object_list, pad_across_processes, wait_for_everyone | yes
+        reduce | differs | `scale` holds on every device; in Accelerate on a TPU alone
+        broadcast, broadcast_object_list, pad_across_processes, wait_for_everyone | yes
         concatenate, send_to_device, recursively_apply, slice_tensors, listify, is_torch_tensor | yes
         find_batch_size, convert_to_fp32, convert_outputs_to_fp32 | yes
         extract_model_from_parallel, release_memory, patch_environment | yes
