@@ -22,9 +22,9 @@ from typing import Any, Self
 
 from nbaccel.errors import CannotSend
 from nbaccel.launch.home import Home, anchors_of
-from nbaccel.launch.rank.wrappers import is_wrapper, plain, undress
 from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, size_of, unpack
+from nbaccel.launch.wire.wrappers import is_wrapper, plain, undress
 
 __all__ = [
     "RESULT",

@@ -15,8 +15,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from nbaccel.launch.rank.describing import described
-from nbaccel.launch.rank.wrappers import plain
 from nbaccel.launch.snapshot import Scene, Value
+from nbaccel.launch.wire.wrappers import plain
 
 __all__ = ["is_users", "left_behind", "scenes"]
 

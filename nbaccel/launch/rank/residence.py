@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.cell import new_main
-from nbaccel.launch.rank.wrappers import plain
 from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack, size_of, unpack
+from nbaccel.launch.wire.wrappers import plain
 
 __all__ = ["Pull", "Push", "Residence"]
 

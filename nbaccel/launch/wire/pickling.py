@@ -17,8 +17,8 @@ from typing import Any
 
 import cloudpickle
 
-from nbaccel.launch.rank.wrappers import is_wrapper, plain
 from nbaccel.launch.wire.refusal import Refused, refuse_what_lives_here
+from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
 __all__ = ["Contents", "Packer", "Unpacker"]
 

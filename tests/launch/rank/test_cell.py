@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nbaccel.launch.rank.cell import CellSource, CellTask
-from nbaccel.launch.rank.wrappers import plain
+from nbaccel.launch.wire.wrappers import plain
 
 
 class Bunch(dict[str, Any]):
