@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from benchmarks import checkpoints, history, orphans
 from benchmarks.harness import Row, measure
 from benchmarks.kernels import LAUNCHERS, PLAIN
 from benchmarks.rows import inference, recovery, saves
+
+
+@pytest.fixture(autouse=True)
+def _disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that write to a disk make the repository's build folder, where there is none yet."""
+    monkeypatch.setattr(saves, "_DISK", tmp_path)
 
 
 def _forgetful(scene: recovery._Scene) -> torch.Tensor:
