@@ -24,7 +24,7 @@ from nbaccel.errors import CannotSend
 from nbaccel.launch.home import Home, anchors_of
 from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, size_of, unpack
-from nbaccel.launch.wire.wrappers import is_wrapper, plain, undress
+from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
 __all__ = [
     "RESULT",
@@ -155,8 +155,6 @@ class CellTask(Task):
         if rank != self.speaker:
             return Results()
         values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
-        if self.home is None:
-            undress(values.values())
         facts: dict[str, Any] = {
             "sizes": {name: size_of(value) for name, value in values.items()},
             "not_asked": self._data_not_asked_for() if self.home is None else [],

@@ -156,10 +156,10 @@ def _reduce_to_what_was_written(obj: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(obj, torch.nn.Module) or not is_wrapper(vars(obj).get("forward")):
         return None
-    make, args, state, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if not isinstance(state, dict):  # a __getstate__ of the user's own, which knows best
-        return None
-    return make, args, {name: value for name, value in state.items() if name != "forward"}, *rest
+    match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
+        case (make, args, dict(state), *rest):
+            return make, args, {name: value for name, value in state.items() if name != "forward"}, *rest
+    return None  # a __reduce__ or __getstate__ of the user's own, which knows best
 
 
 def _itself(obj: Any) -> Any:

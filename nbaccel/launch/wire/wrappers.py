@@ -5,11 +5,9 @@ Objects of `nbaccel.train` say what they wrap by `__nbaccel_unwrap__`: this room
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["is_wrapper", "plain", "undress"]
+__all__ = ["is_wrapper", "plain"]
 
 
 def plain(value: Any) -> Any:
@@ -21,9 +19,9 @@ def plain(value: Any) -> Any:
     kind = type(value)
     if is_wrapper(value):
         return value.__nbaccel_unwrap__()
-    if any(base.__module__.startswith("torch.nn.parallel.") for base in kind.__mro__):
+    if any(str(base.__module__).startswith("torch.nn.parallel.") for base in kind.__mro__):  # None, if a class says so
         return plain(value.module)
-    if kind.__module__.startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):
+    if str(kind.__module__).startswith("torch._dynamo.") and hasattr(value, "_orig_mod"):
         return plain(value._orig_mod)
     return value
 
@@ -31,13 +29,3 @@ def plain(value: Any) -> Any:
 def is_wrapper(value: Any) -> bool:
     """Whether `value` says what it wraps. Its class is asked: a `__getattr__` of the user's may do anything."""
     return hasattr(type(value), "__nbaccel_unwrap__")
-
-
-def undress(values: Iterable[Any]) -> None:
-    """Take from each model what `prepare` put before its class's own forward. Where the run is over, it has served."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
-    for model in values:
-        if isinstance(model, torch.nn.Module) and is_wrapper(vars(model).get("forward")):
-            del model.forward

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tqdm import tqdm
 
+from nbaccel import Accelerator
 from nbaccel.errors import CannotSend
 from nbaccel.launch.wire.parcel import Parcel, pack, pack_what_can_travel, size_of, unpack
 
@@ -63,6 +64,33 @@ def notebook(source: str) -> dict[str, Any]:
 
 
 # What is shared stays shared ----------------------------------------------------------------------------------------
+
+
+class _Remade(torch.nn.Linear):
+    """A model that is pickled in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Remade, ()
+
+
+class _OfNoModule:
+    pass
+
+
+_OfNoModule.__module__ = None  # type: ignore[assignment]
+
+
+def test_as_written_leaves_objects_alone_that_are_pickled_in_their_own_way() -> None:
+    dressed = Accelerator("bf16", cpu=True).prepare(_Remade())
+    parcel, refused = pack_what_can_travel({"models": [dressed], "odd": [_OfNoModule()]}, as_written=True)
+    assert refused == {}
+    (model,) = unpack(parcel.fd)["models"]
+    assert type(model) is _Remade
+    assert "forward" not in vars(model)
+    os.close(parcel.fd)
 
 
 def test_names_of_one_object_are_one_object_again() -> None:
