@@ -63,7 +63,7 @@ class ForkStart:
 
         ports, python_rng = kernel_ports(), random.getstate()
         close_fds = [*self._keeper_fds, *kernel_fds]
-        with _quiet_tokenizers(), _frozen_heap(), _kept_thread_locals():
+        with _quiet_tokenizers(), _kept_thread_locals():
             thread = threading.Thread(target=fork_all, name="nbaccel-fork")
             thread.start()
             thread.join()
@@ -84,7 +84,10 @@ class ForkStart:
         python_rng: Any,
     ) -> RankProcess:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        pid = os.fork()
+        with _no_collections():
+            pid = os.fork()
+            if pid == 0:
+                gc.freeze()  # a collection would write to all that the notebook holds, and so copy its pages
         if pid == 0:
             try:
                 close_kernel_sockets(ports)
@@ -117,13 +120,19 @@ class ZygoteStart:
 
 
 @contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Keep the children's garbage collector off the kernel's objects: touching them would copy their pages."""
-    gc.freeze()
+def _no_collections() -> Iterator[None]:
+    """Switch the garbage collector off while the block runs, and on again where it was on.
+
+    The collector's lists are left as they are: `gc.freeze` and `gc.unfreeze` in the kernel would move the young garbage
+    of every cell into the oldest generation, which is collected once in dozens of cells.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if was_on:
+            gc.enable()
 
 
 @contextlib.contextmanager

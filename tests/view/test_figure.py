@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import subprocess
 import sys
+import weakref
 
 import matplotlib
 import pytest
@@ -84,6 +86,18 @@ def test_a_picture_is_kept_with_words() -> None:
     assert sorted(data) == ["image/png", "text/plain"]
     assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
     assert metadata["image/png"]["alt"] == data["text/plain"] == "loss 0.5"
+
+
+def test_a_figure_is_freed_with_all_its_pixels_when_its_picture_is_made() -> None:
+    gc.disable()
+    try:
+        figure = draw(a_run(2, 50))
+        parts = [weakref.ref(part) for part in (figure, *figure.axes, *figure.axes[0].lines)]
+        picture(figure, "")
+        del figure
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
 
 
 def test_a_notebook_s_style_is_neither_used_nor_changed() -> None:

@@ -1,0 +1,76 @@
+"""Forking ranks: the garbage collector of the notebook goes on as if nothing had been forked."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from nbaccel.launch.functions import launch
+
+
+@pytest.fixture(params=[True, False], ids=["on", "off"])
+def collects(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the notebook's collector is on. The notebook has frozen objects, as before forks of its own."""
+    gc.freeze()
+    if not request.param:
+        gc.disable()
+    yield request.param
+    gc.enable()
+    gc.unfreeze()
+
+
+class Link:
+    """Refers to itself: only the garbage collector can free it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def collector() -> tuple[bool, tuple[int, int, int], int]:
+    """What a program can ask of it."""
+    return gc.isenabled(), gc.get_threshold(), len(gc.callbacks)
+
+
+def test_the_collector_is_on_or_off_as_before_in_the_notebook_and_in_its_ranks(collects: bool) -> None:
+    frozen, here = gc.get_freeze_count(), collector()
+    assert launch(collector, 2, start_method="fork", cpu=True).values == [here, here]
+    assert (gc.get_freeze_count(), collector()) == (frozen, here)
+
+
+def test_young_garbage_of_the_notebook_stays_young() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        garbage = weakref.ref(Link())
+        launch(int, 1, start_method="fork", cpu=True)
+        gc.collect(0)
+        assert garbage() is None, "a launch moved it into the oldest generation"
+    finally:
+        gc.enable()
+
+
+def test_a_rank_never_looks_at_what_the_notebook_holds() -> None:
+    """A collection writes to all that it looks at: each page of it would be copied in each rank."""
+
+    def looked_at() -> int:
+        return sum(type(item) is Link for item in gc.get_objects())
+
+    gc.collect()
+    held = [Link() for _ in range(100)]
+    assert looked_at() == len(held)
+    assert launch(looked_at, 1, start_method="fork", cpu=True).value == 0
+
+
+def test_a_fork_that_fails_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
+    def refuse() -> int:
+        raise OSError("no more processes")
+
+    frozen, here = gc.get_freeze_count(), collector()
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(OSError, match="no more processes"):
+        launch(int, 2, start_method="fork", cpu=True)
+    assert (gc.get_freeze_count(), collector()) == (frozen, here)
