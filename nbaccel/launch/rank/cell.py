@@ -23,7 +23,8 @@ from typing import Any, Self
 from nbaccel.errors import CannotSend
 from nbaccel.launch.home import Home, anchors_of
 from nbaccel.launch.spec import Results, Task
-from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, size_of, unpack
+from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack
+from nbaccel.launch.wire.weight import size_of, sizes_of
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
 __all__ = [
@@ -156,7 +157,7 @@ class CellTask(Task):
             return Results()
         values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
         facts: dict[str, Any] = {
-            "sizes": {name: size_of(value) for name, value in values.items()},
+            "sizes": sizes_of(values),
             "not_asked": self._data_not_asked_for() if self.home is None else [],
         }
         if self._has_last:

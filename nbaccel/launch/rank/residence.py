@@ -9,7 +9,8 @@ from typing import Any, Self
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.cell import new_main
 from nbaccel.launch.spec import Results, Task
-from nbaccel.launch.wire.parcel import Parcel, pack, size_of, unpack
+from nbaccel.launch.wire.parcel import Parcel, pack, unpack
+from nbaccel.launch.wire.weight import sizes_of
 from nbaccel.launch.wire.wrappers import plain
 
 __all__ = ["Pull", "Push", "Residence"]
@@ -107,7 +108,7 @@ class Pull(_HomeTask):
             return Results()
         values = {name: plain(self.namespace[name]) for name in self.names if name in self.namespace}
         missing = {name: f"rank {rank} has no such name" for name in self.names if name not in self.namespace}
-        return Results(values, missing, facts={"sizes": {name: size_of(value) for name, value in values.items()}})
+        return Results(values, missing, facts={"sizes": sizes_of(values)})
 
     def pack(self) -> Parcel:
         return pack({"names": self.names, "speaker": self.speaker})

@@ -1,135 +1,292 @@
-"""Weight: how many bytes of a value would travel, without pickling it. Runs in the kernel, before a launch.
+"""Weight: how many bytes of a value would travel, without pickling it. Runs in the kernel and in ranks.
 
 An estimate to decide and to warn by, not an account: storages count whole and once, as they travel; long containers
 are sampled; code weighs nothing.
+
+It ends on every object, and runs no code of the user's. Containers are read by the methods of the builtin types, other
+objects by what they hold in memory (`gc.get_referents`, which asks C alone). What an object makes when it is asked is
+not looked at: properties, ``__getattr__``, ``items`` or ``__len__`` of the user's, ``flat`` of a numpy scalar. Also the
+type is the true one: a proxy's ``__class__`` is a property like any other.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import inspect
 import sys
+import time
 import types
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["size_of", "sizes_on_devices"]
+__all__ = ["size_of", "sizes_of", "sizes_on_devices"]
 
-_SAMPLE = 1000
-"""Elements of a container that are looked at; a longer one is taken for more of the same."""
+_PASSES = ((1000, 0.7), (30, 0.9), (3, 1.0))
+"""Elements of a container that are looked at (a longer one is taken for more of the same), and the part of the time
+that is over then. A value of too many objects is weighed anew with a smaller sample: lists of a thousand lists of a
+thousand lists take 30 ** 3 objects. What the last pass does not reach is taken for as large as what it met. Storages
+are never multiplied, so those that are not met do not count."""
 
-_WEIGHTLESS = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, property)
+_MOST_OBJECTS = 200_000
+"""Looked at in one pass; a transformers Trainer is 4,000 of them."""
+
+_MOST_SECONDS = 0.3
+"""For one value. The kernel waits meanwhile, and a launch may look at the notebook three times."""
+
+_MOST_SECONDS_OF_SEVERAL = 1.0
+
+_CLOSED = (
+    *(type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType),
+    *(property, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType),
+)
+"""What leads from an object to the rest of the process, or nowhere."""
+
+_PLAIN = (str, bytes, bytearray, int, float, complex)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+
+_SPARSE_PARTS = {
+    "sparse_coo": ("_indices", "_values"),
+    **dict.fromkeys(["sparse_csr", "sparse_bsr"], ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys(["sparse_csc", "sparse_bsc"], ("ccol_indices", "row_indices", "values")),
+}
+"""What a tensor of such a layout is made of."""
 
 
 def size_of(value: Any) -> int:
-    """Bytes that would travel with `value`, roughly.
+    """Return the bytes that would travel with `value`, roughly.
 
     >>> size_of(b"x" * 1000) >= 1000
     True
     """
-    return round(_Scale().weigh(value))
+    return round(_weighed(value, _MOST_SECONDS))
+
+
+def sizes_of(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes that would travel with each of `values` alone, roughly.
+
+    Together they take a second at most: each may take half of what is left of it.
+
+    >>> sizes_of({"rows": [b"x" * 1000] * 2, "none": None})["rows"] >= 1000
+    True
+    """
+    end = time.monotonic() + _MOST_SECONDS_OF_SEVERAL
+    return {
+        name: round(_weighed(value, min(_MOST_SECONDS, (end - time.monotonic()) / 2))) for name, value in values.items()
+    }
 
 
 def sizes_on_devices(values: Mapping[str, Any]) -> dict[str, Counter[str]]:
     """For each device that is not the host, the bytes there by name; what several names share counts for the first.
 
+    Not sampled. Names that 0.3 s do not reach are left out.
+
     >>> sizes_on_devices({"x": b"on the host"})
     {}
     """
-    scale = _DeviceScale()
+    scale = _Scale(time.monotonic() + _MOST_SECONDS, sample=_MOST_OBJECTS)
     sizes: dict[str, Counter[str]] = {}
     for name, value in values.items():
-        scale.found.clear()
+        scale.on_devices.clear()
         scale.weigh(value)
-        for device, nbytes in scale.found.items():
+        for device, nbytes in scale.on_devices.items():
             sizes.setdefault(device, Counter())[name] += nbytes
     return sizes
 
 
-class _Scale:
-    """Weighs objects, each memory and each object once."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its id
-        self._memory: set[tuple[str, int]] = set()
-
-    def weigh(self, value: Any) -> float:
-        """Bytes of `value` and all it is made of; `share` is how many of its like a sampled element stands for."""
-        total, todo = 0.0, [(value, 1.0)]
-        while todo:
-            obj, share = todo.pop()
-            if id(obj) in self._seen or isinstance(obj, _WEIGHTLESS):
-                continue
-            self._seen[id(obj)] = obj
-            if (memory := _memory_of(obj)) is not None:
-                total += self._weigh_memory(*memory)
-                continue
-            nbytes, count, parts = _anatomy(obj)
-            sample = list(islice(parts, _SAMPLE))
-            total += share * nbytes
-            todo.extend((part, share * count / max(1, len(sample))) for part in sample)
-        return total
-
-    def _weigh_memory(self, device: str, address: int, nbytes: int) -> int:
-        is_new = (device, address) not in self._memory
-        self._memory.add((device, address))
-        return nbytes if is_new else 0
+def _weighed(value: Any, seconds: float) -> float:
+    """Bytes of `value` by the largest sample for which the time is enough."""
+    began, least = time.monotonic(), 0.0
+    for sample, share in _PASSES:
+        weight = _Scale(began + share * seconds, sample).weigh(value)
+        least = max(least, weight.met_bytes)
+        if weight.is_whole:
+            break
+    return max(weight.nbytes, least)
 
 
-class _DeviceScale(_Scale):
-    """Notes what it weighs on devices.
+class _Weight(NamedTuple):
+    """Bytes of a value: of what was met, and with an estimate of the rest.
 
-    found: bytes by device.
+    is_whole: there is no rest, but for what the sample leaves out.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
+    met_bytes: float
+    nbytes: float
+    is_whole: bool
+
+
+class _Scale:
+    """Weighs objects, each memory and each object once.
+
+    until: when to stop, in `time.monotonic()`.  sample: elements of a container that are looked at.
+    on_devices: bytes by device that is not the host, of what was weighed since it was cleared.
+    """
+
+    def __init__(self, until: float, sample: int) -> None:
+        self.on_devices: Counter[str] = Counter()
+        self._until = until
+        self._sample = sample
+        self._seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its id
+        self._memory: set[tuple[str, int]] = set()
+        self._ways: dict[int, _Way] = {}  # by the id of the type: a metaclass may have a hash of its own
+
+    def weigh(self, value: Any) -> _Weight:
+        """Bytes of `value` and all it is made of; `share` is how many of its like a sampled element stands for."""
+        memory = own = met = 0.0
+        todo = [(value, 1.0)]
+        most = len(self._seen) + _MOST_OBJECTS
+        while todo and len(self._seen) < most and (time.monotonic() < self._until or not self._seen):
+            obj, share = todo.pop()
+            if id(obj) in self._seen:
+                continue
+            self._seen[id(obj)] = obj
+            kind = type(obj)
+            way = self._ways.get(id(kind)) or self._ways.setdefault(id(kind), _way_into(kind))
+            try:
+                anatomy = way(obj)
+                parts = list(islice(anatomy.parts, self._sample))
+            except Exception:  # a foreign class of tensors, or a container that another thread has changed meanwhile
+                continue
+            met += share
+            own += share * anatomy.nbytes
+            if anatomy.memory is not None:
+                memory += self._weigh_memory(*anatomy.memory)
+            if parts:
+                share *= anatomy.holds / len(parts)
+                todo.extend((part, share) for part in parts)
+        rest = sum(share for _, share in todo)
+        return _Weight(memory + own, memory + own * (1 + rest / max(1.0, met)), is_whole=not todo)
 
     def _weigh_memory(self, device: str, address: int, nbytes: int) -> int:
-        nbytes = super()._weigh_memory(device, address, nbytes)
-        if nbytes and device not in ("cpu", "meta"):
-            self.found[device] += nbytes
+        if (device, address) in self._memory:
+            return 0
+        self._memory.add((device, address))
+        if device != "cpu":
+            self.on_devices[device] += nbytes
         return nbytes
 
 
-def _memory_of(obj: Any) -> tuple[str, int, int] | None:
-    """Device, address and bytes of the storage behind a tensor or an array; None for other objects."""
+class _Anatomy(NamedTuple):
+    """What an object is made of.
+
+    nbytes: of the object itself.  holds: how many objects.  parts: these; iterating makes no new ones.
+    memory: device, address and bytes of the storage behind a tensor or an array.
+    """
+
+    nbytes: int = 0
+    holds: int = 0
+    parts: Iterable[Any] = ()
+    memory: tuple[str, int, int] | None = None
+
+
+_Way = Callable[[Any], _Anatomy]
+
+
+def _way_into(kind: type) -> _Way:
+    """How objects of exactly this type are looked at. `issubclass` of these classes asks nothing of the user's."""
     torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(obj, torch.Tensor):
+    if issubclass(kind, _CLOSED):
+        return lambda obj: _Anatomy()
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return _tensor
+    if torch is not None and issubclass(kind, torch.UntypedStorage):
+        return _storage
+    if np is not None and issubclass(kind, np.ndarray):
+        return _array
+    if issubclass(kind, _PLAIN) or (np is not None and issubclass(kind, np.generic)):
+        return functools.partial(_leaf, _size_in_memory(kind))
+    if issubclass(kind, types.FunctionType):
+        return _function
+    if issubclass(kind, dict):
+        return functools.partial(_mapping, is_exact=kind is dict)
+    for base in _CONTAINERS:
+        if issubclass(kind, base):
+            return functools.partial(_container, base, is_exact=kind is base)
+    return functools.partial(_object, _size_in_memory(kind))
+
+
+def _size_in_memory(kind: type) -> Callable[[Any], int]:
+    """The ``__sizeof__`` of a type that is written in C, as arrow's tables have one; else that of every object."""
+    method = inspect.getattr_static(kind, "__sizeof__", None)
+    is_c = isinstance(method, types.MethodDescriptorType | types.WrapperDescriptorType)
+    sizeof: Callable[[Any], int] = method if is_c else object.__sizeof__
+    return sizeof
+
+
+def _leaf(sizeof: Callable[[Any], int], obj: Any) -> _Anatomy:
+    return _Anatomy(sizeof(obj))
+
+
+def _object(sizeof: Callable[[Any], int], obj: Any) -> _Anatomy:
+    parts = gc.get_referents(obj)
+    return _Anatomy(sizeof(obj), len(parts), parts)
+
+
+def _mapping(obj: Any, is_exact: bool) -> _Anatomy:
+    count, parts = 2 * dict.__len__(obj), chain.from_iterable(dict.items(obj))
+    return _Anatomy(0, count, parts) if is_exact else _and_attributes(obj, 0, count, parts)
+
+
+def _container(base: Any, obj: Any, is_exact: bool) -> _Anatomy:
+    count, parts = base.__len__(obj), base.__iter__(obj)
+    return _Anatomy(8 * count, count, parts) if is_exact else _and_attributes(obj, 8 * count, count, parts)
+
+
+def _and_attributes(obj: Any, nbytes: int, count: int, parts: Iterable[Any]) -> _Anatomy:
+    """An object of a class derived from a container's, which may have attributes; of a long one they are left out."""
+    if count > _PASSES[0][0] // 2:
+        return _Anatomy(nbytes, count, parts)
+    referents = gc.get_referents(obj)  # the elements are among them: what was met already is passed over
+    return _Anatomy(nbytes, count + len(referents), chain(parts, referents))
+
+
+def _function(function: Any) -> _Anatomy:
+    """What a function has closed over and its defaults. Its globals are everybody's."""
+    closure = [part for cell in function.__closure__ or () for part in gc.get_referents(cell)]
+    parts = [*closure, function.__defaults__, function.__kwdefaults__]
+    return _Anatomy(0, len(parts), parts)
+
+
+def _array(array: Any) -> _Anatomy:
+    """An array; of objects only where its elements are the objects themselves, as they are not in a structured one."""
+    np = sys.modules["numpy"]
+    read = functools.partial(_attribute, np.ndarray)  # classes derived from it may answer in any way
+    dtype = read(array, "dtype")
+    if dtype.hasobject:
+        parts = read(array, "flat") if dtype.kind == "O" else ()
+        return _Anatomy(int(read(array, "nbytes")), int(read(array, "size")), parts)
+    while isinstance(base := read(array, "base"), np.ndarray):
+        array = base
+    is_file = issubclass(type(array), np.memmap)  # only its name travels
+    address = read(array, "__array_interface__")["data"][0]
+    return _Anatomy(memory=("cpu", address, 0 if is_file else int(read(array, "nbytes"))))
+
+
+def _tensor(tensor: Any) -> _Anatomy:
+    torch = sys.modules["torch"]
+    with torch._C.DisableTorchFunctionSubclass():  # classes derived from it may answer in any way
+        device = str(tensor.device)
         try:
-            storage = obj.untyped_storage()
-            return str(obj.device), storage.data_ptr() or id(obj), storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # sparse, or a subclass without memory of its own
-            return str(obj.device), id(obj), obj.element_size() * obj.numel()
-    if np is not None and isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
-        while isinstance(obj.base, np.ndarray):
-            obj = obj.base
-        is_file = isinstance(obj, np.memmap)  # only its name travels
-        return "cpu", obj.__array_interface__["data"][0], 0 if is_file else int(obj.nbytes)
-    return None
+            return _Anatomy(memory=_memory_of(torch.Tensor.untyped_storage(tensor), device, id(tensor)))
+        except (NotImplementedError, RuntimeError):  # sparse, or a class without memory of its own
+            parts = _SPARSE_PARTS.get(str(tensor.layout).removeprefix("torch."), ())
+            held = [getattr(torch.Tensor, name)(tensor) for name in parts] or [tensor]
+            return _Anatomy(memory=(device, id(tensor), sum(part.element_size() * part.numel() for part in held)))
 
 
-def _anatomy(obj: Any) -> tuple[int, int, Iterable[Any]]:
-    """Bytes of the object itself, how many objects it is made of, and these."""
-    if isinstance(obj, (str, bytes, bytearray, int, float, complex)):
-        return sys.getsizeof(obj), 0, ()
-    if isinstance(obj, Mapping):
-        return 0, 2 * len(obj), chain.from_iterable(obj.items())
-    if isinstance(obj, (list, tuple, set, frozenset, deque)):
-        return 8 * len(obj), len(obj), obj
-    if isinstance(obj, types.FunctionType):
-        return 0, len(obj.__closure__ or ()), map(_content, obj.__closure__ or ())
-    if isinstance(obj, types.MethodType):
-        return 0, 1, (obj.__self__,)
-    if hasattr(type(obj), "flat") and hasattr(type(obj), "dtype"):  # an array of objects
-        return 8 * obj.size, obj.size, obj.flat
-    attributes = getattr(obj, "__dict__", {})
-    return sys.getsizeof(obj), len(attributes), attributes.values()
+def _storage(storage: Any) -> _Anatomy:
+    return _Anatomy(memory=_memory_of(storage, str(storage.device), id(storage)))
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return None
+def _memory_of(storage: Any, device: str, otherwise: int) -> tuple[str, int, int]:
+    """otherwise: stands for the address of a storage that has none."""
+    nbytes = 0 if device == "meta" else storage.nbytes()  # of a tensor on "meta" only the shape travels
+    return device, storage.data_ptr() or otherwise, nbytes
+
+
+def _attribute(kind: type, obj: Any, name: str) -> Any:
+    """An attribute of `obj` as `kind`, a base class of its own, has it."""
+    return vars(kind)[name].__get__(obj)
