@@ -1,7 +1,7 @@
 """Hangs: no rank gets on any more. Noticed, explained and, if the user set a limit, ended. Runs in the kernel.
 
 A rank gets on when it enters a step or a collective of ours, which the control page tells. When that has not happened
-for a while the ranks are asked by a signal where they are. Which one is to blame: the rank that has entered fewer
+for a while the ranks are asked where they are. Which one is to blame: the rank that has entered fewer
 collectives or steps than the others; where all stand alike, one that is not waiting itself. It is a guess, and all
 stacks are shown beside it. A long computation without a step looks the same: so nothing is ended unless asked for.
 """
@@ -12,7 +12,7 @@ import linecache
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbaccel.launch.member import Member
@@ -20,13 +20,13 @@ from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.launch.rank.look import is_users
 from nbaccel.launch.wire.control import ControlPage
 
-__all__ = ["ASK", "Hang", "HangWatch", "stack_path"]
+__all__ = ["ASK", "Hang", "HangWatch", "question_path", "stack_path"]
 
-ASK = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
-"""Asks a rank for its stacks. No common program uses it, as some do SIGUSR1."""
+ASK = signal.SIGURG
+"""Asks a rank for its stacks. By default it is ignored: where a program has taken the handler away, it ends nothing."""
 
 _NOTICE_S = 30.0
-_ANSWER_S = 0.6  # the handler needs none; a machine that swaps may
+_ANSWER_S = 0.6  # a rank needs a millisecond; a machine that swaps may need this
 _PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _WAITS = (f"{os.sep}nbaccel{os.sep}train{os.sep}talk{os.sep}", f"{os.sep}torch{os.sep}distributed{os.sep}")
 _WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the end of backward
@@ -35,6 +35,11 @@ _WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the en
 def stack_path(store_path: str, rank: int) -> str:
     """Where a rank writes its stacks: beside the file in which the ranks meet."""
     return os.path.join(os.path.dirname(store_path), f"stacks-{rank}")
+
+
+def question_path(store_path: str, rank: int) -> str:
+    """The FIFO through which a rank is asked for its stacks."""
+    return os.path.join(os.path.dirname(store_path), f"questions-{rank}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +65,6 @@ class _Stack:
             places.append((match[1], int(match[2]), match[3]))
         return cls(places)
 
-    @staticmethod
-    def is_told_by(path: str) -> bool:
-        """Whether the rank that writes to `path` has its handler by now: without one the signal would end it."""
-        try:
-            return os.path.getsize(path) > 0
-        except OSError:
-            return False
-
     @property
     def waits(self) -> bool:
         """Whether it is inside a collective, as far as the stack tells."""
@@ -78,13 +75,94 @@ class _Stack:
     def words(self) -> str:
         """The user's innermost line, and what it is inside of."""
         if not self.places:
-            return "does not say where it is"
+            return "does not answer: it is stopped, has just begun, or is in C code that lets no Python run"
         inner = self.places[0]
         file, line, function = next((place for place in self.places if is_users(place[0])), inner)
         source = linecache.getline(file, line).strip()
         where = f"{cell_name(file) or file}, line {line}{'' if function == '<module>' else f', in {function}'}"
         below = "" if file == inner[0] else f" (inside {inner[2]} of {os.path.basename(inner[0])})"
         return f"{where}{f': {source}' if source else ''}{below}"
+
+
+class _Question:
+    """One question to `members`: where are you?
+
+    It goes to a thread of each rank. Those that have not answered in time are asked by the signal, if they have a
+    handler for it. Whose handler that is cannot be seen from here.
+    """
+
+    def __init__(self, members: Sequence[Member], store_path: str, now: float) -> None:
+        self._members = members
+        self._store_path = store_path
+        self._sizes = {member.rank: _size(self._path(member)) for member in members}
+        self._has_signalled = False
+        self.due_at = now + _ANSWER_S
+        for member in members:
+            _ring(question_path(store_path, member.rank))
+
+    def is_over(self, now: float) -> bool:
+        """Whether all have answered, or have had their time."""
+        if now < self.due_at:
+            return False
+        if not self._has_signalled:
+            self._has_signalled = True
+            deaf = [member for member in self._members if not self._has_answered(member)]
+            able = [member for member in deaf if _catches(member.process.pid, ASK)]
+            for member in able:
+                member.process.signal(ASK)
+            if able:
+                self.due_at = now + _ANSWER_S
+                return False
+        return True
+
+    def answers(self) -> dict[int, _Stack]:
+        """The stack of each rank that still works; an empty one of those that have not answered."""
+        return {
+            member.rank: _Stack.read(self._path(member)) if self._has_answered(member) else _Stack(())
+            for member in self._members
+            if member.is_working
+        }
+
+    def _has_answered(self, member: Member) -> bool:
+        return _size(self._path(member)) > self._sizes[member.rank]
+
+    def _path(self, member: Member) -> str:
+        return stack_path(self._store_path, member.rank)
+
+
+def _ring(path: str) -> None:
+    """Write a byte into the FIFO at `path`, if somebody reads it."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # the rank has just begun, or has ended
+        return
+    try:
+        os.write(fd, b"?")
+    except OSError:  # it is full of questions
+        pass
+    finally:
+        os.close(fd)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal, and its main thread does not block it.
+
+    False where the system does not tell. A signal that is blocked would be given to whoever waits for signals there.
+    """
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            sets = dict(re.findall(r"^(SigCgt|SigBlk):\s*([0-9a-f]+)$", file.read(), re.MULTILINE))
+    except OSError:
+        return False
+    bit = 1 << (number - 1)
+    return bool(int(sets.get("SigCgt", "0"), 16) & bit) and not int(sets.get("SigBlk", "0"), 16) & bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +201,7 @@ class HangWatch:
         self._notice = notice
         self._beats: list[tuple[int, int]] = []
         self._since = now
-        self._asked_at: float | None = None
+        self._question: _Question | None = None
         self._has_told = False
 
     def tick(self, now: float) -> Hang | None:
@@ -131,21 +209,18 @@ class HangWatch:
         beats = [self._page.beat(member.rank) for member in self._members]
         working = [member for member in self._members if member.is_working]
         if beats != self._beats or not working:
-            self._beats, self._since, self._asked_at, self._has_told = beats, now, None, False
+            self._beats, self._since, self._question, self._has_told = beats, now, None, False
             return None
         quiet = now - self._since
         due = min(_NOTICE_S if not self._has_told else float("inf"), self._limit_s or float("inf"))
         if quiet < due:
             return None
-        if self._asked_at is None:
-            self._asked_at = now
-            for member in working:
-                if _Stack.is_told_by(self._path(member.rank)):
-                    member.process.signal(ASK)
-        if now < self._asked_at + _ANSWER_S:
+        if self._question is None:
+            self._question = _Question(working, self._store_path, now)
+        if not self._question.is_over(now):
             return None
-        hang = self._hang(working, quiet)
-        self._asked_at = None
+        hang = self._hang(self._question.answers(), quiet)
+        self._question = None
         if self._limit_s is not None and quiet >= self._limit_s:
             return hang
         self._has_told = True
@@ -159,13 +234,9 @@ class HangWatch:
 
     def due_in(self, now: float) -> float | None:
         """Seconds until `tick` may have something to do, beyond the half second of telemetry."""
-        return None if self._asked_at is None else max(0.0, self._asked_at + _ANSWER_S - now)
+        return None if self._question is None else max(0.0, self._question.due_at - now)
 
-    def _path(self, rank: int) -> str:
-        return stack_path(self._store_path, rank)
-
-    def _hang(self, working: Sequence[Member], seconds: float) -> Hang:
-        stacks = {member.rank: _Stack.read(self._path(member.rank)) for member in working}
+    def _hang(self, stacks: Mapping[int, _Stack], seconds: float) -> Hang:
         guilty = min(stacks, key=lambda rank: (self._beats[rank], stacks[rank].waits, rank))
         lines = [
             f"rank {member.rank}: {stacks[member.rank].words()}"

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import importlib.util
 import os
 import re
 import signal
+import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from nbaccel import Accelerator
 from nbaccel.errors import RanksFailed
+from nbaccel.launch import hangs
 from nbaccel.launch.functions import launch
 from nbaccel.launch.hangs import ASK, HangWatch
 from nbaccel.launch.member import Member
@@ -85,7 +93,7 @@ def test_a_worker_of_a_loader_that_died_ends_the_run_and_its_rank_is_named(start
         launch(loads_from_a_worker, 2, ("dies",), start_method=start_method, cpu=True, hang_timeout_s=20.0)
     notes = "\n".join(caught.value.__notes__)
     assert "raised on rank 1 of 2" in notes, notes
-    assert "\nA DataLoader worker of this rank ended while it handed over a batch." in notes, repr(caught.value)
+    assert re.search(r"\nA DataLoader worker of this rank \(process \d+\) was killed by SIGKILL: ", notes), notes
 
 
 @pytest.mark.slow
@@ -110,6 +118,145 @@ def test_ranks_that_get_on_are_no_hang() -> None:
     assert launch(steps, 2, hang_timeout_s=1.5, cpu=True, start_method="fork").values == [1, 1]
 
 
+# --- what programs do to signals ----------------------------------------------------------------------------------
+
+ALL = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+
+
+def sets_every_signal_anew() -> None:
+    """As Lightning's `fit` does: faulthandler's handlers are none that Python knows of, and are lost."""
+    for number in ALL:
+        handler = signal.getsignal(number)
+        if handler is not None:
+            signal.signal(number, handler)
+
+
+def gives_every_signal_its_default() -> None:
+    for number in ALL:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def ignores_every_signal() -> None:
+    for number in ALL:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def blocks_every_signal() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
+
+
+def writes_stacks_elsewhere() -> None:
+    faulthandler.enable()
+    faulthandler.register(ASK, file=open(os.devnull, "w"))  # noqa: SIM115  # for as long as it may be asked
+
+
+def unregisters_what_it_did_not_register() -> None:
+    faulthandler.unregister(ASK)
+    faulthandler.disable()
+
+
+def handles_the_signal_itself() -> None:
+    def interrupted(number: int, frame: object) -> None:
+        raise InterruptedError("a signal that nobody sent")
+
+    signal.signal(ASK, interrupted)
+
+
+MISUSES = [
+    sets_every_signal_anew,
+    gives_every_signal_its_default,
+    ignores_every_signal,
+    blocks_every_signal,
+    writes_stacks_elsewhere,
+    unregisters_what_it_did_not_register,
+    handles_the_signal_itself,
+]
+
+
+def waits_for_ever() -> None:
+    threading.Event().wait()
+
+
+def each_rank_changes_its_signals_and_waits() -> None:
+    MISUSES[int(os.environ["RANK"])]()
+    waits_for_ever()
+
+
+@pytest.mark.slow
+def test_a_rank_is_asked_where_it_is_whatever_its_program_does_to_signals_and_survives_the_question() -> None:
+    with pytest.raises(RanksFailed, match="seems to hold up the others") as caught:
+        launch(each_rank_changes_its_signals_and_waits, len(MISUSES), hang_timeout_s=1.0, start_method="fork", cpu=True)
+    lines = str(caught.value).splitlines()[1 : len(MISUSES) + 1]
+    line = r"  rank {}: .*test_hangs.py, line \d+, in waits_for_ever: threading.Event\(\).wait\(\) \(inside \w+ of .*\)"
+    for rank, (misuse, told) in enumerate(zip(MISUSES, lines, strict=True)):
+        assert re.fullmatch(line.format(rank), told), f"{misuse.__name__}: {told}"
+
+
+def keeps_the_lock_in_c(misuse: Callable[[], None] | None) -> None:
+    """Wait for what never comes, in C code that lets no other thread of Python run."""
+    if misuse is not None:
+        misuse()
+    end, _ = os.pipe()
+    ctypes.PyDLL(None).read(end, ctypes.create_string_buffer(1), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (None, r".*test_hangs.py, line \d+, in keeps_the_lock_in_c: ctypes.PyDLL\(None\).read\(.*"),
+        *(
+            (misuse, "does not answer: it is stopped, .* or is in C code that lets no Python run")
+            for misuse in MISUSES[:4]
+        ),
+    ],
+)
+def test_a_rank_in_c_code_answers_by_the_signal_where_that_can_be_and_is_never_ended_by_it(
+    misuse: Callable[[], None] | None, words: str
+) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        launch(keeps_the_lock_in_c, 1, (misuse,), hang_timeout_s=0.5, start_method="fork", cpu=True)
+    assert re.fullmatch(f"  rank 0: {words}", str(caught.value).splitlines()[1]), str(caught.value)
+
+
+def fits_with_lightning_and_goes_on_working(seconds: float) -> str:
+    import lightning
+    import torch
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    warnings.simplefilter("ignore")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", devices=2, enable_model_summary=False, **quiet)
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8, 1), 2))
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 0:
+        time.sleep(seconds)  # it plots, evaluates, or writes a file
+    accelerator.wait_for_everyone()
+    return "worked to its end"
+
+
+@pytest.mark.slow
+def test_long_work_after_lightning_s_fit_is_noticed_and_ends_as_it_would(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed; `make test` installs it")
+    monkeypatch.setattr(hangs, "_NOTICE_S", 1.0)
+    run = launch(fits_with_lightning_and_goes_on_working, 2, (4.0,), start_method="fork", cpu=True)
+    assert run.values == ["worked to its end"] * 2
+    assert "in fits_with_lightning_and_goes_on_working: time.sleep(seconds)" in capfd.readouterr().err
+
+
 @dataclass
 class FakeProcess:
     pid: int = 0
@@ -132,16 +279,70 @@ def watched(page: ControlPage, folder: Path, limit_s: float | None = None) -> tu
     return HangWatch(page, members, str(folder / "store"), limit_s, told.append, now=0.0), members, told
 
 
+@pytest.fixture
+def stacks() -> Iterator[None]:
+    """This process has a handler, as a rank."""
+    faulthandler.register(ASK, file=sys.stderr)
+    yield
+    faulthandler.unregister(ASK)
+
+
 def test_a_rank_that_others_are_ahead_of_is_named_once_after_half_a_minute(page: ControlPage, tmp_path: Path) -> None:
-    watch, members, told = watched(page, tmp_path)
-    (tmp_path / "stacks-0").write_text("main 0x01\n")
+    watch, _, told = watched(page, tmp_path)
     page.count_collectives(0, 7)
     for now in (1.0, 30.9, 31.1, 31.8, 60.0, 90.0):
         assert watch.tick(now) is None
-    assert members[0].process.signals == [ASK]  # type: ignore[attr-defined]
-    assert members[1].process.signals == []  # type: ignore[attr-defined]  # it has no handler yet
     (line,) = told
     assert line.startswith("no rank has entered a step or a collective for 31 s; rank 1 seems to hold up the others:")
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_the_signal_is_for_ranks_that_did_not_answer_otherwise_and_can_take_it(
+    page: ControlPage, tmp_path: Path, stacks: None, is_blocked: bool
+) -> None:
+    """Rank 0 has a handler; rank 1 has ended, as far as one can see."""
+    watch, members, _ = watched(page, tmp_path, limit_s=5.0)
+    (tmp_path / "stacks-0").write_text("main 0x01\n")
+    members[0].process.pid = os.getpid()
+    watch.tick(0.0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK} if is_blocked else set())
+    try:
+        assert watch.tick(6.0) is None
+        assert signals_of(members) == [[], []]
+        hang = watch.tick(6.7)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASK})
+    assert signals_of(members) == ([[], []] if is_blocked else [[ASK], []])
+    assert (hang is None) is not is_blocked
+    assert watch.due_in(6.7) == (None if is_blocked else pytest.approx(0.6))
+    assert is_blocked or watch.tick(7.4) is not None
+
+
+def test_a_rank_that_has_answered_gets_no_signal(page: ControlPage, tmp_path: Path, stacks: None) -> None:
+    watch, members, _ = watched(page, tmp_path, limit_s=5.0)
+    (tmp_path / "stacks-0").write_text("main 0x01\n")
+    members[0].process.pid = os.getpid()
+    watch.tick(0.0)
+    watch.tick(6.0)
+    (tmp_path / "stacks-0").write_text('main 0x01\nThread 0x01 (most):\n  File "train.py", line 7 in train\n\n')
+    hang = watch.tick(6.7)
+    assert signals_of(members) == [[], []]
+    assert hang is not None
+    assert hang.lines[0] == "rank 0: train.py, line 7, in train"
+
+
+def test_an_old_answer_is_not_taken_for_a_new_one(page: ControlPage, tmp_path: Path) -> None:
+    (tmp_path / "stacks-0").write_text('main 0x01\nThread 0x01 (most):\n  File "train.py", line 7 in train\n\n')
+    watch, _, _ = watched(page, tmp_path, limit_s=5.0)
+    watch.tick(0.0)
+    watch.tick(6.0)
+    hang = watch.tick(6.7)
+    assert hang is not None
+    assert hang.lines[0].startswith("rank 0: does not answer: ")
+
+
+def signals_of(members: list[Member]) -> list[list[int]]:
+    return [member.process.signals for member in members]  # type: ignore[attr-defined]
 
 
 def test_a_long_computation_on_all_ranks_is_no_news(page: ControlPage, tmp_path: Path) -> None:
@@ -160,4 +361,5 @@ def test_whoever_gets_on_starts_the_clock_anew(page: ControlPage, tmp_path: Path
     hang = watch.tick(35.2)
     assert hang is not None
     assert hang.rank == 0
-    assert str(hang).endswith("\n  rank 0: does not say where it is\n  rank 1: does not say where it is")
+    silent = "does not answer: it is stopped, has just begun, or is in C code that lets no Python run"
+    assert str(hang).endswith(f"\n  rank 0: {silent}\n  rank 1: {silent}")
