@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
+import signal
 from collections.abc import Sequence
 
-from nbaccel.launch.report import Link
+from nbaccel.launch.hostmemory import HostMemory
+from nbaccel.launch.loaderworkers import WorkerEnd
+from nbaccel.launch.report import Link, signal_name
 
 __all__ = ["advice"]
 
@@ -19,11 +21,6 @@ _FEW_FILES = (
     "torch.multiprocessing.set_sharing_strategy('file_system') in the cell, or use num_workers=0."
 )
 
-_DEAD_WORKER = (
-    "A DataLoader worker of this rank ended while it handed over a batch. If it was killed, most often because the "
-    "host's memory was full: use fewer workers (num_workers), each has a copy of what the dataset holds."
-)
-
 _WRAPPED_MODEL = (
     r"The model was prepared, so it is wrapped for training in several ranks; what your class adds to a model is under "
     r"the wrapper: accelerator.unwrap_model(model).\1"
@@ -33,32 +30,65 @@ _TABLE = (
     (re.compile(r"unable to (allocate|open|resize|mmap) .*shared memory|<(/torch_|filename).*No space left"),
      _LITTLE_SHARED_MEMORY),
     (re.compile(r"DataLoader worker .* killed by signal: Bus error"), _LITTLE_SHARED_MEMORY),
-    (re.compile(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)"), _DEAD_WORKER),
     (re.compile(r"Too many open files|received \d+ items of ancdata"), _FEW_FILES),
     (re.compile(r"^AttributeError: '(?:Replica|DistributedDataParallel)' object has no attribute '(\w+)'", re.M),
      _WRAPPED_MODEL),
 )  # fmt: skip
 """What the texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py) and of the system mean to a user."""
 
-_LOST_CONNECTIONS = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError")
-_HAND_OVER = os.path.join("torch", "multiprocessing", "reductions.py")
-"""Where a batch of a worker arrives; by itself "connection reset" would say that a rank was lost."""
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS, signal.SIGTRAP, signal.SIGSYS}
 
 
-def advice(links: Sequence[Link]) -> str:
-    """One line on what to do about an error, the last of `links`; empty where its own text has to do.
+def advice(links: Sequence[Link], host: HostMemory) -> str:
+    """Return one line on what to do about an error, the last of `links`; empty where its own text has to do.
 
-    >>> advice([Link("OSError", ["OSError: [Errno 24] Too many open files"], [])])[:37]
+    >>> host = HostMemory()
+    >>> advice([Link("OSError", ["OSError: [Errno 24] Too many open files"], [])], host)[:37]
     'This process may open no more files, '
-    >>> advice([Link("AttributeError", ["AttributeError: 'Replica' object has no attribute 'generate'"], [])])[-40:]
+    >>> replica = Link("AttributeError", ["AttributeError: 'Replica' object has no attribute 'generate'"], [])
+    >>> advice([replica], host)[-40:]
     'accelerator.unwrap_model(model).generate'
-    >>> advice([Link("ValueError", ["ValueError: expected 10 classes, got 11"], [])])
+    >>> advice([Link("ValueError", ["ValueError: expected 10 classes, got 11"], [])], host)
     ''
     """
     if not links:
         return ""
     last = links[-1]
     text = "\n".join(last.headline)
-    if last.type_name in _LOST_CONNECTIONS and any(place[0].endswith(_HAND_OVER) for place in last.places):
-        return _DEAD_WORKER
-    return next((found.expand(line) for pattern, line in _TABLE if (found := pattern.search(text))), "")
+    known = next((found.expand(line) for pattern, line in _TABLE if (found := pattern.search(text))), "")
+    return known or ("" if last.worker is None else _dead_worker(last.worker, host))
+
+
+def _dead_worker(end: WorkerEnd, host: HostMemory) -> str:
+    """Say how a worker of a DataLoader ended, and what to do about it."""
+    who = "A DataLoader worker of this rank" + (f" (process {end.pid})" if end.pid else "")
+    if end.unknown_name and (end.exit_code is None or end.exit_code > 0):
+        return (
+            f"The workers of this DataLoader are started by {end.start_method}, so they cannot know "
+            f"{end.unknown_name}, which is defined in the notebook. In ranks workers are forked, and know it, unless "
+            "multiprocessing_context or set_start_method says otherwise: leave that out, or move "
+            f"{end.unknown_name} into a module and import it."
+        )
+    if end.exit_code is None:
+        return (
+            f"{who} ended while it handed over a batch; how is not known. What it printed stands in the output. "
+            "num_workers=0 reads the data in the rank itself."
+        )
+    if end.exit_code >= 0:
+        return (
+            f"{who} ended with exit code {end.exit_code}: by an error of its own, whose traceback it printed into the "
+            "output, or by sys.exit or os._exit in code of the data set. num_workers=0 reads the data in the rank "
+            "itself and shows where."
+        )
+    name = signal_name(-end.exit_code)
+    if -end.exit_code == signal.SIGKILL:
+        return (
+            f"{who} was killed by {name}: {host.explain_kill()}. Each worker has a copy of what the data set holds: "
+            "fewer of them (num_workers) need less memory."
+        )
+    if -end.exit_code in _CRASHES:
+        return (
+            f"{who} crashed with {name}, in compiled code that reads the data. num_workers=0 shows whether it crashes "
+            "in the rank itself too; a library that starts threads may not survive the fork of a worker."
+        )
+    return f"{who} was ended by {name}, which code of the data set or another process sent. Memory is not the cause."

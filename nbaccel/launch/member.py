@@ -39,13 +39,12 @@ class Report:
 
     @classmethod
     def from_frame(cls, message: dict[str, Any], fds: list[int]) -> Report:
-        links = [Link(**link | {"places": [tuple(place) for place in link["places"]]}) for link in message["chain"]]
         return cls(
             message["status"],
             fds[0],
             message["missing"],
             message["facts"],
-            links,
+            [Link.from_json(link) for link in message["chain"]],
             message["exit_code"],
             Snapshot.from_json(message["snapshot"]),
             frozenset(message["names"]),

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from nbaccel.errors import RanksFailed
+from nbaccel.launch.loaderworkers import WorkerEnd, dead_worker
 
 __all__ = ["Failure", "Link", "describe", "show_as", "show_users_frames", "signal_name"]
 
@@ -33,21 +34,29 @@ Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One exception of a chain: what it was, where it passed, and how it led to the next."""
+    """One exception of a chain: what it was, where it passed, and how it led to the next.
+
+    worker: how the worker process of a DataLoader ended, where the exception is about one.
+    """
 
     type_name: str
     headline: list[str]
     places: list[Place]
     relation: str = ""
+    worker: WorkerEnd | None = None
 
     @classmethod
     def of(cls, error: BaseException, relation: str) -> Link:
-        return cls(
-            type(error).__qualname__,
-            _headline(error),
-            _users_places(error.__traceback__),
-            relation,
-        )
+        headline = _headline(error)
+        places = _users_places(error.__traceback__)
+        return cls(type(error).__qualname__, headline, places, relation, dead_worker(error, "\n".join(headline)))
+
+    @classmethod
+    def from_json(cls, link: dict[str, Any]) -> Link:
+        """Return one of the links that `describe` made, after its way through JSON."""
+        worker = link["worker"]
+        places = [tuple(place) for place in link["places"]]
+        return cls(**link | {"places": places, "worker": None if worker is None else WorkerEnd(*worker)})
 
 
 def describe(error: BaseException) -> list[dict[str, Any]]:

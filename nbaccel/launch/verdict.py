@@ -56,7 +56,7 @@ def verdict(
             world_size,
         )
     error = _travelled(report, task)
-    hint = (_missing_name(report, task) if started_clean else "") or memory_report or advice(report.links)
+    hint = (_missing_name(report, task) if started_clean else "") or memory_report or advice(report.links, host)
     return Failure(rank, world_size, report.links, error, peers).exception(cell_name, hint)
 
 
