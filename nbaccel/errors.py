@@ -10,6 +10,7 @@
     │   └── RankDied             the process ended without a word: a signal or an exit code
     ├── ResultsMissing           the run is over, but a name of --out did not come back
     ├── NoInput                  code in a rank asked for keyboard input
+    ├── NotInRanks               code in a rank waits for what runs in the notebook alone: a thread, a loader's worker
     ├── NotPrepared              several ranks, and a model that would train separately in each
     ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
     ├── PeerFailed               another rank failed in a block that this one was waiting for
@@ -42,6 +43,7 @@ __all__ = [
     "NoBatchSizeFits",
     "NoInput",
     "NoSuchDevice",
+    "NotInRanks",
     "NotPrepared",
     "PeerFailed",
     "RankDied",
@@ -121,6 +123,10 @@ class ResultsMissing(NbaccelError):
 
 class NoInput(NbaccelError):
     """``input``, ``getpass`` or a debugger was called in a rank, where nobody can type."""
+
+
+class NotInRanks(NbaccelError, RuntimeError):
+    """Code in a rank waits for what runs in the notebook alone: a thread, or a worker of a loader."""
 
 
 class NotPrepared(NbaccelError):

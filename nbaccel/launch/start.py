@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import random
 import signal
+import stat
+import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -61,6 +64,7 @@ class ForkStart:
             except BaseException as error:
                 failures.append(error)
 
+        _flush_open_files()
         ports, python_rng = kernel_ports(), random.getstate()
         close_fds = [*self._keeper_fds, *kernel_fds]
         with _quiet_tokenizers(), _kept_thread_locals():
@@ -133,6 +137,15 @@ def _no_collections() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _flush_open_files() -> None:
+    """Write out what the notebook's open files hold back: each rank that writes on would write it once more."""
+    for value in list(vars(sys.modules["__main__"]).values()):
+        if issubclass(type(value), io.IOBase) and type(value).__module__ in ("_io", "io"):
+            with contextlib.suppress(OSError, ValueError):  # closed, or not the notebook's to write any more
+                if value.writable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
+                    value.flush()
 
 
 @contextlib.contextmanager

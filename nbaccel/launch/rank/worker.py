@@ -7,7 +7,6 @@ print. Nothing may unwind past `run_rank`: above it is the kernel's own message 
 
 from __future__ import annotations
 
-import atexit
 import bdb
 import contextlib
 import os
@@ -24,9 +23,10 @@ from nbaccel.events import Loss, outlet
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
 from nbaccel.launch.rank.debugger import debugging
-from nbaccel.launch.rank.farewell import farewell
+from nbaccel.launch.rank.farewell import Farewell
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.grace import SaveGrace
+from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.look import left_behind, scenes
 from nbaccel.launch.rank.oomscore import volunteer
@@ -91,7 +91,8 @@ class _Rank:
             with contextlib.suppress(OSError):
                 os.close(fd)
         adopt_notebook(self.rank, self._voice.publish, self._voice.old_streams)
-        atexit._clear()  # the kernel's handlers are the kernel's to run
+        self._kept = put_aside(self.rank)
+        self._farewell = Farewell()
         restore_signals()
         self.interrupt = Interrupt()
         self._children = ChildHandler()
@@ -119,7 +120,7 @@ class _Rank:
             status, home = self._work(make_task, self.boot.setup)
             while (order := self._await_order()) is not None:
                 status, _ = self._work(partial(_guest, *order, home))
-        return farewell(status)
+        return self._farewell(status)
 
     def _work(self, make_task: Callable[[], Task], setup: str | None = None) -> tuple[str, Home | None]:
         """How the task ended, and where it ran."""

@@ -6,6 +6,7 @@ cloudpickle with our own ways for tensors, arrays, functions of the notebook and
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import mmap
@@ -17,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 
+from nbaccel.launch.wire.event_files import reduce_writer
 from nbaccel.launch.wire.refusal import Refused, refuse_what_lives_here
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
@@ -60,7 +62,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return reduced
         refuse_what_lives_here(obj)
         reduced = super().reducer_override(obj)
-        if isinstance(obj, types.FunctionType) and reduced is not NotImplemented and self._is_of_namespace(obj):
+        if issubclass(type(obj), types.FunctionType) and reduced is not NotImplemented and self._is_of_namespace(obj):
             make, args, state, items, pairs, set_state = reduced
             return make, args, (set_state, state), items, pairs, _set_function_state
         return reduced
@@ -154,7 +156,7 @@ def _reduce_to_what_was_written(obj: Any) -> Any:
     if inner is not obj:
         return _itself, (inner,)
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(obj, torch.nn.Module) or not is_wrapper(vars(obj).get("forward")):
+    if torch is None or not issubclass(type(obj), torch.nn.Module) or not is_wrapper(vars(obj).get("forward")):
         return None
     match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
         case (make, args, dict(state), *rest):
@@ -173,9 +175,9 @@ def _reduce_standard(obj: Any) -> Any:
     for name in ("stdin", "stdout", "stderr"):
         if obj is getattr(sys, name):
             return getattr, (sys, name)
-    if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+    if issubclass(type(obj), types.ModuleType) and type(obj) is not types.ModuleType:
         return _reduce_odd_module(obj)
-    return _reduce_shell(obj)
+    return _reduce_shell(obj) or reduce_writer(obj) or _reduce_loader(obj)
 
 
 def _reduce_odd_module(module: types.ModuleType) -> Any:
@@ -191,6 +193,16 @@ def _reduce_shell(obj: Any) -> Any:
     if ipython is None or shell is None or obj is not shell:
         return None
     return ipython.get_ipython, ()
+
+
+def _reduce_loader(obj: Any) -> Any:
+    """A loader without the iterator that it keeps if its workers are persistent: these are of this process."""
+    loaders = sys.modules.get("torch.utils.data.dataloader")
+    if loaders is None or not issubclass(type(obj), loaders.DataLoader) or vars(obj).get("_iterator") is None:
+        return None
+    alone = copy.copy(obj)
+    alone._iterator = None
+    return _itself, (alone,)
 
 
 def _cached_property(function: Any, name: str) -> Any:

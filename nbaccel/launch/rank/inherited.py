@@ -1,0 +1,277 @@
+"""Put aside what a fork inherited from the notebook: child processes, pools, exit functions, open things. In ranks.
+
+The notebook goes on with all of it. So a rank must not end, join, flush, delete or unlink any of it: neither when it
+leaves, nor when its cell binds a name anew and the last reference in this process goes. And it must not use it as if
+it lived here: threads and child processes are the kernel's. What can be opened again is opened again at its first use
+(executors, pools, loaders with workers, TensorBoard's writer); everything else is as it was.
+
+Much of this state is private to the standard library and to torch. `put_aside` goes on where a version has it under
+another name: tests with each supported version notice that, and a rank that does not start would help nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nbaccel.errors import NotInRanks
+from nbaccel.launch.wire.event_files import open_again_at_first_use
+
+__all__ = ["put_aside"]
+
+_ELEMENTS = 1000
+"""Containers of the notebook that are longer hold data, not open files."""
+
+_PYTHON_EXITS = (
+    "concurrent.futures.thread",
+    "concurrent.futures.process",
+    "joblib.externals.loky.process_executor",
+    "loky.process_executor",
+)
+"""Modules whose `_python_exit` joins the threads of their executors when the interpreter ends."""
+
+
+def put_aside(rank: int) -> list[Any]:
+    """Put aside what this process inherited by its fork. Called once, in a forked rank, before any user code.
+
+    Returns what the caller keeps until the process ends: whatever is dropped here would be closed or deleted.
+    """
+    kept: list[Any] = []
+    steps: tuple[Callable[[list[Any]], None], ...] = (
+        _keep_what_closes_itself,
+        _pools,  # before the finalizers, which lead to them
+        _finalizers,
+        _loader_workers,  # before the children, which tell that there are any
+        _children,
+        _servers_of_multiprocessing,
+        _workers_are_forked,
+        _executors,
+        _exit_functions_of_threads,
+        _log_handlers,
+        partial(open_again_at_first_use, rank),
+    )
+    for step in steps:
+        with contextlib.suppress(Exception):  # see above
+            step(kept)
+    return kept
+
+
+def _keep_what_closes_itself(kept: list[Any]) -> None:
+    """Keep files, connections, pools, generators and their like alive that the notebook's names lead to.
+
+    When the cell binds `file` anew, the old file would be flushed and closed here: its text would stand in it twice.
+    A database's connection would tell its server good-bye on the kernel's socket.
+    """
+    for value in list(vars(sys.modules["__main__"]).values()):
+        parts: list[Any] = [value]
+        if type(value) in (list, tuple, set) and len(value) <= _ELEMENTS:
+            parts = [*value]
+        elif type(value) is dict and len(value) <= _ELEMENTS:
+            parts = [*value.values()]
+        kept += [part for part in parts if _closes_itself(type(part))]
+
+
+def _closes_itself(kind: type) -> bool:
+    return any(hasattr(kind, name) for name in ("__del__", "__exit__", "close")) and kind.__module__ != "torch"
+
+
+def _children(kept: list[Any]) -> None:
+    """Forget the kernel's child processes: at its end a process terminates those that it knows."""
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        kept.append(set(process._children))
+        process._children.clear()
+
+
+def _finalizers(kept: list[Any]) -> None:
+    """Forget finalizers: those of `weakref.finalize` delete temporary folders, those of multiprocessing unlink.
+
+    A rank's own are run at its end: `weakref.finalize` registers that with its first one.
+    """
+    finalize: Any = weakref.finalize
+    kept.append(dict(finalize._registry))
+    finalize._registry.clear()
+    finalize._registered_with_atexit = False
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        kept.append(dict(util._finalizer_registry))
+        util._finalizer_registry.clear()
+        util._run_after_forkers()  # as in every process that multiprocessing forks
+
+
+def _servers_of_multiprocessing(kept: list[Any]) -> None:
+    """Forget the forkserver, which is a child of the kernel; the tracker of resources is used together.
+
+    The tracker is known by a pipe. A lock that a thread of the kernel held would never be released here.
+    """
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    if tracker is not None:
+        kept.append(tracker._resource_tracker._lock)
+        tracker._resource_tracker._lock = threading.RLock()
+    server = sys.modules.get("multiprocessing.forkserver")
+    if server is None:
+        return
+    state = server._forkserver
+    if state._forkserver_alive_fd is not None:
+        os.close(state._forkserver_alive_fd)
+    state._forkserver_address = state._forkserver_alive_fd = state._forkserver_pid = None
+    kept.append(state._lock)
+    state._lock = threading.Lock()
+
+
+def _workers_are_forked(kept: list[Any]) -> None:
+    """Let processes that a rank starts be forked, as they are up to Python 3.13, unless the user chose another way.
+
+    A class of the notebook is known to a forked worker; one that a forkserver starts looks for it in vain. An explicit
+    choice of what is Python's default anyway cannot be told from that default.
+    """
+    context = sys.modules.get("multiprocessing.context")
+    if context is None:
+        return
+    default = context._default_context
+    if default._actual_context in (None, default._default_context):
+        default.set_start_method("fork", force=True)
+
+
+def _pools(kept: list[Any]) -> None:
+    """Let pools of multiprocessing start workers of this rank when they are used here."""
+    pools = sys.modules.get("multiprocessing.pool")
+    util = sys.modules.get("multiprocessing.util")
+    if pools is None or util is None:
+        return
+    for finalizer in list(util._finalizer_registry.values()):
+        reference = finalizer._weakref
+        pool = None if reference is None else reference()
+        if isinstance(pool, pools.Pool) and pool._state == pools.RUN:
+            kept.append(pool)
+            _reopen_at_first_use(pool, kept)
+
+
+def _reopen_at_first_use(pool: Any, kept: list[Any]) -> None:
+    from multiprocessing.pool import Pool
+
+    shadows = ("_check_running", "close", "terminate", "join")
+
+    def reopen() -> None:
+        kept.append(dict(vars(pool)))
+        for name in shadows:
+            del vars(pool)[name]
+        Pool.__init__(pool, pool._processes, pool._initializer, pool._initargs, pool._maxtasksperchild, pool._ctx)
+
+    for name in shadows[1:]:
+        setattr(pool, name, _nothing)
+    pool._check_running = reopen
+
+
+def _nothing() -> None:
+    """Nothing of this pool runs in this process."""
+
+
+def _executors(kept: list[Any]) -> None:
+    """Let executors start threads and processes of this rank: they count on those that the kernel has."""
+    threads = sys.modules.get("concurrent.futures.thread")
+    if threads is not None:
+        for thread in list(threads._threads_queues):
+            executor = thread._args[0]()
+            if executor is not None:
+                kept += [executor, dict(vars(executor))]
+                executor._threads = set()
+                executor._work_queue = queue.SimpleQueue()
+                executor._idle_semaphore = threading.Semaphore(0)
+                executor._shutdown_lock = threading.Lock()
+    processes = sys.modules.get("concurrent.futures.process")
+    if processes is not None:
+        for thread in list(processes._threads_wakeups):
+            executor = thread.executor_reference()
+            if executor is not None and not executor._shutdown_thread:
+                kept += [executor, dict(vars(executor))]
+                processes.ProcessPoolExecutor.__init__(
+                    executor,
+                    executor._max_workers,
+                    executor._mp_context,
+                    executor._initializer,
+                    executor._initargs,
+                    max_tasks_per_child=executor._max_tasks_per_child,
+                )
+    for name in ("joblib.externals.loky.reusable_executor", "loky.reusable_executor"):
+        module: Any = sys.modules.get(name)
+        if module is not None and module._executor is not None:
+            kept.append(module._executor)
+            module._executor = None
+
+
+def _exit_functions_of_threads(kept: list[Any]) -> None:
+    """Forget what is to be done before threads are joined, but for the executors that this rank will make."""
+    own: Any = threading
+    kept.append(list(own._threading_atexits))
+    own._threading_atexits.clear()
+    for name in _PYTHON_EXITS:
+        module: Any = sys.modules.get(name)
+        if module is None:
+            continue
+        for registry in ("_threads_queues", "_threads_wakeups"):
+            if hasattr(module, registry):
+                kept.append(dict(getattr(module, registry)))
+                getattr(module, registry).clear()
+        own._register_atexit(module._python_exit)
+
+
+def _log_handlers(kept: list[Any]) -> None:
+    """Forget the handlers of logging: a new configuration flushes and closes all that are known."""
+    own: Any = logging
+    kept.append(list(own._handlerList))
+    del own._handlerList[:]
+
+
+def _loader_workers(kept: list[Any]) -> None:
+    """Let loaders start workers of this rank, and leave those of the kernel alone.
+
+    A loader with persistent workers keeps its iterator, and with it the kernel's workers; an iterator that is dropped
+    tells its workers to end.
+    """
+    loaders = sys.modules.get("torch.utils.data.dataloader")
+    process = sys.modules.get("multiprocessing.process")
+    if loaders is None or process is None or not process._children:
+        return
+    kind: Any = loaders._MultiProcessingDataLoaderIter
+    reset, next_data, shut_down = kind._reset, kind._next_data, kind._shutdown_workers
+    forget_pids = loaders._utils.signal_handling._remove_worker_pids
+    me = os.getpid()
+
+    def is_own(iterator: Any) -> bool:
+        workers = getattr(iterator, "_workers", None)
+        return not workers or workers[0]._parent_pid == os.getpid() or os.getpid() != me
+
+    def _reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        if is_own(iterator):
+            reset(iterator, loader, first_iter)
+        else:
+            kept.append(dict(vars(iterator)))
+            forget_pids(id(iterator))
+            vars(iterator).clear()
+            iterator.__init__(loader)
+
+    def _next_data(iterator: Any) -> Any:
+        if not is_own(iterator):
+            raise NotInRanks(
+                "this iterator over a DataLoader was begun in the notebook, and its workers belong to the notebook; "
+                "write iter(loader) in the cell"
+            )
+        return next_data(iterator)
+
+    def _shutdown_workers(iterator: Any) -> None:
+        if is_own(iterator):
+            shut_down(iterator)
+        else:
+            kept.append(dict(vars(iterator)))
+            forget_pids(id(iterator))  # torch knows them by the iterator's id, which another object may get now
+
+    kind._reset, kind._next_data, kind._shutdown_workers = _reset, _next_data, _shutdown_workers

@@ -1,0 +1,83 @@
+"""TensorBoard writers of the notebook that go on in ranks: rank 0 in a new file of the same folder, others silently.
+
+A `SummaryWriter` hands its events to a thread, and waits for that thread when its queue is full, when it is flushed
+and when it is closed. The thread lives in the notebook alone. Used where ranks begin: a forked one has the notebook's
+writers, to others they travel. Nothing here imports TensorBoard unless the notebook had it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from nbaccel.world import World
+
+__all__ = ["open_again_at_first_use", "reduce_writer"]
+
+
+def open_again_at_first_use(rank: int, kept: list[Any]) -> None:
+    """Let the writers that this process inherited by a fork open a file of their own when the rank uses them.
+
+    kept: takes what must not be closed in this process.
+    """
+    module: Any = sys.modules.get("torch.utils.tensorboard.writer")
+    if module is None:
+        return
+
+    def adopt(writer: Any) -> None:
+        file_writer = vars(writer).get("file_writer")
+        if file_writer is not None and not file_writer.event_writer._async_writer._worker.is_alive():
+            kept.append(file_writer)
+            _without_file(writer, rank)
+
+    def adopting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(writer: Any, *args: Any, **kwargs: Any) -> Any:
+            adopt(writer)
+            own = vars(writer).get(method.__name__)
+            return method(writer, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+        return call
+
+    for name in ("_get_file_writer", "flush", "close"):
+        setattr(module.SummaryWriter, name, adopting(getattr(module.SummaryWriter, name)))
+
+
+def reduce_writer(obj: Any) -> Any:
+    """How pickle is to send `obj`, if it is a writer of TensorBoard; None for all else."""
+    module: Any = sys.modules.get("torch.utils.tensorboard.writer")
+    if module is None or not issubclass(type(obj), module.SummaryWriter):
+        return None
+    left_out = ("file_writer", "all_writers", "_get_file_writer")
+    return _opened_again, (type(obj), {name: value for name, value in vars(obj).items() if name not in left_out})
+
+
+def _opened_again(kind: type, attributes: dict[str, Any]) -> Any:
+    writer: Any = object.__new__(kind)
+    vars(writer).update(attributes)
+    return _without_file(writer, World.from_env().rank)
+
+
+def _without_file(writer: Any, rank: int) -> Any:
+    """Leave `writer` as after its `close`: in rank 0 the next event opens a file, in others it goes nowhere."""
+    writer.file_writer = writer.all_writers = None
+    if rank:
+        writer._get_file_writer = functools.partial(_SilentFile, writer.log_dir)
+    return writer
+
+
+class _SilentFile:
+    """Takes the place of TensorBoard's FileWriter in ranks that write nothing."""
+
+    def __init__(self, log_dir: str) -> None:
+        self._log_dir = log_dir
+
+    def get_logdir(self) -> str:
+        return self._log_dir
+
+    def add_summary(self, *args: Any, **kwargs: Any) -> None:
+        """Drop an event; so do the other methods."""
+
+    add_event = add_graph = add_onnx_graph = flush = close = reopen = add_summary
