@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from nbaccel.train.data.pieces import in_pieces
+
 __all__ = ["PrivateRandomness", "SharedOrder", "data_seed", "order_states", "replayed", "tell_epoch"]
 
 _EPOCH_STRIDE = 0x9E3779B97F4A7C15
@@ -71,7 +73,7 @@ class SharedOrder(Sampler[Any]):
                 batches = copy.copy(batches)
                 batches.sampler = shared
         if hasattr(batches, "generator"):
-            batches = copy.copy(batches)
+            batches = copy.copy(in_pieces(batches))
             batches.generator = torch.Generator()
             self._generators.append(batches.generator)
         return batches

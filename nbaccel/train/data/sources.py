@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from nbaccel.train.data.order import PrivateRandomness, SharedOrder, order_states, replayed, tell_epoch
+from nbaccel.train.data.pieces import in_pieces, iterated_in_pieces
 from nbaccel.train.data.position import DatasetStates, Position
 from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead
 from nbaccel.world import World
@@ -77,11 +78,12 @@ class Source:
         loader = self.loader
         tell_epoch(position.epoch, loader.dataset, loader.sampler, loader.batch_sampler)
         if not position.batches:
-            return self._ended(iter(loader), position)
+            return self._ended(iterated_in_pieces(loader), position)
         with drawn_again(position, loader):
             if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
                 return self._ended(self._resumed_stream(position), position)
-            batches = Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, position.batches)
+            drawn = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            batches = Rest(in_pieces(drawn), position.batches)
             iterator = iter(rebuilt(loader, batches))
             batches.start()
         return self._ended(iterator, position)

@@ -1,4 +1,7 @@
-"""A batch from a prepared loader: six small tensors by name, as a tokenizer gives them, in one process and in two."""
+"""A batch from a prepared loader: six small tensors by name, as a tokenizer gives them, in one process and in two.
+
+And the first batch of a long shuffled epoch, before which torch's own sampler makes a list of the whole order.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ __all__ = ["rows"]
 
 _BATCHES = 400
 _BATCH_SIZE = 2
+_LONG_EPOCH = 10_000_000
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "weight")
 
 
@@ -77,6 +81,43 @@ def _nbaccel() -> Bout:
     return _bout(Accelerator(cpu=True).prepare(_loader()))
 
 
+class _Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return _LONG_EPOCH
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _shuffled(prepare: Callable[[DataLoader[Any]], Any]) -> Bout:
+    """Its turn ends with the first batch of a new epoch."""
+    loader = prepare(DataLoader(_Numbers(), 32, shuffle=True))
+    first: list[Tensor] = []
+
+    def turn() -> None:
+        first[:] = [next(iter(loader))]
+
+    return Bout(turn, lambda: torch.tensor([len(first[0]), len(first[0].unique())]))
+
+
+def _shuffled_by_accelerate() -> Bout:
+    from accelerate import Accelerator
+
+    return _shuffled(Accelerator(cpu=True).prepare)
+
+
+def _shuffled_by_fabric() -> Bout:
+    from lightning.fabric import Fabric
+
+    return _shuffled(Fabric(accelerator="cpu", devices=1).setup_dataloaders)
+
+
+def _shuffled_by_nbaccel() -> Bout:
+    from nbaccel import Accelerator
+
+    return _shuffled(Accelerator(cpu=True).prepare)
+
+
 def rows() -> Sequence[Row]:
     makes: dict[str, Callable[[], Bout]] = {
         "raw": _raw,
@@ -84,14 +125,29 @@ def rows() -> Sequence[Row]:
         "Fabric": _fabric,
         NBACCEL: _nbaccel,
     }
+    shuffled: dict[str, Callable[[], Bout]] = {
+        "raw": lambda: _shuffled(lambda loader: loader),
+        "Accelerate": _shuffled_by_accelerate,
+        "Fabric": _shuffled_by_fabric,
+        NBACCEL: _shuffled_by_nbaccel,
+    }
+    needs = {"Accelerate": "accelerate", "Fabric": "lightning"}
     return [
         Row(
             name=f"batch of a loader, {ranks}",
-            contenders=installed(makes, {"Accelerate": "accelerate", "Fabric": "lightning"}),
+            contenders=installed(makes, needs),
             units=_BATCHES,
             world_size=count,
             turns=20,
             targets={NBACCEL: 1.10},
         )
         for ranks, count in (("1 process", 1), ("2 ranks", 2))
+    ] + [
+        Row(
+            name=f"first of {_LONG_EPOCH // 10**6} million, shuffled",
+            contenders=installed(shuffled, needs),
+            unit="ms",
+            turns=5,
+            targets={NBACCEL: 1 / 3},
+        )
     ]
