@@ -1,0 +1,127 @@
+"""A notebook does not grow by the runs that are over, however they ended: memory, open files, threads, seconds.
+
+A small version of it is in `make test`; `make soak` has the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from environments import NEWEST
+from kernel.harness import RealKernel, accelerate
+
+MAKES = """
+import os, re, torch
+from torch.utils.data import DataLoader, TensorDataset
+from nbaccel.testing import MemLimit
+
+x = torch.randn(256, 8)
+net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+data = TensorDataset(x, x.sum(1, keepdim=True))
+
+def held():
+    private = re.findall(r"Private_\\w+:\\s+(\\d+)", open("/proc/self/smaps_rollup").read())
+    return [sum(map(int, private)) / 1024, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]
+"""
+
+TRAINS = """
+model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.01), DataLoader(data, {batch}))
+with MemLimit({limit} if accelerator.is_last_process else None):
+    for a, b in loader:
+        accelerator.backward(((model(a) - b) ** 2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        {then}
+"""
+
+
+def trains(start: str) -> str:
+    return accelerate(TRAINS.format(batch=16, limit=None, then=""), start)
+
+
+CELLS = {
+    "training": trains("fork"),
+    "training by the zygote": trains("zygote"),
+    "failing": accelerate(TRAINS.format(batch=16, limit=None, then="if float(a.sum()) < 1e9: 1 / 0"), "fork"),
+    "recovering": accelerate(TRAINS.format(batch=64, limit=60_000, then=""), "fork"),
+}
+
+MOST_MIB = 0.2
+"""Of private memory, for each cell."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a kernel holds: MiB of private memory, open files, threads."""
+
+    mib: float
+    files: int
+    threads: int
+
+
+class Notebook:
+    """A kernel of its own in which cells run; what each kind of them costs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.kernel = RealKernel(NEWEST, folder)
+        self.kernel.do(f"%load_ext nbaccel\n{MAKES}")
+
+    def run(self, kind: str) -> float:
+        """Run a cell of this kind; the seconds that it took."""
+        cell = self.kernel.run(CELLS[kind])
+        if kind == "failing":
+            cell.failed("ZeroDivisionError")
+        else:
+            cell.succeeded()
+        assert ("started again with" in cell.text) is (kind == "recovering"), cell.text
+        return cell.seconds
+
+    def held(self) -> Held:
+        return Held(*self.kernel.value("held()"))
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Iterator[Notebook]:
+    notebook = Notebook(tmp_path)
+    yield notebook
+    notebook.kernel.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_cells_that_are_over_leave_no_memory_no_file_and_no_thread_in_the_kernel(notebook: Notebook) -> None:
+    for kind in [*CELLS, *CELLS]:
+        notebook.run(kind)
+    before = notebook.held()
+    for kind in [*CELLS] * 6:
+        notebook.run(kind)
+    after = notebook.held()
+    assert after.mib - before.mib <= MOST_MIB * 6 * len(CELLS)
+    assert (after.files, after.threads) == (before.files, before.threads)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("kind", "count"), [("training", 200), ("training by the zygote", 60), ("failing", 60), ("recovering", 60)]
+)
+def test_hundreds_of_cells_cost_no_more_than_the_first(
+    notebook: Notebook, kind: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(10):
+        notebook.run(kind)
+    before = notebook.held()
+    seconds = [notebook.run(kind) for _ in range(count)]
+    after = notebook.held()
+    grown, part = (after.mib - before.mib) / count, count // 4
+    first, last = median(seconds[:part]), median(seconds[-part:])
+    with capsys.disabled():
+        print(f"\n{kind}: {grown:+.3f} MiB a cell, {first:.3f} s at first and {last:.3f} s at last")
+    assert grown <= MOST_MIB
+    assert (after.files, after.threads) == (before.files, before.threads)
+    assert last <= 1.1 * first
