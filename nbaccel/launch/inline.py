@@ -7,11 +7,13 @@ by nobody.
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import Event, Listener, outlet
@@ -33,7 +35,7 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
 
     The environment is put back afterwards. Device memory that the task took stays the kernel's.
     """
-    with _environment(spec.environ), _heard(listeners):
+    with _environment(spec.environ), _workers_are_forked(), _heard(listeners):
         if spec.setup is not None:
             load_named(spec.setup)(spec.task.namespace)
         spec.task.run()
@@ -67,6 +69,28 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _workers_are_forked() -> Iterator[None]:
+    """Let loaders fork their workers, as they do in ranks, where Python would start them by a fork server.
+
+    From Python 3.14 on that is Linux's default, and its workers cannot import a class that the notebook defines. What
+    the user chose stays, and so does macOS's default, where a forked process may not do much.
+    """
+    default: Any = multiprocessing.context._default_context
+    pythons, actual = default._default_context, default._actual_context
+    if pythons.get_start_method() != "forkserver" or actual not in (None, pythons):
+        yield
+        return
+    forked = default.get_context("fork")
+    default._default_context, default._actual_context = forked, None
+    try:
+        yield
+    finally:
+        default._default_context = pythons
+        if default._actual_context in (None, forked):  # else the cell chose one
+            default._actual_context = actual
 
 
 @contextmanager

@@ -65,6 +65,13 @@ def test_a_data_set_of_the_notebook_has_workers_in_ranks(with_data: RealKernel, 
     assert with_data.value("sums") == [120.0] * 8
 
 
+def test_a_data_set_of_the_notebook_has_workers_where_the_cell_runs_in_the_kernel(with_data: RealKernel) -> None:
+    with_data.do("data = Numbers(); before = multiprocessing.get_start_method()")
+    with_data.do(accelerate(ALL_LOADERS, "inline", n=1, flags="--out sums"))
+    assert with_data.value("sums") == [120.0] * 8
+    assert with_data.value("multiprocessing.get_start_method() == before")
+
+
 def test_workers_that_the_notebook_used_before_do_not_disturb_those_of_ranks(with_data: RealKernel) -> None:
     """The kernel's fork server and resource tracker are no children of a rank."""
     with_data.do("data = TensorDataset(torch.arange(16.)); looked_at = sum(float(x.sum()) for x, in loaders(data)[0])")
