@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.errors import RankDied, RanksFailed
+from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.world import World
 
 __all__ = ["run_ranks"]
@@ -154,6 +155,7 @@ def _fork_rank(
     if pid == 0:
         try:
             os.close(reading)
+            _kept = put_aside(world.rank)  # as in a launch: the worker processes of the test are none of the rank's
             with open(writing, "wb") as pipe:
                 pickle.dump(_run(world, folder, function, args), pipe)
             release.wait()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import time
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from nbaccel import RankDied, RanksFailed, World
 from nbaccel.testing import run_ranks
@@ -39,3 +42,25 @@ def test_a_rank_that_is_not_done_in_time_is_killed_and_named() -> None:
 def test_a_value_that_cannot_be_pickled_is_an_error_of_that_rank() -> None:
     with pytest.raises(RanksFailed, match="pickle"):
         run_ranks(1, lambda: lambda: None)
+
+
+@pytest.mark.slow
+def test_a_loader_in_a_rank_forks_its_workers_where_python_would_use_a_fork_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from Python 3.14 on, where a worker could not import a class that the test defines."""
+    context: Any = multiprocessing.context
+    monkeypatch.setattr(context._default_context, "_default_context", context._concrete_contexts["forkserver"])
+    monkeypatch.setattr(context._default_context, "_actual_context", None)
+
+    class Numbers(Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    def total() -> int:
+        return sum(int(batch.sum()) for batch in DataLoader(Numbers(), 2, num_workers=1))
+
+    assert run_ranks(2, total) == [6, 6]
