@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.rank.jupyter import close_kernel_sockets, kernel_ports
+from nbaccel.launch.rank.lost_threads import threads_of_the_notebook
 from nbaccel.launch.rank.worker import run_rank
 from nbaccel.launch.spec import RankBoot, Task
 from nbaccel.launch.zygote import Zygote
@@ -87,7 +88,9 @@ class ForkStart:
         ports: frozenset[int],
         python_rng: Any,
     ) -> RankProcess:
+        lost_threads = threads_of_the_notebook()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        _share_resource_tracker()
         with _no_collections():
             pid = os.fork()
             if pid == 0:
@@ -99,7 +102,7 @@ class ForkStart:
                 random.setstate(python_rng)
                 own = {getattr(boot, name) for name in RankBoot.FDS}
                 others = {getattr(other, name) for other in boots for name in RankBoot.FDS} - own
-                run_rank(boot, lambda: task, [*close_fds, *others], is_fork=True)
+                run_rank(boot, lambda: task, [*close_fds, *others], is_fork=True, lost_threads=lost_threads)
             finally:
                 os._exit(70)
         return RankProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -137,6 +140,17 @@ def _no_collections() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _share_resource_tracker() -> None:
+    """Let a rank register shared memory and semaphores where the notebook does, as multiprocessing's own forks do.
+
+    Since Python 3.14 a fork of anybody else gets a tracker of its own, which unlinks what the rank has only attached
+    to. The flag belongs to this thread.
+    """
+    intent: Any = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_fork_intent", None)
+    if intent is not None:
+        intent.preserve_fd = True
 
 
 def _flush_open_files() -> None:

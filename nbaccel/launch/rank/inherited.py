@@ -110,7 +110,8 @@ def _finalizers(kept: list[Any]) -> None:
 def _servers_of_multiprocessing(kept: list[Any]) -> None:
     """Forget the forkserver, which is a child of the kernel; the tracker of resources is used together.
 
-    The tracker is known by a pipe. A lock that a thread of the kernel held would never be released here.
+    The tracker is known by a pipe. One of this rank's own would unlink the notebook's shared memory when the rank ends:
+    to attach to a block registers it. A lock that a thread of the kernel held would never be released here.
     """
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     if tracker is not None:
@@ -122,7 +123,10 @@ def _servers_of_multiprocessing(kept: list[Any]) -> None:
     state = server._forkserver
     if state._forkserver_alive_fd is not None:
         os.close(state._forkserver_alive_fd)
-    state._forkserver_address = state._forkserver_alive_fd = state._forkserver_pid = None
+    for name in ("address", "alive_fd", "pid", "authkey"):
+        if hasattr(state, f"_forkserver_{name}"):
+            setattr(state, f"_forkserver_{name}", None)
+    state._inherited_fds = None
     kept.append(state._lock)
     state._lock = threading.Lock()
 
@@ -138,7 +142,8 @@ def _workers_are_forked(kept: list[Any]) -> None:
         return
     default = context._default_context
     if default._actual_context in (None, default._default_context):
-        default.set_start_method("fork", force=True)
+        default._default_context = context._concrete_contexts["fork"]
+        default._actual_context = None
 
 
 def _pools(kept: list[Any]) -> None:

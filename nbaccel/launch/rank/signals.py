@@ -6,6 +6,7 @@ Python's and the kernel's handlers came with the fork; `restore_signals` takes t
 from __future__ import annotations
 
 import signal
+import threading
 from typing import Any
 
 __all__ = ["ChildHandler", "Interrupt", "restore_signals"]
@@ -20,9 +21,24 @@ class Interrupt:
     def __init__(self) -> None:
         self.is_open = False
         self._has_come = False
+        self._error: Exception | None = None
         signal.signal(signal.SIGINT, self._handle)
 
+    def raise_in_main(self, error: Exception) -> None:
+        """Raise `error` in the user's code, where the main thread may be waiting. Called by other threads.
+
+        Nothing happens while the user's code does not run, or has a handler of its own for SIGINT.
+        """
+        if self.is_open and signal.getsignal(signal.SIGINT) == self._handle:
+            self._error = error
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
     def _handle(self, number: int, frame: Any) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            if self.is_open:
+                raise error
+            return
         self._has_come = True
         if self.is_open:
             raise KeyboardInterrupt

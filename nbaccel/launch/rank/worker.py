@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,7 @@ from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.look import left_behind, scenes
+from nbaccel.launch.rank.lost_threads import LostThreads
 from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
@@ -51,12 +53,19 @@ BROKEN = 70
 """Exit code of a rank whose runtime itself failed (EX_SOFTWARE of sysexits.h)."""
 
 
-def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[int], is_fork: bool) -> NoReturn:
+def run_rank(
+    boot: RankBoot,
+    make_task: Callable[[], Task],
+    close_fds: Sequence[int],
+    is_fork: bool,
+    lost_threads: Sequence[threading.Thread] = (),
+) -> NoReturn:
     """Be rank `boot.world.rank` until the end of the process.
 
     make_task: builds the task; called after the prologue, so that user code in it is already at home.
     close_fds: descriptors of the kernel that this process holds copies of.
     is_fork: this process is a copy of the kernel (else of the zygote).
+    lost_threads: threads of the kernel that user code may wait for, and that do not live here.
     """
     code = BROKEN
     try:
@@ -65,6 +74,7 @@ def run_rank(boot: RankBoot, make_task: Callable[[], Task], close_fds: Sequence[
         watch.start()
         volunteer()
         rank = _Rank(boot, close_fds, is_fork, watch)  # kept by name: dropped, its open socket would complain
+        LostThreads(boot.world.rank, lost_threads, rank.interrupt.raise_in_main).start()
         code = rank.live(make_task)
     except BaseException:
         with contextlib.suppress(BaseException):

@@ -7,6 +7,7 @@ carried over by hand. `tests/launch/test_parity.py` runs one program under both 
 from __future__ import annotations
 
 import linecache
+import multiprocessing
 import os
 import random
 import sys
@@ -41,7 +42,10 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class KernelState:
-    """Random number generators, torch flags, warning filters and the source of the notebook's cells."""
+    """Random number generators, torch flags, warning filters and the source of the notebook's cells.
+
+    start_method: of multiprocessing, where one has been chosen or used.
+    """
 
     python_rng: Any
     numpy_rng: Any = None
@@ -49,6 +53,7 @@ class KernelState:
     torch_flags: dict[str, Any] = field(default_factory=dict)
     warning_filters: list[Any] = field(default_factory=list)
     sources: dict[str, list[str]] = field(default_factory=dict)
+    start_method: str | None = None
 
     @classmethod
     def capture(cls) -> KernelState:
@@ -60,12 +65,15 @@ class KernelState:
             torch_flags=_torch_flags(torch) if torch else {},
             warning_filters=list(warnings.filters),
             sources=_cell_sources(),
+            start_method=multiprocessing.get_start_method(allow_none=True),
         )
 
     def apply(self) -> None:
         random.setstate(self.python_rng)
         warnings.filters[:] = self.warning_filters  # type: ignore[index]  # typeshed: a Sequence; CPython: a list
         warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
+        if self.start_method is not None:
+            multiprocessing.set_start_method(self.start_method, force=True)
         linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
         if self.numpy_rng is not None:
             import numpy

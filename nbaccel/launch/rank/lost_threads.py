@@ -1,0 +1,145 @@
+"""End a wait for a thread of the notebook, which does not live in a forked rank. Runs in forked ranks.
+
+A fork keeps only the thread that forks. What the notebook serves by another thread (a queue that a prefetcher fills, a
+writer's queue) would keep the rank waiting for ever. The main thread is looked at now and then. It has waited in vain
+where it waits without a limit for a condition or a lock of Python, has not moved for some seconds, and no thread of
+the rank is left that could wake it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from nbaccel.errors import NotInRanks
+from nbaccel.launch.rank.jupyter import cell_name
+from nbaccel.launch.rank.look import is_users
+
+__all__ = ["LostThreads", "threads_of_the_notebook"]
+
+_EVERY_S = 2.0
+_VAIN_S = 8.0
+_SERVANTS = ("nbaccel", "ipykernel", "IPython", "zmq", "tornado", "tqdm", "debugpy", "pydevd", "traitlets", "psutil")
+"""Packages whose threads serve the notebook itself: no program waits for one."""
+
+_WAKE_NOBODY = ("tqdm", "multiprocessing.queues")
+"""Modules whose threads in a rank only write."""
+
+_WATCHES = ("nbaccel-death-watch", "nbaccel-stacks", "nbaccel-telemetry", "nbaccel-lost-threads")
+"""Threads of ours that wake nobody either. Others of ours do: one writes a checkpoint that the program waits for."""
+
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+
+
+def threads_of_the_notebook() -> list[threading.Thread]:
+    """Threads of this process that a program may wait for. Asked in the kernel, in the thread that forks."""
+    mine = (threading.main_thread(), threading.current_thread())
+    return [thread for thread in threading.enumerate() if thread not in mine and not _is_of(thread, _SERVANTS)]
+
+
+def _is_of(thread: threading.Thread, modules: Sequence[str]) -> bool:
+    """Whether the thread does the work of one of `modules` or of a module in them."""
+    kind = type(thread)
+    work = getattr(thread, "_target", None)
+    module = str(getattr(work, "__module__", "") if kind is threading.Thread else kind.__module__)
+    return any(module == name or module.startswith(f"{name}.") for name in modules)
+
+
+class LostThreads:
+    """Watches the main thread of a rank whose notebook had `threads`.
+
+    interrupt: raises its argument in the main thread, where the user's code is running.
+    """
+
+    def __init__(self, rank: int, threads: Sequence[threading.Thread], interrupt: Callable[[Exception], None]) -> None:
+        self._rank = rank
+        self._names = [thread.name for thread in threads]
+        self._interrupt = interrupt
+
+    def start(self) -> None:
+        """Begin to watch, in a thread; there is nothing to watch for in a notebook without threads of its own."""
+        if self._names:
+            threading.Thread(target=self._run, name="nbaccel-lost-threads", daemon=True).start()
+
+    def _run(self) -> None:
+        seen: tuple[int, int, int] | None = None
+        since = time.monotonic()
+        while True:
+            time.sleep(_EVERY_S)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            place = None if frame is None else (id(frame), frame.f_lasti, _cpu_ticks())
+            if frame is None or place != seen:
+                seen, since = place, time.monotonic()
+            elif time.monotonic() - since >= _VAIN_S:
+                awaited = self._awaited_in_vain(frame)
+                since = time.monotonic()
+                if awaited is not None:
+                    self._interrupt(NotInRanks(self._sentence(frame, awaited)))
+            del frame  # it holds what the user's code holds
+
+    def _awaited_in_vain(self, frame: FrameType) -> Any:
+        """The condition or lock that nobody is left to signal; None while somebody may be."""
+        others = [each for each in threading.enumerate() if each is not threading.main_thread()]
+        if any(each.name not in _WATCHES and not _is_of(each, _WAKE_NOBODY) for each in others):
+            return None
+        code = frame.f_code
+        if code.co_filename == threading.__file__ and code.co_name == "wait":
+            names = frame.f_locals
+            return names.get("self") if names.get("timeout") is None else None
+        return _lock_in_line(frame)
+
+    def _sentence(self, frame: FrameType, awaited: Any) -> str:
+        frames: list[FrameType] = []
+        outer: FrameType | None = frame
+        while outer is not None:
+            frames.append(outer)
+            outer = outer.f_back
+        cell = next((each for each in reversed(frames) if is_users(each.f_code.co_filename)), frame)
+        names = {**cell.f_globals, **cell.f_locals}
+        objects = [
+            awaited,
+            *(each.f_locals["self"] for each in frames[: frames.index(cell)] if "self" in each.f_locals),
+        ]
+        name, called = "", objects[-1]
+        for each in objects:  # the outermost that the cell has a name for
+            found = next((name for name, value in names.items() if value is each and not name.startswith("_")), None)
+            name, called = (name, called) if found is None else (found, each)
+        kind = f"{type(called).__module__}.{type(called).__qualname__}"
+        what = f"{name} ({kind})" if name else f"an object of {kind}"
+        file, line = cell.f_code.co_filename, cell.f_lineno
+        return (
+            f"rank {self._rank} waits for a thread of the notebook, and threads do not live on in ranks: "
+            f"{what} at {cell_name(file) or file}, line {line}: {linecache.getline(file, line).strip()}\n"
+            f"  Threads of the notebook: {', '.join(self._names[:6])}. Make {name or 'it'} in this cell, so that "
+            "its thread belongs to the rank, or use it in a cell without %%accelerate."
+        )
+
+
+def _lock_in_line(frame: FrameType) -> Any:
+    """The lock that the line is about to take: by `with lock:` or `lock.acquire()`; None if there is none."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    if not (line.startswith("with ") and line.endswith(":")) and ".acquire(" not in line:
+        return None
+    names = {**frame.f_globals, **frame.f_locals}
+    for path in _NAME.findall(line):
+        first, *attributes = path.removesuffix(".acquire").split(".")
+        value = names.get(first)
+        for attribute in attributes:
+            value = vars(value).get(attribute) if hasattr(value, "__dict__") else None
+        if type(value) in (type(threading.Lock()), type(threading.RLock())) and repr(value).startswith("<locked"):
+            return value
+    return None
+
+
+def _cpu_ticks() -> int:
+    """The processor time that the main thread has used: one that computes does not wait."""
+    with open(f"/proc/self/task/{os.getpid()}/stat", encoding="utf-8", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

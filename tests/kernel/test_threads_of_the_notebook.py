@@ -1,0 +1,106 @@
+"""Threads of a notebook do not live in forked ranks: what needs one is opened again, or ends in a sentence."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kernel.harness import RealKernel, accelerate
+
+pytestmark = pytest.mark.slow
+
+SERVED = """
+import queue, threading
+
+class Prefetcher:
+    '''Its thread answers each request.'''
+    def __init__(self):
+        self.requests, self.answers = queue.Queue(), queue.Queue()
+        threading.Thread(target=self.serve, name="prefetch", daemon=True).start()
+    def serve(self):
+        while (request := self.requests.get()) is not None: self.answers.put(2 * request)
+    def double(self, number):
+        self.requests.put(number)
+        return self.answers.get()
+
+prefetcher = Prefetcher(); assert prefetcher.double(2) == 4
+ready = threading.Event()
+lock = threading.Lock()
+keeper = threading.Thread(target=lambda: lock.acquire() and ready.wait(), name="keeper", daemon=True); keeper.start()
+"""
+
+WAITS = {
+    "prefetcher.double(1)": r"prefetcher \(__main__\.Prefetcher\) at Cell In\[\d+\], line 2: prefetcher\.double\(1\)",
+    "ready.wait()": r"ready \(threading\.Event\) at Cell In\[\d+\], line 2",
+    "with lock:\n    pass": r"lock \(_thread\.lock\) at Cell In\[\d+\], line 2: with lock:",
+}
+
+
+def test_a_wait_for_a_thread_of_the_notebook_ends_with_the_objects_name(kernel: RealKernel) -> None:
+    kernel.do(SERVED)
+    try:
+        for code, sentence in WAITS.items():
+            cell = kernel.run(accelerate(code, "fork"))
+            error = cell.failed("NotInRanks")
+            assert re.search(sentence, error.text), error.text
+            assert "Threads of the notebook: " in error.text and "prefetch" in error.text
+            assert cell.seconds < 15
+        assert kernel.value("prefetcher.double(3)") == 6
+    finally:
+        kernel.do("prefetcher.requests.put(None); ready.set(); keeper.join()")
+
+
+def test_a_wait_that_a_thread_of_the_rank_will_end_is_left_alone(kernel: RealKernel) -> None:
+    """Also one for what a thread of the notebook might have ended."""
+    kernel.do(SERVED)
+    try:
+        cell = kernel.do(
+            accelerate(
+                """
+                import threading
+                threading.Timer(13, prefetcher.answers.put, ["from the rank"]).start()
+                print(prefetcher.double(1))
+                """,
+                "fork",
+                n=1,
+            )
+        )
+        assert cell.printed == "from the rank\n"
+    finally:
+        kernel.do("prefetcher.requests.put(None); ready.set(); keeper.join()")
+
+
+def test_a_tensorboard_writer_goes_on_in_rank_0_alone(kernel: RealKernel, start: str) -> None:
+    kernel.do(
+        f"""
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter("events-{start}"); writer.add_scalar("loss", 0.0, 0)
+        """
+    )
+    kernel.do(
+        accelerate(
+            """
+            for step in range(1, 100): writer.add_scalar("loss", step, step)
+            writer.flush()
+            writer.close()
+            writer.add_scalar("after", 1, 100)
+            writer.close()
+            """,
+            start,
+        )
+    )
+    kernel.do(
+        f"""
+        writer.add_scalar("loss", 100, 100); writer.close()
+        import glob
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        files = glob.glob("events-{start}/*")
+        events = EventAccumulator("events-{start}"); _ = events.Reload()
+        steps = sorted(event.step for event in events.Scalars("loss"))
+        after = len(events.Scalars("after"))
+        """
+    )
+    assert kernel.value("steps") == [*range(101)]
+    assert kernel.value("after") == 1
+    assert kernel.value("len(files)") == 3  # the notebook's, and rank 0's two
