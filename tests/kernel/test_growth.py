@@ -16,6 +16,7 @@ from environments import NEWEST
 from kernel.harness import RealKernel, accelerate
 
 MAKES = """
+get_ipython().history_manager.enabled = False  # at every fork IPython ends its thread, with a file, and begins another
 import os, re, torch
 from torch.utils.data import DataLoader, TensorDataset
 from nbaccel.testing import MemLimit
