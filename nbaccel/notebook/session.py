@@ -20,6 +20,7 @@ from nbaccel.launch.inline import left_for_why, run_inline
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
+from nbaccel.launch.rank.lost_threads import threads_held_by
 from nbaccel.launch.screen.audience import Audience, can_answer, runs_unattended
 from nbaccel.launch.screen.frames import Frames
 from nbaccel.launch.screen.painter import Screen
@@ -46,6 +47,9 @@ __all__ = ["LastRun", "Session"]
 SETUP = "nbaccel.train.setup:setup_rank"
 """Gives every rank its process group and, unless the notebook has the name, `accelerator`."""
 
+
+_MOST_THREADS = 3
+"""Lines about threads of the notebook before a run."""
 
 _MAY_HAVE_CHANGED = "ranks of a second start would see a notebook that has changed since; without --bg"
 
@@ -127,6 +131,8 @@ class Session:
         host, plan, task = self._lodge(asked, options, source)
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that there is not, before anything is said
         self.say(str(plan) if host is self.launcher else f"in {host}")
+        if plan.start.method == "fork" and host is self.launcher:
+            self._say_what_threads_are_missed(task)
         spec = plan.spec(task, self._setup, wants_results=bool(task.out))
         if options.bg:
             if not (why := self._why_not_in_the_background(plan)):
@@ -159,6 +165,13 @@ class Session:
     def say(self, line: str) -> None:
         """One line of ours in the cell's output."""
         ConsoleScreen().write("stdout", f"{line}\n")
+
+    def _say_what_threads_are_missed(self, task: CellTask) -> None:
+        """Name what the cell reads and a thread of the notebook serves, which forked ranks do not have."""
+        namespace = self.shell.user_ns
+        held = threads_held_by({name: namespace[name] for name in sorted(task.names_read()) if name in namespace})
+        for name, thread in list(held.items())[:_MOST_THREADS]:
+            self.say(f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell")
 
     def start_zygote(self) -> None:
         """Have a clean process ready for the first cell that needs one; returns while it is still loading torch."""

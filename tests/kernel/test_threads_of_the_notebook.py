@@ -8,7 +8,7 @@ import pytest
 
 from kernel.harness import RealKernel, accelerate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # waits take ten seconds each before they end
 
 SERVED = """
 import queue, threading
@@ -44,6 +44,8 @@ def test_a_wait_for_a_thread_of_the_notebook_ends_with_the_objects_name(kernel: 
             cell = kernel.run(accelerate(code, "fork"))
             error = cell.failed("NotInRanks")
             assert re.search(sentence, error.text), error.text
+            if "prefetcher" in code:
+                assert "prefetcher works by a thread of the notebook (prefetch), which ranks lack" in cell.text
             assert "Threads of the notebook: " in error.text and "prefetch" in error.text
             assert cell.seconds < 15
         assert kernel.value("prefetcher.double(3)") == 6

@@ -15,7 +15,7 @@ import pytest
 from kernel.conftest import Kernels
 from kernel.harness import RealKernel, accelerate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 HOLDS = """
 import asyncio, atexit, concurrent.futures, gc, multiprocessing, os, shutil, sqlite3, subprocess, sys, tempfile

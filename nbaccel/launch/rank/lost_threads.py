@@ -14,15 +14,16 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from types import FrameType, ModuleType
 from typing import Any
 
 from nbaccel.errors import NotInRanks
 from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.launch.rank.look import is_users
 
-__all__ = ["LostThreads", "threads_of_the_notebook"]
+__all__ = ["LostThreads", "threads_held_by", "threads_of_the_notebook"]
 
 _EVERY_S = 2.0
 _VAIN_S = 8.0
@@ -35,6 +36,12 @@ _WAKE_NOBODY = ("tqdm", "multiprocessing.queues")
 _WATCHES = ("nbaccel-death-watch", "nbaccel-stacks", "nbaccel-telemetry", "nbaccel-lost-threads")
 """Threads of ours that wake nobody either. Others of ours do: one writes a checkpoint that the program waits for."""
 
+_MOST_OBJECTS = 2000
+"""Of the notebook's, that are looked at before a start; some milliseconds."""
+
+_OPENED_AGAIN = ("concurrent.futures", "multiprocessing", "torch", "tensorboard")
+"""Modules whose objects with threads a rank opens again by itself (`inherited.py`), or that wait for none."""
+
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
@@ -42,6 +49,52 @@ def threads_of_the_notebook() -> list[threading.Thread]:
     """Threads of this process that a program may wait for. Asked in the kernel, in the thread that forks."""
     mine = (threading.main_thread(), threading.current_thread())
     return [thread for thread in threading.enumerate() if thread not in mine and not _is_of(thread, _SERVANTS)]
+
+
+def threads_held_by(values: Mapping[str, Any]) -> dict[str, str]:
+    """The names whose values hold a thread of the program, or what such a thread works on; each with the thread's name.
+
+    Asked in the kernel. Attributes and the standard containers are followed, and no code of theirs is run.
+
+    >>> threads_held_by({"x": [1, 2], "word": "x"})
+    {}
+    """
+    alive = {id(obj): thread for thread in threads_of_the_notebook() for obj in (thread, *_worked_on_by(thread))}
+    held: dict[str, str] = {}
+    seen: set[int] = set()
+    for name, value in values.items() if alive else ():
+        todo = [value]
+        while todo and len(seen) < _MOST_OBJECTS:
+            obj = todo.pop()
+            if id(obj) in alive:
+                held[name] = alive[id(obj)].name
+                break
+            if id(obj) not in seen:
+                seen.add(id(obj))
+                todo += _parts(obj)
+    return held
+
+
+def _worked_on_by(thread: threading.Thread) -> list[Any]:
+    """The object whose method the thread runs, and what it was given; plain values are nobody's."""
+    target = getattr(thread, "_target", None)
+    given = [getattr(target, "__self__", None), *getattr(thread, "_args", ()), *getattr(thread, "_kwargs", {}).values()]
+    return [obj for obj in given if not issubclass(type(obj), int | float | str | bytes | tuple | type(None))]
+
+
+def _parts(obj: Any) -> list[Any]:
+    kind = type(obj)
+    if kind in (list, tuple, set, frozenset):
+        return list(islice(obj, _MOST_OBJECTS))
+    if kind is dict:
+        return list(islice(obj.values(), _MOST_OBJECTS))
+    if issubclass(kind, type | ModuleType) or str(kind.__module__).startswith(_OPENED_AGAIN):
+        return []
+    try:
+        attributes = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return []
+    return list(islice(attributes.values(), _MOST_OBJECTS)) if type(attributes) is dict else []
 
 
 def _is_of(thread: threading.Thread, modules: Sequence[str]) -> bool:
