@@ -17,6 +17,12 @@ class Beside:
         """Seconds until `tick` may have something to do; None while only the run's own events matter."""
         return None
 
+    def begins(self, press: Callable[[], None]) -> None:
+        """Called before what the ranks need is packed for them, where it has to be.
+
+        press: ends the packing, and nothing later; from any thread.
+        """
+
     def tick(self, now: float, press: Callable[[], None]) -> None:
         """Called whenever the run's loop is awake; never before the ranks have been started.
 

@@ -158,6 +158,7 @@ class Crew:
                 pipe.close()
         for member in self.members:
             member.channel.close()
+        self._method.close()
         self.rings.close()
         self.page.close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -130,10 +130,11 @@ def launch(
         return _launch_inline(spec, check, shown, launcher, facts.title)
     outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
     try:
+        values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
         error, word = _how_it_ended(outcome)
         if error is not None:
             launcher.post_mortem = PostMortem.of(facts.title, word, error, outcome.ended)
-        run = _as_run(outcome, shown.history, error)
+        run = _as_run(outcome, values, shown.history, error)
     finally:
         outcome.close()
     if run.stopped:
@@ -170,10 +171,10 @@ def _briefly(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str) and len(repr(value)) < _LONGEST_ARGUMENT else "…"
 
 
-def _as_run(outcome: Outcome, history: History, error: BaseException | None) -> Run:
+def _as_run(outcome: Outcome, values: list[Any], history: History, error: BaseException | None) -> Run:
     ended = outcome.ended
     return Run(
-        values=[outcome.values(rank).get("value") for rank in range(len(ended.reports))],
+        values=values,
         history=history,
         error=error,
         start_method=outcome.start.method,

@@ -59,7 +59,7 @@ class Home:
         changed = []
         for name in names:
             value, known = self.namespace.get(name), self._known.get(f"name:{name}")
-            if known is not None and value is not known and isinstance(value, type | types.FunctionType):
+            if known is not None and value is not known and issubclass(type(value), type | types.FunctionType):
                 changed.append(name)
         return changed
 
@@ -67,7 +67,8 @@ class Home:
 def anchors_of(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Classes and functions of the notebook by id, and the classes of its objects when no name leads to them.
 
-    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False.
+    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False. Proxies are
+    what they are: to ask one for its ``__class__`` runs code, which may fail or take long.
     """
     anchors: dict[int, str] = {}
     for name, value in list(namespace.items()):
@@ -75,7 +76,7 @@ def anchors_of(namespace: Mapping[str, Any]) -> dict[int, str]:
         if kind.__module__ == "__main__":
             anchors.setdefault(id(kind), f"type:{name}")
     for name, value in list(namespace.items()):
-        if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
+        if issubclass(type(value), type | types.FunctionType) and value.__module__ == "__main__":
             anchors[id(value)] = f"name:{name}"
     return anchors
 

@@ -94,7 +94,7 @@ class Launcher:
         with open_log(log_path) as log:
 
             def attempt(spec: LaunchSpec, witness: Witness) -> Ended:
-                with closing(self._crew(spec)) as crew:
+                with closing(self._crew(spec, watching)) as crew:
                     return watching.watch(crew, spec, log, witness)
 
             while True:
@@ -136,7 +136,7 @@ class Launcher:
     def _settle(self, spec: LaunchSpec, watching: Watching) -> Residents:
         home = spec.task.home
         assert home is not None
-        host, crew = HostMemory(), self._crew(spec)
+        host, crew = HostMemory(), self._crew(spec, watching)
         try:
             with open_log(self.keeper.new_log()) as log, closing(watching.watch(crew, spec, log)) as ended:
                 error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name)
@@ -149,10 +149,11 @@ class Launcher:
             crew.close()
             raise
 
-    def _crew(self, spec: LaunchSpec) -> Crew:
+    def _crew(self, spec: LaunchSpec, watching: Watching) -> Crew:
         """Ranks to be: what they need is there, and nothing has begun."""
         method = self._method(spec.start)
         method.get_ready()  # the user may interrupt this as any other waiting
+        method.pack(spec, watching.beside)  # and this
         return Crew(spec.world_size, method, kernel_pidfd=self.keeper.kernel_pidfd, guard=self.keeper.guard)
 
     def _method(self, start: Start) -> StartMethod:

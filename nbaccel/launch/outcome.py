@@ -9,7 +9,7 @@ from nbaccel.intervals import said
 from nbaccel.launch.group import Ended
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.spec import Task
-from nbaccel.launch.wire.parcel import unpack
+from nbaccel.launch.wire.parcel import unpack_what_can_be_rebuilt
 
 __all__ = ["Outcome"]
 
@@ -32,16 +32,22 @@ class Outcome:
     restarts: list[str] = field(default_factory=list)
 
     def values(self, rank: int | None = None) -> dict[str, Any]:
-        """Names and objects that `rank` sent back, by default the rank that speaks for all; empty if it died."""
+        """Names and objects that `rank` sent back, by default the rank that speaks for all; empty if it died.
+
+        What cannot be rebuilt here is missing, and the rank's report says so from then on.
+        """
         report = self.ended.reports[self.task.speaker if rank is None else rank]
         if report is None or report.parcel_fd < 0:
             return {}
         try:
-            values = unpack(report.parcel_fd, namespace=self.task.namespace, anchored=self.task.anchored)
+            values, refused = unpack_what_can_be_rebuilt(
+                report.parcel_fd, namespace=self.task.namespace, anchored=self.task.anchored
+            )
         except Exception:
             if self.error is None:
                 raise
             return {}
+        report.missing |= {name.removeprefix("out:"): why for name, why in refused.items() if name.startswith("out:")}
         return {name.removeprefix("out:"): value for name, value in values.items() if name.startswith("out:")}
 
     def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str) -> str:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nbaccel.launch.crew import Crew
+from nbaccel.launch.endable import endable
 from nbaccel.launch.group import Ended
 from nbaccel.launch.holdings import held_here
 from nbaccel.launch.home import Home
@@ -84,6 +85,7 @@ class Residents:
 
         Raises:
             CannotSend: a name cannot travel to the ranks; they have not been asked.
+            TimeoutError: `timeout_s` was over before all was packed; they have not been asked either.
         """
         alive = self.alive
         insiders = [rank for rank in alive if rank not in outsiders]
@@ -92,7 +94,8 @@ class Residents:
         host, witness, log_path = HostMemory(), Witness(), self._new_log()
         with self._lock, self._at_work():
             self.home.there = frozenset.intersection(*(self._names[rank] for rank in insiders))
-            parcel = task.pack()
+            with endable(timeout_s, watching.beside):
+                parcel = task.pack()
             try:
                 with open_log(log_path) as log:
                     ended = watching.watch(

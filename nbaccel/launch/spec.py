@@ -142,7 +142,7 @@ class FunctionTask(Task):
         return {
             id(value): name
             for name, value in vars(__main__).items()
-            if isinstance(value, type) and value.__module__ == "__main__"
+            if issubclass(type(value), type) and value.__module__ == "__main__"
         }
 
     def anchored(self, name: str) -> Any:

@@ -18,11 +18,14 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+from nbaccel.launch.beside import Beside
+from nbaccel.launch.endable import endable
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.rank.jupyter import close_kernel_sockets, kernel_ports
 from nbaccel.launch.rank.lost_threads import threads_of_the_notebook
 from nbaccel.launch.rank.worker import run_rank
-from nbaccel.launch.spec import RankBoot, Task
+from nbaccel.launch.spec import LaunchSpec, RankBoot, Task
+from nbaccel.launch.wire.parcel import Parcel
 from nbaccel.launch.zygote import Zygote
 
 __all__ = ["ForkStart", "StartMethod", "ZygoteStart"]
@@ -33,6 +36,16 @@ class StartMethod(Protocol):
 
     def get_ready(self) -> None:
         """Wait for what `start` needs. Nothing has begun yet, so an interrupt may be raised here."""
+
+    def pack(self, spec: LaunchSpec, beside: Sequence[Beside]) -> None:
+        """Pack what the ranks need and cannot see. The run's time limit ends it, an interrupt, and those `beside`.
+
+        Raises:
+            CannotSend: a name cannot travel to the ranks.  TimeoutError: the limit was over.
+        """
+
+    def close(self) -> None:
+        """Let go of what was packed; a second time changes nothing."""
 
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         """Start one process per boot, in the order of ranks. The descriptors in `boots` stay the caller's.
@@ -52,6 +65,12 @@ class ForkStart:
 
     def get_ready(self) -> None:
         """The kernel is all it needs."""
+
+    def pack(self, spec: LaunchSpec, beside: Sequence[Beside]) -> None:
+        """A fork sees everything."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing."""
@@ -113,16 +132,26 @@ class ZygoteStart:
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
+        self._parcel: Parcel | None = None
 
     def get_ready(self) -> None:
         self._zygote.get_ready()
 
+    def pack(self, spec: LaunchSpec, beside: Sequence[Beside]) -> None:
+        with endable(spec.timeout_s, beside):
+            self._parcel = spec.task.pack()
+
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
-        parcel = task.pack()
+        assert self._parcel is not None, "`pack` comes first"
         try:
             with _quiet_tokenizers():
-                return self._zygote.fork(boots, task.reference, parcel)
+                return self._zygote.fork(boots, task.reference, self._parcel)
         finally:
+            self.close()
+
+    def close(self) -> None:
+        parcel, self._parcel = self._parcel, None
+        if parcel is not None:
             os.close(parcel.fd)
 
 

@@ -16,7 +16,7 @@ from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.member import Report
 from nbaccel.launch.report import Failure, Naming, signal_name
 from nbaccel.launch.spec import Task
-from nbaccel.launch.wire.parcel import unpack
+from nbaccel.launch.wire.parcel import unpack_what_can_be_rebuilt
 
 __all__ = ["ranks_in_words", "verdict"]
 
@@ -69,7 +69,8 @@ def _what_is_left(ended: Ended) -> str:
 def _travelled(report: Report, task: Task) -> BaseException | None:
     """The user's exception object, if it could be pickled and can be unpickled here."""
     try:
-        error = unpack(report.parcel_fd, namespace=task.namespace, anchored=task.anchored).get("error")
+        values, _ = unpack_what_can_be_rebuilt(report.parcel_fd, namespace=task.namespace, anchored=task.anchored)
+        error = values.get("error")
         str(error)  # who shows it will ask for its text, and must not meet a second error there
     except Exception:  # whatever a foreign class does when it is rebuilt: its report in text is enough
         return None

@@ -45,6 +45,7 @@ class BackgroundRun(Beside):
         self._trouble: BaseException | None = None
         self._presses = 0  # before the ranks could be told
         self._press = self._count_press
+        self._end_packing: Callable[[], None] = lambda: None
         self._shown_at: list[Screen] = []
 
     # --- in the main thread ------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ class BackgroundRun(Beside):
     def stop(self) -> None:
         """Finish the step; the second time, end now."""
         self._press()
+        self._end_packing()
 
     def _count_press(self) -> None:
         self._presses += 1
@@ -142,6 +144,9 @@ class BackgroundRun(Beside):
 
     def due_in(self, now: float) -> float | None:
         return None if self._has_begun.is_set() else 0.0
+
+    def begins(self, press: Callable[[], None]) -> None:
+        self._end_packing = press
 
     def tick(self, now: float, press: Callable[[], None]) -> None:
         self._press = press

@@ -110,6 +110,7 @@ class CellRun:
         result = values.pop(RESULT, None)
         facts = {} if report is None else report.facts
         missing = dict.fromkeys(self.task.out, f"rank {speaker} had ended") if report is None else report.missing
+        missing.pop(RESULT, None)  # its display is there
         if arrivals := install(values, namespace, facts.get("sizes", {})):
             whence = "" if error is None else f" from the {self.end} run"
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")

@@ -213,7 +213,9 @@ class Stay:
         residents = self.residents
         if trouble := residents.trouble:
             raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
-        self._do(Push(residents.home, names), "%accelerate push").close()
+        push = Push(residents.home, names)
+        self._do(push, "%accelerate push").close()
+        push.has_arrived()
         self._say(f"sent to {number_of_ranks(residents.spec.world_size)}: {', '.join(names)}")
 
     def pull(self, names: Sequence[str], rank: int = 0) -> None:

@@ -65,7 +65,9 @@ class Ranks:
         return self._run(task, Watching(ConsoleScreen(), beside=beside), without, **limits)
 
     def push(self, *names: str) -> None:
-        self._run(Push(self.home, names), Watching(ConsoleScreen()))
+        push = Push(self.home, names)
+        self._run(push, Watching(ConsoleScreen()))
+        push.has_arrived()
 
     def pull(self, *names: str, rank: int = 0) -> dict[str, Any]:
         without = [other for other in range(WORLD_SIZE) if other != rank]

@@ -10,12 +10,13 @@ import ast
 import asyncio
 import dis
 import inspect
+import json
 import linecache
 import os
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
@@ -23,7 +24,7 @@ from typing import Any, Self
 from nbaccel.errors import CannotSend
 from nbaccel.launch.home import Home, anchors_of
 from nbaccel.launch.spec import Results, Task
-from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack
+from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack_what_can_be_rebuilt
 from nbaccel.launch.wire.weight import size_of, sizes_of
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
@@ -224,7 +225,11 @@ class CellTask(Task):
     @classmethod
     def unpack(cls, fd: int, home: Home | None = None) -> Self:
         namespace = new_main() if home is None else home.namespace
-        values = unpack(fd, namespace=namespace, anchored=None if home is None else home.find)
+        values, refused = unpack_what_can_be_rebuilt(
+            fd, namespace=namespace, anchored=None if home is None else home.find
+        )
+        if refused and home is None:  # a rank that stays may have no need of them
+            raise cannot_be_rebuilt(refused)
         head = values.pop("head")
         came = {name.removeprefix("in:"): value for name, value in values.items()}
         if home is not None:
@@ -275,6 +280,17 @@ def _loop_is_running() -> bool:
     return True
 
 
+def cannot_be_rebuilt(refused: Mapping[str, str]) -> CannotSend:
+    """The error of a rank that got names and could not rebuild them."""
+    names = {name.removeprefix("in:"): reason for name, reason in refused.items()}
+    listed = "".join(f"\n  {name}: {reason}" for name, reason in names.items())
+    return CannotSend(
+        f"{len(names)} of the names that were sent to the ranks cannot be rebuilt there:{listed}\n"
+        "  Make such objects in the cell that uses them, or send the data they were made from.",
+        names,
+    )
+
+
 def new_main() -> dict[str, Any]:
     """The names of a new and empty `__main__`, in a rank that is no copy of the notebook."""
     main = types.ModuleType("__main__")
@@ -297,9 +313,18 @@ def _formatted(value: Any) -> dict[str, Any]:
         return {"data": {"text/plain": repr(value)}, "metadata": {}}
     data, metadata = shell.display_formatter.format(value)
     return {
-        "data": {mime: part for mime, part in data.items() if isinstance(part, str | dict | list)},
-        "metadata": metadata,
+        "data": {mime: part for mime, part in data.items() if isinstance(part, str | dict | list) and _is_json(part)},
+        "metadata": metadata if _is_json(metadata) else {},
     }
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a front end could be sent it; a class of the user's may show itself as anything."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_small_data(value: Any) -> bool:
@@ -307,9 +332,10 @@ def _is_small_data(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    if isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
+    kind = type(value)  # not `isinstance`, which asks a proxy for the class of what it stands for
+    if issubclass(kind, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
         return False
-    comes_from_us = type(value).__module__.startswith("nbaccel.")  # an Accelerator that the cell made
+    comes_from_us = str(kind.__module__).startswith("nbaccel.")  # an Accelerator that the cell made
     return not comes_from_us or is_wrapper(value)  # what we wrap is data
 
 
@@ -317,15 +343,15 @@ def _is_heavy(value: Any) -> bool:
     """Modules, optimizers and figures: their display is wanted, the object itself is not."""
     torch = sys.modules.get("torch")
     figure = sys.modules.get("matplotlib.figure")
-    if torch is not None and isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+    if torch is not None and issubclass(type(value), torch.nn.Module | torch.optim.Optimizer):
         return True
-    return figure is not None and isinstance(value, figure.FigureBase)
+    return figure is not None and issubclass(type(value), figure.FigureBase)
 
 
 def _is_loader(value: Any) -> bool:
     """A loader holds no result: it is made of data that the notebook has."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.utils.data.DataLoader)
+    return torch is not None and issubclass(type(value), torch.utils.data.DataLoader)
 
 
 def _loop_variables(code: str) -> set[str]:

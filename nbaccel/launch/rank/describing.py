@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from nbaccel.launch.snapshot import Value
@@ -21,6 +22,7 @@ _FORM = 240
 _ENTRIES = 8
 _DEPTH = 2
 _READ_ELEMENTS = 1 << 20  # 1 ms of reading
+_MOST_PARAMETERS = 100_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SECRETS = frozenset({
     *("token", "tokens", "key", "keys", "apikey", "auth", "secret", "secrets"),
@@ -51,14 +53,14 @@ def described(name: str, value: Any) -> Value:
 
 def _form(value: Any, depth: int = 0) -> str:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if torch is not None and _is(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"{kind} {tuple(value.shape)}" + (f" on {value.device}, {_size(value.nbytes)}" if not depth else "")
-    if torch is not None and isinstance(value, torch.nn.Module):
-        parameters = list(value.parameters())
+    if torch is not None and _is(value, torch.nn.Module):
+        parameters = list(islice(torch.nn.Module.parameters(value), _MOST_PARAMETERS))
         count = sum(each.numel() for each in parameters)
         return f"{type(value).__qualname__} of {count} parameters, {_size(sum(each.nbytes for each in parameters))}"
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if numpy is not None and _is(value, numpy.ndarray):
         return f"array {value.dtype} {value.shape}" + (f", {_size(value.nbytes)}" if not depth else "")
     if type(value) in (list, tuple, dict, set, frozenset):
         return _container(value, depth)
@@ -86,7 +88,7 @@ def _first(value: Any) -> Iterator[tuple[str, Any]]:
 def _text(value: Any, depth: int = 0) -> str:
     """A repr of plain data, and of one number in a tensor on the host."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if torch is not None and _is(value, torch.Tensor):
         is_one = value.numel() == 1 and value.device.type == "cpu" and not depth
         return f"{value.detach().item():.6g}" if is_one and not value.is_complex() else ""
     if type(value) in (str, bytes):
@@ -108,24 +110,19 @@ def _text(value: Any, depth: int = 0) -> str:
 
 def _flaw(value: Any) -> str:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if isinstance(value, float):
+    if _is(value, float):
         return "" if math.isfinite(value) else ("NaN" if math.isnan(value) else "inf")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if torch is not None and _is(value, torch.Tensor):
         return _flaw_of_tensor(value)
-    if torch is not None and isinstance(value, torch.nn.Module):
+    if torch is not None and _is(value, torch.nn.Module):
         read = 0
-        for name, parameter in value.named_parameters():
+        for name, parameter in torch.nn.Module.named_parameters(value):
             read += parameter.numel()
             if read > _READ_ELEMENTS:
                 break
             if flaw := _flaw_of_tensor(parameter):
                 return f"{flaw} in {name}"
-    if (
-        numpy is not None
-        and isinstance(value, numpy.ndarray)
-        and value.dtype.kind == "f"
-        and value.size < _READ_ELEMENTS
-    ):
+    if numpy is not None and _is(value, numpy.ndarray) and value.dtype.kind == "f" and value.size < _READ_ELEMENTS:
         return _flaw_of_tensor(sys.modules["torch"].from_numpy(value)) if torch is not None else ""
     if type(value) in (list, tuple, dict):
         for name, child in _first(value):
@@ -148,6 +145,11 @@ def _hides(name: str, value: Any) -> bool:
     """Whether a value under this name may be a secret. Numbers are token ids or lengths; tensors are never shown."""
     is_number = type(value) in (bool, int, float, type(None))
     return not is_number and any(word.lower() in _SECRETS for word in _WORD.findall(name))
+
+
+def _is(value: Any, kind: type) -> bool:
+    """By its true type: the ``__class__`` of a proxy is code of the user's."""
+    return issubclass(type(value), kind)
 
 
 def _size(count: float) -> str:

@@ -78,9 +78,9 @@ def _is_top_level(frame: FrameType) -> bool:
 def _values(names: Mapping[str, Any]) -> list[Value]:
     """What a reader would look at: no code, nothing of IPython's, and of what we prepared what they gave."""
     theirs = [(name, plain(value)) for name, value in names.items() if not name.startswith("_")]
-    data = [(name, value) for name, value in theirs if not isinstance(value, _NO_DATA) and not _is_of_ours(value)]
+    data = [(name, value) for name, value in theirs if not issubclass(type(value), _NO_DATA) and not _is_of_ours(value)]
     return [described(name, value) for name, value in data[:_MOST_VALUES]]
 
 
 def _is_of_ours(value: Any) -> bool:
-    return type(value).__module__.startswith("nbaccel.")
+    return str(type(value).__module__).startswith("nbaccel.")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from nbaccel.launch.home import Home
-from nbaccel.launch.rank.cell import new_main
+from nbaccel.launch.rank.cell import cannot_be_rebuilt, new_main
 from nbaccel.launch.spec import Results, Task
-from nbaccel.launch.wire.parcel import Parcel, pack, unpack
+from nbaccel.launch.wire.parcel import Parcel, pack, unpack, unpack_what_can_be_rebuilt
 from nbaccel.launch.wire.weight import sizes_of
 from nbaccel.launch.wire.wrappers import plain
 
@@ -78,14 +78,18 @@ class Push(_HomeTask):
 
     def pack(self) -> Parcel:
         values = {name: self.namespace[name] for name in self.names}
-        parcel = pack(values, anchors=self.home.anchors, namespace=self.namespace)
-        self.home.learn(values)
-        return parcel
+        return pack(values, anchors=self.home.anchors, namespace=self.namespace)
+
+    def has_arrived(self) -> None:
+        """Record, in the kernel, that the ranks have the values; not where one of them could not be rebuilt."""
+        self.home.learn({name: self.namespace[name] for name in self.names})
 
     @classmethod
     def unpack(cls, fd: int, home: Home | None = None) -> Self:
         assert home is not None
-        values = unpack(fd, namespace=home.namespace, anchored=home.find)
+        values, refused = unpack_what_can_be_rebuilt(fd, namespace=home.namespace, anchored=home.find)
+        if refused:
+            raise cannot_be_rebuilt(refused)
         home.learn(values)
         return cls(home, tuple(values), values)
 

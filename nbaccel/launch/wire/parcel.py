@@ -13,16 +13,18 @@ import mmap
 import os
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.errors import CannotSend
 from nbaccel.launch.wire.pickling import Contents, Packer, Unpacker
-from nbaccel.launch.wire.refusal import reason
+from nbaccel.launch.wire.refusal import in_words, reason
+from nbaccel.launch.wire.salvage import salvaged
 from nbaccel.launch.wire.weight import size_of
 
-__all__ = ["Parcel", "pack", "pack_what_can_travel", "size_of", "unpack"]
+__all__ = ["Parcel", "pack", "pack_what_can_travel", "size_of", "unpack", "unpack_what_can_be_rebuilt"]
 
 _PAGE = mmap.PAGESIZE
 _CACHE_LINE = 64
@@ -85,12 +87,16 @@ def pack_what_can_travel(
     as_written: bool = False,
 ) -> tuple[Parcel, dict[str, str]]:
     """The parcel of every value that can travel, and the names that cannot, each with the reason."""
-    try:
-        return _write(values, anchors or {}, namespace, as_written), {}
-    except Exception:
-        refused = _culprits(values, anchors or {}, namespace, as_written)
-    rest = {name: value for name, value in values.items() if name not in refused}
-    return pack(rest, anchors=anchors, namespace=namespace, as_written=as_written), refused
+    rest = values
+    refused: dict[str, str] = {}
+    while True:
+        try:
+            return _write(rest, anchors or {}, namespace, as_written), refused
+        except Exception as error:  # also a second time, of an object that answers now so and now so
+            refused |= _culprits(rest, anchors or {}, namespace, as_written) or {
+                name: reason(error, name, rest) for name in rest
+            }
+        rest = {name: value for name, value in values.items() if name not in refused}
 
 
 def unpack(
@@ -105,13 +111,34 @@ def unpack(
         it; a name that it has already keeps its value.
     anchored: finds an object of this process by the name it was anchored under.
     """
+    values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored)).load()
+    return values
+
+
+def unpack_what_can_be_rebuilt(
+    fd: int,
+    *,
+    namespace: dict[str, Any] | None = None,
+    anchored: Callable[[str], Any] | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of the parcel behind `fd` that this process can rebuild, and the names of the others, with the reason.
+
+    The arguments are those of `unpack`.
+    """
+    try:
+        return unpack(fd, namespace=namespace, anchored=anchored), {}
+    except Exception:
+        values, errors = salvaged(_contents(fd, namespace, anchored))
+    return values, {name: f"it cannot be rebuilt here: {in_words(error)}" for name, error in errors.items()}
+
+
+def _contents(fd: int, namespace: dict[str, Any] | None, anchored: Callable[[str], Any] | None) -> Contents:
     mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
     if magic != _MAGIC:
         raise ValueError("this file descriptor does not hold a parcel")
     places, buffers = pickle.loads(memoryview(mapping)[table:])
-    values: dict[str, Any] = Unpacker(Contents(mapping, places, buffers, namespace, anchored)).load()
-    return values
+    return Contents(mapping, places, buffers, namespace, anchored)
 
 
 def _culprits(
@@ -120,8 +147,10 @@ def _culprits(
     """The names whose values cannot be pickled even alone, each with the reason. Writes nothing, copies no buffer."""
     refused = {}
     for name, value in values.items():
+        packer = Packer(_Nowhere(), anchors, namespace, as_written)
         try:
-            Packer(_Nowhere(), anchors, namespace, as_written).dump(value)
+            with _telling_where(packer):
+                packer.dump_names({name: value})
         except Exception as error:
             refused[name] = reason(error, name, {**(namespace or {}), **values})
     return refused
@@ -135,7 +164,8 @@ def _write(
     try:
         with open(fd, "wb", closefd=False) as file:
             packer = Packer(file, anchors, namespace, as_written)
-            packer.dump(values)
+            with _telling_where(packer):
+                packer.dump_names(values)
             end = file.tell()
         places = []
         for block in packer.blocks:
@@ -151,6 +181,16 @@ def _write(
     except BaseException:
         os.close(fd)
         raise
+
+
+@contextmanager
+def _telling_where(packer: Packer) -> Iterator[None]:
+    """An interrupt says which value was being packed: it may be one that never ends."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        name = packer.at.removeprefix("in:").removeprefix("out:")
+        raise KeyboardInterrupt(f"interrupted while {name} was packed for another process") from None
 
 
 def _aligned(offset: int, nbytes: int) -> int:

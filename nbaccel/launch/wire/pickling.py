@@ -14,6 +14,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
@@ -22,10 +23,28 @@ from nbaccel.launch.wire.event_files import reduce_writer
 from nbaccel.launch.wire.refusal import Refused, refuse_what_lives_here
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
-__all__ = ["Contents", "Packer", "Unpacker"]
+__all__ = ["Contents", "Packer", "Unpacker", "depth_bounded", "is_ours"]
+
+_DEEPEST = 20_000
+"""Calls below each other while something is packed, at most. Where the user has raised Python's own limit above it, a
+long chain of objects would run over the end of the C stack (8 MiB hold more than 40,000) and take the process along."""
 
 _COPIED_BELOW = 64 * 1024
 """Bytes. A mapped view keeps the memory of the whole parcel alive, so smaller blocks are copied out instead."""
+
+
+@contextmanager
+def depth_bounded() -> Iterator[None]:
+    """Have too deep a nesting end in a RecursionError, whatever limit the user has set."""
+    limit = sys.getrecursionlimit()
+    if limit <= _DEEPEST:
+        yield
+        return
+    sys.setrecursionlimit(_DEEPEST)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishes no types
@@ -34,12 +53,14 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
     buffers: which blocks are the out-of-band buffers of the pickle protocol, in its order.
     as_written: leave out what training put around the user's objects, however deep in a value they lie.
+    at: the name whose value is being packed, or was last; empty before the first.
     """
 
     def __init__(
         self, file: Any, anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool = False
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
+        self.at = ""
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
         self._index: dict[tuple[str, int, int], int] = {}
@@ -51,7 +72,15 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             # cloudpickle looks here for the globals that a function will have on the other side.
             self.globals_ref[id(namespace)] = self._namespace_there
 
+    def dump_names(self, values: Mapping[str, Any]) -> None:
+        """Pack `values` as one dict, and know meanwhile which of them it is at."""
+        with depth_bounded():
+            self.dump({name: _Named(name, value) for name, value in values.items()})
+
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _Named:
+            self.at = obj.name
+            return _itself, (obj.value,)
         if id(obj) in self._anchors:
             return _there, ("anchor", self._anchors[id(obj)])
         if obj is self._namespace_there:
@@ -162,6 +191,16 @@ def _reduce_to_what_was_written(obj: Any) -> Any:
         case (make, args, dict(state), *rest):
             return make, args, {name: value for name, value in state.items() if name != "forward"}, *rest
     return None  # a __reduce__ or __getstate__ of the user's own, which knows best
+
+
+class _Named:
+    """Stands for `value` on the way into the pickle; it arrives as the value itself."""
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self.value = value
 
 
 def _itself(obj: Any) -> Any:
@@ -310,6 +349,11 @@ class Contents:
         return self._blocks[index]
 
 
+def is_ours(module: str, name: str) -> bool:
+    """Whether a pickle that refers to this means a call of `Contents`."""
+    return (module, name) == (__name__, _there.__name__)
+
+
 class Unpacker(pickle.Unpickler):
     """Reads the objects of `contents` straight from the mapping."""
 
@@ -318,6 +362,4 @@ class Unpacker(pickle.Unpickler):
         self._contents = contents
 
     def find_class(self, module: str, name: str) -> Any:
-        return (
-            self._contents.call if (module, name) == (__name__, _there.__name__) else super().find_class(module, name)
-        )
+        return self._contents.call if is_ours(module, name) else super().find_class(module, name)

@@ -16,7 +16,7 @@ import threading
 import types
 from typing import Any
 
-__all__ = ["Refused", "reason", "refuse_what_lives_here"]
+__all__ = ["Refused", "in_words", "reason", "refuse_what_lives_here"]
 
 _LIVES_HERE: dict[type | tuple[type, ...], str] = {
     (io.TextIOWrapper, io.BufferedIOBase, io.FileIO): "an open file",
@@ -44,11 +44,12 @@ class Refused(Exception):
 
 def refuse_what_lives_here(obj: Any) -> None:
     """Raise `Refused` for an object that means nothing outside this process."""
-    if isinstance(obj, _TYPES) and not isinstance(obj, io.BytesIO):
-        words = next(words for kinds, words in _LIVES_HERE.items() if isinstance(obj, kinds))
+    kind = type(obj)  # not `isinstance`, which asks a proxy for the class of what it stands for
+    if issubclass(kind, _TYPES) and not issubclass(kind, io.BytesIO):
+        words = next(words for kinds, words in _LIVES_HERE.items() if issubclass(kind, kinds))
         raise Refused(f"{words} cannot be sent to another process", obj)
     tqdm = sys.modules.get("tqdm.std")
-    if tqdm is not None and isinstance(obj, tqdm.tqdm):  # pickles, but cannot be unpickled
+    if tqdm is not None and issubclass(kind, tqdm.tqdm):  # pickles, but cannot be unpickled
         raise Refused("a progress bar cannot be sent to another process", obj)
 
 
@@ -60,9 +61,23 @@ def reason(error: Exception, name: str, names: dict[str, Any]) -> str:
     if isinstance(error, Refused):
         via = next((other for other, value in names.items() if value is error.culprit and other != name), None)
         return f"it uses {via}: {error}" if via and names.get(name) is not error.culprit else str(error)
-    message = str(error).strip().partition("\n")[0]
+    message = _words_of(error)
     if isinstance(error, RecursionError) or "deep recursion" in message:
         return "it is nested too deeply to be sent to another process"
     if found := _UNPICKLABLE.match(message):
         return f"an object of type {found[1]} cannot be sent to another process"
+    return in_words(error)
+
+
+def in_words(error: Exception) -> str:
+    """An error of the user's in one line."""
+    message = _words_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _words_of(error: Exception) -> str:
+    """The first line of the text of an error, which may be made by code that fails."""
+    try:
+        return str(error).strip().partition("\n")[0]
+    except Exception:
+        return ""

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from nbaccel.launch.wire.pickling import Contents, Unpacker
+from nbaccel.launch.wire.pickling import Contents, is_ours
 
 __all__ = ["salvaged"]
 
@@ -68,13 +68,13 @@ class _Salvager(_Reader):  # type: ignore[misc]
     def __init__(self, contents: Contents) -> None:
         contents.mapping.seek(0)
         super().__init__(contents.mapping, buffers=contents.buffers())
-        self._find = Unpacker(contents).find_class
+        self._contents = contents
         self._errors: dict[int, Exception] = {}  # by the id of what could not be filled
         self._kept: list[Any] = []
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return self._find(module, name)
+            return self._contents.call if is_ours(module, name) else super().find_class(module, name)
         except Exception as error:
             return _Broken(error)
 

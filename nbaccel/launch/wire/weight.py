@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import logging
 import sys
 import time
 import types
@@ -41,6 +42,7 @@ _MOST_SECONDS_OF_SEVERAL = 1.0
 _CLOSED = (
     *(type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType),
     *(property, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType),
+    logging.Logger,  # knows all others, and travels as its name
 )
 """What leads from an object to the rest of the process, or nowhere."""
 

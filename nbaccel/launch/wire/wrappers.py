@@ -27,5 +27,12 @@ def plain(value: Any) -> Any:
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether `value` says what it wraps. Its class is asked: a `__getattr__` of the user's may do anything."""
-    return hasattr(type(value), "__nbaccel_unwrap__")
+    """Whether `value` says what it wraps. Its class is asked: a ``__getattr__`` of the user's may do anything.
+
+    So may that of a metaclass, which `type.__getattribute__` goes past.
+    """
+    try:
+        type.__getattribute__(type(value), "__nbaccel_unwrap__")
+    except AttributeError:
+        return False
+    return True

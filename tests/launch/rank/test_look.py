@@ -81,11 +81,30 @@ def test_names_that_only_sound_like_secrets_are_shown(name: str, value: Any) -> 
 
 
 def test_a_value_that_cannot_be_looked_at_is_named_all_the_same() -> None:
-    class Broken(torch.nn.Module):
-        def parameters(self, recurse: bool = True) -> Any:
-            raise RuntimeError("no")
+    assert described("model", torch.nn.LazyLinear(3)).form == "LazyLinear, which cannot be looked at (ValueError)"
 
-    assert described("model", Broken()).form.endswith("Broken, which cannot be looked at (RuntimeError)")
+
+def test_to_look_at_a_value_runs_none_of_its_code() -> None:
+    class Slow(torch.nn.Linear):
+        def parameters(self, recurse: bool = True) -> Any:
+            raise AssertionError("asked")
+
+    class Proxy:
+        @property
+        def __class__(self) -> Any:  # type: ignore[override]
+            raise AssertionError("asked")
+
+        __len__ = __iter__ = __repr__ = __eq__ = __bool__ = __class__  # type: ignore[assignment]
+
+    def fail(model: Any, proxy: Any) -> None:
+        raise ValueError
+
+    try:
+        fail(Slow(2, 1), Proxy())
+    except ValueError as error:
+        values = {value.name: value.form for value in scenes(error.__traceback__)[-1].values}
+    assert values["model"].endswith("Slow of 3 parameters, 12 B")
+    assert values["proxy"].endswith("Proxy")
 
 
 def test_scenes_are_the_users_frames_with_the_names_that_they_use() -> None:
