@@ -3,20 +3,26 @@
 Memory counts once, under the first name that leads to it: models come first, then optimizers, tensors, and the
 rest in the order of their making. A tensor that an autograd graph has saved counts under the tensor whose graph it is.
 Not seen: tensors that only C++ holds (DDP's buckets), module globals, and what hooks of a graph have packed.
+
+It runs no code of the user's, and ends: what an object holds is asked of the garbage collector, not of the object.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import time
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Holding", "holdings"]
+__all__ = ["Holding", "holdings", "holds_tensors"]
 
 _MOST_OBJECTS = 300_000
 """Looked at per name; more than that are data, and take longer to look at than anybody waits."""
+
+_MOST_SECONDS = 0.6
+"""For all names together. Models come first, so what is left out is most likely no tensor's holder."""
 
 _CLOSED = (type, types.ModuleType, types.FrameType, types.TracebackType, types.CodeType, str, bytes)
 """What leads from an object to the rest of the process, or nowhere."""
@@ -36,6 +42,8 @@ def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[H
     groups: names and their objects; what is in an earlier group counts there.
     beside: objects that are not followed, such as the namespace itself.
 
+    Takes 0.6 s at most; what the names that come last lead to may then be left out.
+
     >>> import torch
     >>> model = torch.nn.Linear(100, 10)
     >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -50,18 +58,29 @@ def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[H
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    census = _Census(torch, beside)
-    for names in groups:
-        for name, thing in sorted(names.items(), key=lambda item: census.turn(item[1])):
-            census.take(name, thing)
+    census = _Census(torch, beside, time.monotonic() + _MOST_SECONDS)
+    with torch._C.DisableTorchFunctionSubclass():  # classes of tensors may answer in any way, or refuse to
+        for names in groups:
+            for name, thing in sorted(names.items(), key=lambda item: census.turn(item[1])):
+                census.take(name, thing)
     return sorted(census.found(), key=lambda holding: -holding.bytes)
+
+
+def holds_tensors(thing: Any, until: float) -> bool:
+    """Whether `thing` keeps a tensor alive.  until: when to stop looking, in `time.monotonic()`."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(_storage_of(tensor) is not None for tensor in _tensors(torch, thing, (), until))
 
 
 class _Census:
     """Counts storages, each under the first name that leads to it."""
 
-    def __init__(self, torch: Any, beside: Iterable[Any]) -> None:
+    def __init__(self, torch: Any, beside: Iterable[Any], until: float) -> None:
         self._torch = torch
+        self._until = until
         self._storages: set[tuple[str, int]] = set()
         self._beside = {id(thing) for thing in beside}
         self._bytes: dict[tuple[str, str], int] = {}
@@ -72,11 +91,11 @@ class _Census:
 
     def take(self, name: str, thing: Any) -> None:
         if _is(thing, self._torch.optim.Optimizer):
-            self._count(f"{name}.state", _tensors(self._torch, list(thing.state.values()), self._beside))
-        tensors = list(_tensors(self._torch, thing, self._beside))
+            self._count(f"{name}.state", _tensors(self._torch, _state_of(thing), self._beside, self._until))
+        tensors = list(_tensors(self._torch, thing, self._beside, self._until))
         self._count(name, tensors)
         self._count(f"{name}.grad", map(_gradient_of, tensors))
-        self._count(f"{name}.grad_fn", _saved_by(self._torch, tensors))
+        self._count(f"{name}.grad_fn", _saved_by(self._torch, tensors, self._until))
 
     def found(self) -> Iterator[Holding]:
         for (name, device), count in self._bytes.items():
@@ -107,11 +126,19 @@ def _gradient_of(tensor: Any) -> Any:
     return tensor.grad if tensor.is_leaf else None
 
 
-def _tensors(torch: Any, thing: Any, beside: Collection[int]) -> Iterator[Any]:
+def _state_of(optimizer: Any) -> list[Any]:
+    """The values of its state, without the parameters that are the keys. A prepared one has that of what it wraps."""
+    try:
+        return list(optimizer.state.values())
+    except Exception:  # of a class of its own, which may have none
+        return []
+
+
+def _tensors(torch: Any, thing: Any, beside: Collection[int], until: float) -> Iterator[Any]:
     """Tensors that `thing` leads to by Python references."""
     seen = set(beside)
     waiting = [thing]
-    while waiting and len(seen) < _MOST_OBJECTS:
+    while waiting and len(seen) < _MOST_OBJECTS and time.monotonic() < until:
         thing = waiting.pop()
         if id(thing) in seen or _is(thing, _CLOSED):
             continue
@@ -131,7 +158,7 @@ def _is(thing: Any, kind: type | tuple[type, ...]) -> bool:
     return issubclass(type(thing), kind)
 
 
-def _saved_by(torch: Any, tensors: Iterable[Any]) -> Iterator[Any]:
+def _saved_by(torch: Any, tensors: Iterable[Any], until: float) -> Iterator[Any]:
     """What the graphs behind `tensors` have saved for a backward.
 
     Read without unpacking: that would run the hooks of activation checkpointing, which compute it all again. What a
@@ -139,7 +166,7 @@ def _saved_by(torch: Any, tensors: Iterable[Any]) -> Iterator[Any]:
     """
     seen: set[Any] = set()
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    while waiting and len(seen) < _MOST_OBJECTS:
+    while waiting and len(seen) < _MOST_OBJECTS and time.monotonic() < until:
         node = waiting.pop()
         if node in seen:
             continue

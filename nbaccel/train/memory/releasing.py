@@ -6,6 +6,7 @@ Names of the notebook are the user's: they are reported with their sizes, never 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 from nbaccel.train.checkpoint.folder import in_units
 from nbaccel.train.memory.devices import HOST, bytes_in_use, empty_caches
 from nbaccel.train.memory.frames import forget_all_frames
-from nbaccel.train.memory.holdings import Holding, holdings
+from nbaccel.train.memory.holdings import Holding, holds_tensors
 from nbaccel.train.memory.shell import Names, named_holdings
 
 __all__ = ["Freed", "free", "free_memory", "release_memory", "release_unused"]
 
 _MOST_SHOWN = 6
+_MOST_SECONDS = 0.6
+"""For looking through all outputs; one that was not looked at stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ def free(handed_in: tuple[Any, ...] = (), history: bool = False) -> Freed:
     before = bytes_in_use()
     forget_all_frames()
     if history:
-        Names.of_this_process().forget_history(_holds_tensors)
+        until = time.monotonic() + _MOST_SECONDS
+        Names.of_this_process().forget_history(lambda thing: holds_tensors(thing, until))
     release_unused()
     return Freed(before, bytes_in_use(), tuple(named_holdings(handed_in)))
 
@@ -120,7 +124,3 @@ def _listed(alive: Sequence[tuple[str, int]]) -> str:
     rest = alive[_MOST_SHOWN:]
     more = [f"{len(rest)} more names {in_units(sum(count for _, count in rest))}"] if rest else []
     return f"held by {', '.join(names + more)}"
-
-
-def _holds_tensors(thing: Any) -> bool:
-    return bool(holdings({"": thing}))
