@@ -72,14 +72,17 @@ def test_a_kernel_without_cuda_is_forked(kernel: RealKernel) -> None:
 
 @pytest.fixture
 def pretending(kernel: RealKernel) -> Iterator[Callable[[str, str], None]]:
-    """Replaces a function of torch.cuda in the kernel for the length of a test."""
+    """Replaces a function of torch.cuda in the kernel for the length of a test, as on a machine with a GPU."""
     kernel.do("import os, torch\ntrue = {}\nkernel_pid = os.getpid()")
+    kernel.do("import nbaccel.launch.rank.worker as _worker; _driver = _worker.has_gpu_driver")
+    kernel.do("_worker.has_gpu_driver = lambda: True")
 
     def pretend(name: str, function: str) -> None:
         kernel.do(f"true[{name!r}] = torch.cuda.{name}\ntorch.cuda.{name} = {function}")
 
     yield pretend
     kernel.do("for name, function in true.items(): setattr(torch.cuda, name, function)")
+    kernel.do("_worker.has_gpu_driver = _driver")
 
 
 CUDA_IS_INITIALISED = ("is_initialized", "lambda: True")

@@ -446,12 +446,23 @@ def test_a_fork_that_cuda_would_break_goes_on_by_the_zygote(monkeypatch: pytest.
 
     parent = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
+    monkeypatch.setattr("nbaccel.launch.rank.worker.has_gpu_driver", lambda: True)
     run = launch(rank, 2)
     assert run.values == [0, 1]
     assert run.start_method == "zygote"
     assert "CUDA was already used" in run.start_reason
     with pytest.raises(LaunchRefused, match="leave it out"):
         launch(rank, 2, start_method="fork")
+
+
+def test_a_build_for_cuda_forks_on_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There `torch.cuda.is_available()` marks forks as broken too, which no device can suffer from."""
+    import torch
+
+    parent = os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
+    monkeypatch.setattr("nbaccel.launch.rank.worker.has_gpu_driver", lambda: False)
+    assert launch(rank, 2).start_method == "fork"
 
 
 def test_an_initialised_cuda_starts_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:

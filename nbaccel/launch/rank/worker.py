@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import Loss, outlet
+from nbaccel.gpu_driver import has_gpu_driver
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
 from nbaccel.launch.rank.debugger import debugging
@@ -289,4 +290,8 @@ def _limit_threads(threads: int) -> None:
 
 def _cuda_is_broken() -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda._is_in_bad_fork())
+    if torch is None or not torch.cuda._is_in_bad_fork():
+        return False
+    # On a machine without a GPU, a build for CUDA says so too once it was asked for devices, by is_available() or, from
+    # torch 2.15 on, by the step of an optimizer; there it breaks nothing.
+    return has_gpu_driver() or torch.version.hip is not None
