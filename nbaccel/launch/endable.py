@@ -42,23 +42,28 @@ def endable(seconds: float | None, beside: Sequence[Beside] = ()) -> Iterator[No
     for each in beside:
         each.begins(alarm.press)
     try:
-        with alarm:
-            yield
+        alarm.start()
+        yield
     except KeyboardInterrupt as interrupt:
         if not alarm.has_rung:
             raise
         where = f": {interrupt}" if str(interrupt) else ""
         raise TimeoutError(f"the time limit of {seconds:g} s was over before a rank had its work{where}") from None
+    finally:
+        while not alarm.is_off:
+            with suppress(KeyboardInterrupt):  # it may ring between two lines of ours; the next time is 0.2 s away
+                alarm.stop()
 
 
 class _Alarm:
     """Interrupts the thread that made it, again and again, from `seconds` or a press on until the block is left.
 
-    has_rung: the seconds were over first.
+    has_rung: the seconds were over first.  is_off: it does not ring any more.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self.has_rung = False
+        self.is_off = False
         self._is_pressed = False
         self._is_awake = threading.Event()
         self._seconds = seconds
@@ -69,22 +74,24 @@ class _Alarm:
         self._previous: Any = None
         self._thread = threading.Thread(target=self._watch, name="nbaccel-limit", daemon=True)
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
         if self._is_main:
             self._previous = signal.signal(signal.SIGINT, self._interrupted)
         self._thread.start()
 
-    def __exit__(self, *exc: object) -> None:
+    def stop(self) -> None:
         """An interrupt that is on its way comes to nothing: the handler looks, and a thread's is taken back."""
         self._is_over.set()
         self._is_awake.set()
         with self._lock:
             if not self._is_main:
                 _interrupt(self._ident, None)
-        self._thread.join()
+        with suppress(RuntimeError):  # it was not started
+            self._thread.join()
         if self._is_main:
             with suppress(TypeError):  # it came from C
                 signal.signal(signal.SIGINT, self._previous)
+        self.is_off = True
 
     def press(self) -> None:
         """From any thread; once the block is left it does nothing."""
