@@ -31,8 +31,6 @@ class Owner:
         if "RANK" in os.environ: open(self.name, "a").write(f"{os.getpid()} ")
     __del__ = end
 
-def square(x): return x * x
-
 numbers = TensorDataset(torch.arange(64.))
 looked_at = DataLoader(numbers, batch_size=4, num_workers=2)
 look = iter(looked_at); first = next(look)
@@ -43,8 +41,8 @@ loaders = {"train": lasting}
 pool = multiprocessing.Pool(2)
 thread_pool = multiprocessing.pool.ThreadPool(2)
 manager = multiprocessing.Manager(); shared = manager.dict(a=1)
-processes = concurrent.futures.ProcessPoolExecutor(2); assert processes.submit(square, 2).result() == 4
-threads = concurrent.futures.ThreadPoolExecutor(2); assert threads.submit(square, 2).result() == 4
+processes = concurrent.futures.ProcessPoolExecutor(2); assert processes.submit(abs, -4).result() == 4
+threads = concurrent.futures.ThreadPoolExecutor(2); assert threads.submit(abs, -4).result() == 4
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 folder = tempfile.TemporaryDirectory(); scratch = tempfile.NamedTemporaryFile("w")
 written = open("written.txt", "w"); _ = written.write("once\\n")
@@ -87,8 +85,8 @@ def _suffered():
         pool=lambda: pool.map_async(abs, [-1, -2]).get(20) == [1, 2],
         thread_pool=lambda: thread_pool.map_async(abs, [-1, -2]).get(20) == [1, 2],
         manager=lambda: shared["a"] == 1,
-        processes=lambda: processes.submit(square, 3).result(20) == 9,
-        threads=lambda: threads.submit(square, 3).result(20) == 9,
+        processes=lambda: processes.submit(abs, -9).result(20) == 9,
+        threads=lambda: threads.submit(abs, -9).result(20) == 9,
         subprocess=lambda: child.poll() is None,
         temporary_folder=lambda: os.path.isdir(folder.name),
         temporary_file=lambda: os.path.exists(scratch.name),
@@ -181,11 +179,12 @@ def test_ranks_use_pools_executors_loaders_managers_and_files_as_their_own(owner
             rows = (
                 sum(float(x.sum()) for _ in range(2) for x, in loaders["train"]),
                 len([*looked_at]),
-                pool.map(square, [1, 2]),
-                thread_pool.map(square, [1, 2]),
-                processes.submit(square, 3).result(),
-                threads.submit(square, 3).result(),
+                pool.map(abs, [-1, -4]),
+                thread_pool.map(abs, [-1, -4]),
+                processes.submit(abs, -9).result(),
+                threads.submit(abs, -9).result(),
                 shared["a"],
+                (attached := shared_memory.SharedMemory(memory.name)).buf[0],
                 joblib.Parallel(2)(joblib.delayed(abs)(-x) for x in range(4)),
             )
             pool.close(), pool.join(), threads.shutdown(), processes.shutdown()
@@ -195,7 +194,7 @@ def test_ranks_use_pools_executors_loaders_managers_and_files_as_their_own(owner
         ),
         timeout_s=90,
     )
-    assert owner.value("rows") == [4032.0, 16, [1, 4], [1, 4], 9, 9, 1, [0, 1, 2, 3]]
+    assert owner.value("rows") == [4032.0, 16, [1, 4], [1, 4], 9, 9, 1, 7, [0, 1, 2, 3]]
     assert owner.value("_suffered()") == {}
     owner.do(accelerate("_ = written.write('rank\\n'); written.flush()", "fork"))
     owner.do("written.flush()")
@@ -223,6 +222,7 @@ def test_look_train_look_and_train_again_with_loader_workers(new_kernel: Kernels
         """
     )
     kernel.do("nbaccel.launch(int, 1, start_method='fork'); nbaccel.launch(int, 1, start_method='zygote')")
+    kernel.do("_ = list(loader)")  # Python 3.14 starts a server for the notebook's workers
     before = kernel.family()
     train = """
         prepared, descent, batches = accelerator.prepare(model, optimizer, {loader})
