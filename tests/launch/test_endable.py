@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.endable import endable
+from nbaccel.launch.wire.parcel import pack
 
 
 class Impatient(Beside):
@@ -92,6 +94,21 @@ def test_a_press_from_beside_is_an_interrupt() -> None:
     assert type(in_thread(work)) is KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         work()
+
+
+class Endless:
+    def __reduce__(self) -> Any:
+        return list, (), None, itertools.count()
+
+
+def test_packing_what_never_ends_is_ended_in_any_thread() -> None:
+    def work() -> None:
+        with endable(0.2):
+            pack({"endless": Endless()})
+
+    with pytest.raises(TimeoutError, match="interrupted while endless was packed for another process"):
+        work()
+    assert "endless was packed" in str(in_thread(work))
 
 
 def test_nothing_happens_once_the_work_is_done() -> None:

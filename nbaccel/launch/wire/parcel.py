@@ -163,7 +163,7 @@ def _write(
     fd = os.memfd_create("nbaccel-parcel", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
-            packer = Packer(file, anchors, namespace, as_written)
+            packer = Packer(_Stoppable(file), anchors, namespace, as_written)
             with _telling_where(packer):
                 packer.dump_names(values)
             end = file.tell()
@@ -202,6 +202,20 @@ def _write_all(fd: int, source: memoryview, offset: int) -> None:
     done = 0
     while done < source.nbytes:
         done += os.pwrite(fd, source[done:], offset + done)
+
+
+class _Stoppable:
+    """`file`, written to in Python: between two lines of it an interrupt is heard in any thread, as it is not in C.
+
+    Of a value that never ends the pickler writes 64 KiB again and again without running a line of the user's.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        written: int = self._file.write(data)
+        return written
 
 
 class _Nowhere:
