@@ -79,6 +79,13 @@ class _Plain:
     def load(self, old: Any, new: Any, moving: _Moving) -> None:
         """Give `old` the state of `new`."""
 
+    def load_if_it_fits(self, old: Any, new: Any, moving: _Moving) -> bool:
+        """Whether `old` has the state of `new` now."""
+        if not self.fits(old, new, moving):
+            return False
+        self.load(old, new, moving)
+        return True
+
     def adopt(self, new: Any, moving: _Moving) -> None:
         """`new` is the notebook's from now on: point it at the notebook's objects."""
 
@@ -113,7 +120,7 @@ class _Module(_Stateful):
 
     def handles(self, new: Any) -> bool:
         torch = sys.modules.get("torch")
-        return torch is not None and isinstance(new, torch.nn.Module)
+        return torch is not None and issubclass(type(new), torch.nn.Module)  # a proxy's ``__class__`` may do anything
 
     def fits(self, old: Any, new: Any, moving: _Moving) -> bool:
         return _structure(old) == _structure(new)
@@ -139,7 +146,7 @@ class _Optimizer(_Stateful):
 
     def handles(self, new: Any) -> bool:
         torch = sys.modules.get("torch")
-        return torch is not None and isinstance(new, torch.optim.Optimizer)
+        return torch is not None and issubclass(type(new), torch.optim.Optimizer)
 
     def fits(self, old: Any, new: Any, moving: _Moving) -> bool:
         is_of_new_module = any(id(parameter) in moving.replaces for parameter in _parameters(new))
@@ -164,20 +171,19 @@ def _settle(kind: _Plain, name: str, new: Any, namespace: dict[str, Any], moving
         return "updated in place" if id(new) in moving.stays else ""
     old = plain(namespace.get(name))
     is_like = type(old) is type(new)
-    if is_like and kind.fits(old, new, moving) and _succeeds(kind.load, old, new, moving):
+    if is_like and _succeeds(kind.load_if_it_fits, old, new, moving):
         return "updated in place"
     kind.adopt(new, moving)
     namespace[name] = new
     return f"new object: {kind.changed}" if is_like and kind.changed else ""
 
 
-def _succeeds(load: Callable[..., None], old: Any, new: Any, moving: _Moving) -> bool:
+def _succeeds(load: Callable[..., bool], old: Any, new: Any, moving: _Moving) -> bool:
     """A state that does not fit after all is no error: the object then comes as a new one."""
     try:
-        load(old, new, moving)
-    except Exception:  # whatever a foreign load_state_dict raises
+        return load(old, new, moving)
+    except Exception:  # whatever a foreign load_state_dict raises, or a layer that has no shape yet
         return False
-    return True
 
 
 def _structure(module: Any) -> dict[str, Any]:

@@ -221,3 +221,11 @@ def test_an_object_whose_attributes_are_keys_becomes_a_variable() -> None:
     namespace: dict[str, Any] = {"settings": Bunch(rate=1)}
     install({"settings": Bunch(rate=2)}, namespace, {})
     assert namespace["settings"] == {"rate": 2}
+
+
+def test_a_layer_that_has_no_shape_yet_replaces_the_notebooks() -> None:
+    names: dict[str, Any] = {"layer": nn.LazyLinear(3), "after": None}
+    came = nn.LazyLinear(3)
+    arrivals = install({"layer": came, "after": [1]}, names, {})
+    assert hows(arrivals) == {"layer": "new object: its structure changed", "after": ""}
+    assert names == {"layer": came, "after": [1]}

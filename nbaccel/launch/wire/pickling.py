@@ -13,6 +13,7 @@ import mmap
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is _Named:
             self.at = obj.name
+            if type(obj.value) in weakref.ProxyTypes:  # inside of objects it travels as what it stands for
+                raise Refused("a weak reference cannot be sent to another process; send the object itself", obj.value)
             return _itself, (obj.value,)
         if id(obj) in self._anchors:
             return _there, ("anchor", self._anchors[id(obj)])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import types
+import weakref
 from collections import UserList
 from typing import Any
 
@@ -183,6 +184,13 @@ def test_proxies_are_not_asked_for_the_class_they_stand_for() -> None:
     parcel, refused = pack_what_can_travel({"proxy": [DeceivingProxy()]}, as_written=True)
     assert refused.keys() <= {"proxy"}
     os.close(parcel.fd)
+
+
+def test_a_name_for_a_weak_proxy_is_refused() -> None:
+    behind = Stateful()
+    parcel, refused = pack_what_can_travel({"proxy": weakref.proxy(behind), "x": 1})
+    os.close(parcel.fd)
+    assert refused == {"proxy": "a weak reference cannot be sent to another process; send the object itself"}
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import weakref
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +144,37 @@ def test_strange_tensors_and_objects_do_no_harm() -> None:
         fake = torch.ones(10**9)
     lazy = torch.nn.LazyLinear(3)
     assert by_name({"hostile": [Hostile()], "fake": fake, "lazy": lazy, "proxy": weakref.proxy(lazy)}) == {}
+
+
+@pytest.mark.slow
+def test_looking_at_many_objects_ends_and_large_names_come_first() -> None:
+    class Node:
+        def __init__(self, number: int) -> None:
+            self.numbers = [number]
+
+    rows = {f"rows{number}": [Node(row) for row in range(60_000)] for number in range(8)}
+    began = time.monotonic()
+    assert by_name(rows | {"x": tensor(100), "model": torch.nn.Linear(10, 10, bias=False)}) == {"model": 400, "x": 400}
+    assert time.monotonic() - began < 3
+
+
+def test_classes_of_tensors_are_not_asked() -> None:
+    class Hostile(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("asked")
+
+    assert by_name({"x": [tensor(100).as_subclass(Hostile)]}) == {"x": 400}
+
+
+def test_an_interrupt_ends_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> float:
+        raise KeyboardInterrupt
+
+    module = sys.modules["nbaccel.train.memory.holdings"]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        by_name({"x": tensor(100)})
 
 
 def test_the_device_is_said() -> None:
