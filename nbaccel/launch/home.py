@@ -13,6 +13,8 @@ from typing import Any
 
 __all__ = ["Home", "anchors_of"]
 
+_DEFINED = (type, types.FunctionType)
+
 
 class Home:
     """The names of one side, and the classes and functions that both sides know.
@@ -59,7 +61,7 @@ class Home:
         changed = []
         for name in names:
             value, known = self.namespace.get(name), self._known.get(f"name:{name}")
-            if known is not None and value is not known and issubclass(type(value), type | types.FunctionType):
+            if known is not None and value is not known and issubclass(type(value), _DEFINED):
                 changed.append(name)
         return changed
 
@@ -76,7 +78,7 @@ def anchors_of(namespace: Mapping[str, Any]) -> dict[int, str]:
         if kind.__module__ == "__main__":
             anchors.setdefault(id(kind), f"type:{name}")
     for name, value in list(namespace.items()):
-        if issubclass(type(value), type | types.FunctionType) and value.__module__ == "__main__":
+        if issubclass(type(value), _DEFINED) and value.__module__ == "__main__":
             anchors[id(value)] = f"name:{name}"
     return anchors
 
