@@ -32,6 +32,7 @@ from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.look import left_behind, scenes
 from nbaccel.launch.rank.lost_threads import LostThreads
+from nbaccel.launch.rank.nested import refuse_launchers
 from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
@@ -111,6 +112,7 @@ class _Rank:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._stacks = tell_on_signal(boot.store_path, self.rank)
         meet_in_file(boot.store_path, boot.world)
+        refuse_launchers(boot.world)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self._peers = PeerWatch(self.page, self.rank)
         self.calls = CallLog(self._peers)
