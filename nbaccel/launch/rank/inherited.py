@@ -97,8 +97,8 @@ def _finalizers(kept: list[Any]) -> None:
     A rank's own are run at its end: `weakref.finalize` registers that with its first one.
     """
     finalize: Any = weakref.finalize
-    kept.append(dict(finalize._registry))
-    finalize._registry.clear()
+    kept.append(finalize._registry)  # not a copy: to count a reference more is to write to the object's page
+    finalize._registry = {}
     finalize._registered_with_atexit = False
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
