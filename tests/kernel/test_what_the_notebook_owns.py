@@ -142,7 +142,7 @@ FLAGS = {"a time limit": "-t 2"}
 def owner(new_kernel: Kernels) -> Iterator[RealKernel]:
     """A kernel that holds everything."""
     kernel = new_kernel()
-    kernel.do("%load_ext nbaccel\n" + HOLDS)
+    kernel.do("%load_ext nbaccel\n" + HOLDS, timeout_s=150)  # Python 3.14 imports torch in each worker anew
     kernel.do(JOBLIB)
     kernel.do(CHECK)
     assert kernel.value("_suffered()") == {}, "without any run"
