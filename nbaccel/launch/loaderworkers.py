@@ -83,7 +83,10 @@ def _end_as_known(end: WorkerEnd, iterator: Any) -> WorkerEnd:
     """Complete `end` by what the worker processes of `iterator` say."""
     workers = [worker for worker in iterator._workers if end.pid in (None, worker.pid)]
     if all(worker.exitcode is None for worker in workers):
-        connection.wait([worker.sentinel for worker in workers], _END_S)
+        ending = connection.wait([worker.sentinel for worker in workers], _END_S)
+        for worker in workers:
+            if worker.sentinel in ending:
+                worker.join(_END_S)  # its files are closed a moment before its exit code is there
     worker = next((worker for worker in workers if worker.exitcode is not None), None)
     if worker is None:
         return end
