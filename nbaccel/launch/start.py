@@ -15,6 +15,7 @@ import signal
 import stat
 import sys
 import threading
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -199,7 +200,12 @@ def _kept_thread_locals() -> Iterator[None]:
     close, tell a server, or delete what the kernel still uses; and each object that they free is a page to be copied.
     """
     thread_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
-    kept = ctypes.cast(thread_dict(), ctypes.py_object).value
+    kept = [ctypes.cast(thread_dict(), ctypes.py_object).value]
+    # From Python 3.13 on, values live as long as a watchdog of the thread, to which each `local` has a weak reference.
+    probe = threading.local()
+    probe.here = True
+    held = (part for part in gc.get_referents(probe) if isinstance(part, (set, dict)))
+    kept += [reference() for part in held for reference in part if isinstance(reference, weakref.ref)]
     try:
         yield
     finally:
