@@ -8,7 +8,9 @@ VENV := .venv
 COLAB := .venv-colab
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test format lint types unit soak coverage bench bench-gpu screenshot clean
+ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
+
+.PHONY: demo test test-torch format lint types unit soak coverage bench bench-gpu screenshot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -28,6 +30,29 @@ types: $(VENV)/.dev
 # pytest itself fails when it finds no test; a handful of failed tests is tried once more, see tests/suite.py.
 unit: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py $(PYTEST_ARGS)
+
+# The core with another Python or torch, in an environment of its own: `make test-torch PYTHON=python3.14 TORCH=2.15.0`.
+# Without TORCH it is the newest that pip finds for that Python; the build for CUDA takes some 6 GB of disk. Some 10
+# minutes: launches, kernels, loaders with workers, exact training, checkpoints. Left out: old front ends, browsers,
+# trackers, other libraries' programs, notebooks, big models, benchmarks, and the style and types of the code.
+TORCH ?=
+TORCH_ENV = .venv-torch-$(notdir $(PYTHON))-$(or $(TORCH),newest)
+TORCH_TESTS ?= tests/launch tests/testing \
+    $(patsubst %,tests/kernel/test_%.py,errors farewell interrupts loader_workers loading namespace out training) \
+    tests/train/checkpoint tests/train/data \
+    $(patsubst %,tests/train/test_%.py,accumulation exactness precision resumption seeding steps strategies)
+
+test-torch: $(TORCH_ENV)/.stamp
+	$(TORCH_ENV)/bin/python tests/suite.py -m "not gpu and not soak and not browser" -k "not colab" $(TORCH_TESTS)
+
+$(TORCH_ENV)/.stamp: pyproject.toml constraints.txt
+	$(ENOUGH_PYTHON)
+	rm -rf $(TORCH_ENV)
+	$(PYTHON) -m venv $(TORCH_ENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_ENV)/constraints.txt
+	$(TORCH_ENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_ENV)/constraints.txt \
+	    -e '.[demo]' 'torch$(addprefix ==,$(TORCH))' accelerate hypothesis jupyter_client pytest pytest-timeout tensorboard
+	touch $@
 
 # What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels, and a
 # training notebook under random faults for so many minutes: `make soak MINUTES=30`.
@@ -63,7 +88,7 @@ coverage: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m coverage report --skip-covered
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
+	$(ENOUGH_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -97,4 +122,4 @@ $(VENV)/.chromium: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COLAB) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(COLAB) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -15,6 +16,10 @@ from leftovers import MARK, Descriptors, Handlers, Processes
 
 # Programs that we start carry this variable, and so does everything that they start.
 os.environ[MARK] = str(os.getpid())
+
+# Python 3.14 would start the workers of this process's loaders by a server, which stays behind, and lets each of them
+# import torch anew. Kernels, zygotes and programs that tests start have Python's own default.
+multiprocessing.set_start_method("fork")
 
 _NOT_BY_TESTS = frozenset(
     {

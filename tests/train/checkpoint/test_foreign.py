@@ -49,6 +49,7 @@ def fresh_accelerate() -> None:
     accelerate.state.GradientState._reset_state()
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # by torch.load, from 2.15 on
 @pytest.mark.parametrize("safe", [True, False])
 def test_training_continues_where_accelerate_left_it(tmp_path: Path, safe: bool) -> None:
     fresh_accelerate()
