@@ -46,7 +46,8 @@ def test_a_wait_for_a_thread_of_the_notebook_ends_with_the_objects_name(kernel: 
             assert re.search(sentence, error.text), error.text
             if "prefetcher" in code:
                 assert "prefetcher works by a thread of the notebook (prefetch), which ranks lack" in cell.text
-            assert "Threads of the notebook: " in error.text and "prefetch" in error.text
+            assert "Threads of the notebook: " in error.text
+            assert "prefetch" in error.text
             assert cell.seconds < 15
         assert kernel.value("prefetcher.double(3)") == 6
     finally:
