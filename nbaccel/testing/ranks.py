@@ -6,6 +6,7 @@ none of the launcher's comforts (no output routing, no interrupt, no zygote) and
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import selectors
@@ -154,6 +155,7 @@ def _fork_rank(
     pid = os.fork()
     if pid == 0:
         try:
+            gc.freeze()  # as in a launch: a collection would look at all that the tests hold, and copy its pages
             os.close(reading)
             _kept = put_aside(world.rank)  # as in a launch: the worker processes of the test are none of the rank's
             with open(writing, "wb") as pipe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import signal
@@ -170,8 +169,9 @@ def test_memory_that_the_host_refuses_is_memory_that_ran_out() -> None:
 
         from nbaccel import Accelerator
 
-        limit = 256 << 20
-        gc.collect()  # what earlier tests left would be room for this one
+        # 64 samples take 256 MiB and 32 take 128, beside 32 of everything else. With room for 256 a thread's stack or a
+        # tensor of an earlier test that goes meanwhile, 8 MiB, made the difference.
+        limit = 192 << 20
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + limit, resource.RLIM_INFINITY))
         accelerator = Accelerator()
@@ -188,8 +188,8 @@ def test_memory_that_the_host_refuses_is_memory_that_ran_out() -> None:
         return bodies
 
     run = launch(train, 1, oom="shrink", cpu=True)
-    assert run.restarts
-    assert run.value == 2 ** len(run.restarts)
+    assert len(run.restarts) == 1
+    assert run.value == 2
 
 
 def test_an_oom_that_is_none_of_the_choices_is_refused() -> None:

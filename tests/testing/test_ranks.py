@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.context
 import os
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -37,6 +39,25 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_exit_code() -> None:
 def test_a_rank_that_is_not_done_in_time_is_killed_and_named() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2 were not done after 0.5 s"):
         run_ranks(2, lambda: time.sleep(30) if os.environ["RANK"] == "0" else None, timeout_s=0.5)
+
+
+def test_a_collection_in_a_rank_leaves_out_what_the_tests_hold() -> None:
+    """The heap of thousands of tests takes a second each time, and is copied: `free_memory` collects twice."""
+
+    class Ring:
+        def __init__(self) -> None:
+            self.ring = self
+
+    def collected() -> tuple[int, int, bool]:
+        own = weakref.ref(Ring())
+        gc.collect()
+        return len(gc.get_objects()), gc.get_freeze_count(), own() is None
+
+    here = len(gc.get_objects())
+    for tracked, frozen, is_collected in run_ranks(2, collected):
+        assert tracked < here / 10
+        assert frozen > here / 2
+        assert is_collected
 
 
 def test_a_value_that_cannot_be_pickled_is_an_error_of_that_rank() -> None:
