@@ -29,7 +29,8 @@ TAG = "NBACCEL_TEST_KERNEL"
 _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 _PROC = Path("/proc")
 _OURS = re.compile(
-    r"^(\d+ ranks? on .*|\w+ works by a thread of the notebook .*|(not )?brought back.*|(done in|(failed|stopped) after) \d.*)\n",
+    r"^(\d+ ranks? on .*|\w+ works by a thread of the notebook .*|(not )?brought back.*"
+    r"|(done in|(failed|stopped) after) \d.*)\n",
     re.M,
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
