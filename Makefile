@@ -32,7 +32,7 @@ unit: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py $(PYTEST_ARGS)
 
 # The core with another Python or torch, in an environment of its own: `make test-torch PYTHON=python3.14 TORCH=2.15.0`.
-# Without TORCH it is the newest that pip finds for that Python; the build for CUDA takes some 6 GB of disk. 15 to 25
+# Without TORCH it is the newest that pip finds for that Python; the build for CUDA takes some 6 GB of disk. 12 to 25
 # minutes on two cores: launches, kernels, loaders with workers, exact training, checkpoints. Left out: old front ends,
 # browsers, trackers, programs of other libraries, notebooks, big models, benchmarks, style and types of the code.
 TORCH ?=
