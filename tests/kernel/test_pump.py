@@ -81,6 +81,8 @@ def test_a_failing_cell_drops_the_cells_that_waited_behind_it_as_ever(
     click(kernel, "mine", model_ids)
     busy.end().failed("ZeroDivisionError")
     assert [cell.end().status for cell in behind] == ["aborted"] * 3
+    while kernel.run("pass").status == "aborted":  # ipykernel 6 goes on dropping until its loop comes round
+        pass
     assert kernel.value("happened") == ["mine"]
 
 
