@@ -80,12 +80,19 @@ class _Alarm:
         self._thread.start()
 
     def stop(self) -> None:
-        """An interrupt that is on its way comes to nothing: the handler looks, and a thread's is taken back."""
+        """An interrupt that is on its way comes to nothing: the handler looks, and a thread's is caught here.
+
+        It is not taken back: CPython up to 3.12 would keep looking for it, in every thread and for ever, and one that
+        is being profiled or debugged would not get on at all.
+        """
         self._is_over.set()
         self._is_awake.set()
         with self._lock:
-            if not self._is_main:
-                _interrupt(self._ident, None)
+            pass  # nothing is sent from here on
+        if not self._is_main:
+            with suppress(KeyboardInterrupt):
+                for _ in range(100):  # it comes when a loop goes round
+                    pass
         with suppress(RuntimeError):  # it was not started
             self._thread.join()
         if self._is_main:
@@ -108,15 +115,11 @@ class _Alarm:
                 if self._is_main:
                     signal.pthread_kill(self._ident, signal.SIGINT)
                 else:
-                    _interrupt(self._ident, KeyboardInterrupt)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(self._ident), ctypes.py_object(KeyboardInterrupt)
+                    )
             self._is_over.wait(_AGAIN_S)
 
     def _interrupted(self, number: int, frame: Any) -> None:
         if not self._is_over.is_set():
             raise KeyboardInterrupt
-
-
-def _interrupt(ident: int, kind: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(ident), ctypes.py_object(kind) if kind is not None else None
-    )
