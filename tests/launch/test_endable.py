@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -133,3 +135,27 @@ def test_an_interrupt_of_the_user_is_theirs() -> None:
 def test_an_error_of_the_work_is_its_own() -> None:
     with pytest.raises(ZeroDivisionError), endable(60):
         1 / 0  # noqa: B018
+
+
+def test_a_profiled_program_gets_on_after_an_interrupt_of_another_thread() -> None:
+    """In a program of its own: the defect that this is about cannot be ended from inside."""
+    program = """
+import sys, threading, time
+from nbaccel.launch.endable import endable
+
+def work():
+    try:
+        with endable(0.1):
+            while True:
+                time.sleep(0.01)
+    except TimeoutError:
+        pass
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+sys.setprofile(lambda *event: None)
+print(sum(number for number in range(100)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "4950\n", done.stderr
