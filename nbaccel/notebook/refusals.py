@@ -6,18 +6,27 @@ with one flag by itself is said where its value is read; what the machine cannot
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.notebook.options import Options
+from nbaccel.settings import CHECKPOINT_DIR
 
-__all__ = ["EXCLUSIONS", "Exclusion", "refuse_contradictions", "refuse_without_input", "refuse_wrong_places"]
+__all__ = [
+    "EXCLUSIONS",
+    "Exclusion",
+    "refuse_contradictions",
+    "refuse_without_input",
+    "refuse_wrong_places",
+    "without_a_missing_source",
+]
 
 _GIVEN: dict[str, Callable[[Options], bool]] = {
     "--pdb": lambda options: options.pdb is not None,
@@ -66,16 +75,47 @@ def refuse_contradictions(options: Options) -> None:
 def refuse_wrong_places(options: Options) -> None:
     """
     Raises:
-        LaunchRefused: checkpoints could not be written, or read, where the flags say.
+        LaunchRefused: checkpoints could not be written where the flags say, or the place to read them from looks
+        like a mistake in typing.
     """
     folder, source = options.checkpoint_dir, options.resume
     if folder and Path(folder).expanduser().is_file():
         raise LaunchRefused(f"--checkpoint-dir {folder}: that is a file, and checkpoints need a folder; name another.")
-    if source and not Path(source).expanduser().exists():
+    if _is_missing(source) and (near := _alike(Path(source).expanduser())):
         raise LaunchRefused(
-            f"--resume {source}: there is neither a checkpoint nor a folder of some in {Path.cwd()}; correct the path, "
-            "or write --resume alone for the newest in --checkpoint-dir."
+            f"--resume {source}: there is neither a checkpoint nor a folder of some; did you mean {near}? Or write "
+            "--resume alone for the newest in --checkpoint-dir."
         )
+
+
+def without_a_missing_source(options: Options) -> tuple[Options, str]:
+    """Return the options of a cell whose `--resume PATH` is not there, and a line that says what they are now.
+
+    A hosted notebook runs the same cells in its first version, which has nothing to go on from yet, and in later ones,
+    to which the output of the last is attached. The line is empty, and the options the same, where the path is there.
+    """
+    source = options.resume
+    if not _is_missing(source):
+        return options, ""
+    line = f"--resume {source}: nothing is attached there, so this training begins anew"
+    folder = Path(options.checkpoint_dir or CHECKPOINT_DIR).expanduser()
+    if folder.is_dir() and any(folder.iterdir()):
+        line = (
+            f"--resume {source}: nothing is attached there; the newest checkpoint in {folder} is taken, if there is one"
+        )
+    return replace(options, resume=""), line
+
+
+def _is_missing(source: str | None) -> TypeGuard[str]:
+    return bool(source) and not Path(str(source)).expanduser().exists()
+
+
+def _alike(path: Path) -> str:
+    """The path that was probably meant, where one part of it is misspelled; empty if none is like it."""
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    rest = path.absolute().relative_to(there)
+    names = difflib.get_close_matches(rest.parts[0], [each.name for each in there.iterdir()], n=1, cutoff=0.8)
+    return str(there.joinpath(names[0], *rest.parts[1:])) if names else ""
 
 
 def refuse_without_input(options: Options, shell: Any) -> None:

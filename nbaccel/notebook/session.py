@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.here import ProcessState
+from nbaccel.launch.holdings import held_here
 from nbaccel.launch.inline import left_for_why, run_inline
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launch.postmortem import PostMortem
@@ -35,8 +36,14 @@ from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.memory import RankMemory
 from nbaccel.notebook.options import Options
 from nbaccel.notebook.plan import Plan
-from nbaccel.notebook.refusals import refuse_contradictions, refuse_without_input, refuse_wrong_places
-from nbaccel.notebook.source import read_cell
+from nbaccel.notebook.refusals import (
+    refuse_contradictions,
+    refuse_without_input,
+    refuse_wrong_places,
+    without_a_missing_source,
+)
+from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
+from nbaccel.notebook.source import made_before_read, read_cell
 from nbaccel.notebook.start_flags import of_the_start
 from nbaccel.notebook.stay import Stay
 from nbaccel.notebook.steered import Steered, steered
@@ -122,17 +129,24 @@ class Session:
         options = asked.over(self.configured())
         refuse_contradictions(options)
         refuse_wrong_places(options)
+        options, news_of_the_source = without_a_missing_source(options)
         refuse_without_input(options, self.shell)
         self.background.make_room(for_another=bool(options.bg))
         source = read_cell(self.shell, body)
         self._check_names(options, body)
         if asked.keep and not self.stay.is_on:
             self.stay.start(of_the_start(options))
-        host, plan, task = self._lodge(asked, options, source)
+        survey = self.survey()
+        host, plan, task = self._lodge(asked, options, source, survey)
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that there is not, before anything is said
+        needed = self._needed(task, source) if host is self.launcher else {}
+        cells = self.shell.history_manager.input_hist_raw[:-1]  # the last one is running
+        carried = refuse_what_cannot_fit(plan, needed, survey, cells)
         self.say(str(plan) if host is self.launcher else f"in {host}")
-        if plan.start.method == "fork" and host is self.launcher:
-            self._say_what_threads_are_missed(task)
+        if news_of_the_source:
+            self.say(news_of_the_source)
+        if host is self.launcher:
+            self._say_what_is_short(plan, source, needed, carried, survey)
         spec = plan.spec(task, self._setup, wants_results=bool(task.out))
         if options.bg:
             if not (why := self._why_not_in_the_background(plan)):
@@ -151,7 +165,9 @@ class Session:
                 # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook.
                 run.show_end()
 
-    def _lodge(self, asked: Options, options: Options, source: CellSource) -> tuple[Host, Plan, CellTask]:
+    def _lodge(
+        self, asked: Options, options: Options, source: CellSource, survey: Survey
+    ) -> tuple[Host, Plan, CellTask]:
         """Where a cell runs, as what, and its task: in the ranks that stay, or else in ranks of its own."""
         if self.stay.is_on:
             return self.stay.lodge(asked, options, source)
@@ -160,18 +176,27 @@ class Session:
                 f"--only {asked.only} names ranks that stay, and none do: %accelerate start, or leave it out."
             )
         task = CellTask(source, self.shell.user_ns, options.out or (), options.inputs or (), debugged=options.pdb)
-        return self.launcher, Plan.of(options, task, self.survey(), ProcessState.now(), self.cuda.first_cell), task
+        return self.launcher, Plan.of(options, task, survey, ProcessState.now(), self.cuda.first_cell), task
 
     def say(self, line: str) -> None:
         """One line of ours in the cell's output."""
         ConsoleScreen().write("stdout", f"{line}\n")
 
-    def _say_what_threads_are_missed(self, task: CellTask) -> None:
-        """Name what the cell reads and a thread of the notebook serves, which forked ranks do not have."""
-        namespace = self.shell.user_ns
-        held = threads_held_by({name: namespace[name] for name in sorted(task.names_read()) if name in namespace})
-        for name, thread in list(held.items())[:_MOST_THREADS]:
-            self.say(f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell")
+    def _needed(self, task: CellTask, source: CellSource) -> dict[str, Any]:
+        """What the cell reads of the notebook as it is now."""
+        made = made_before_read(source.code)
+        return {name: self.shell.user_ns[name] for name in task.names_to_send() if name not in made}
+
+    def _say_what_is_short(
+        self, plan: Plan, source: CellSource, needed: Mapping[str, Any], carried: Sequence[str], survey: Survey
+    ) -> None:
+        """Name what the ranks of the cell will lack or have little of."""
+        if plan.start.method == "fork":
+            for name, thread in list(threads_held_by(needed).items())[:_MOST_THREADS]:
+                self.say(f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell")
+        holdings = held_here(self.shell.user_ns)
+        for line in [*carried, *shortages(plan, source.code, needed, survey, holdings)]:
+            self.say(line)
 
     def start_zygote(self) -> None:
         """Have a clean process ready for the first cell that needs one; returns while it is still loading torch."""

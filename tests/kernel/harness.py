@@ -30,6 +30,7 @@ _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 _PROC = Path("/proc")
 _OURS = re.compile(
     r"^(\d+ ranks? on .*|\w+ works by a thread of the notebook .*|(not )?brought back.*"
+    r"|.* has \d+ workers in each of .*|the notebook itself holds .*|\w+ lies on .*"
     r"|(done in|(failed|stopped) after) \d.*)\n",
     re.M,
 )

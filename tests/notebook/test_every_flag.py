@@ -66,7 +66,7 @@ WRONG = {
         ("--checkpoint-dir a_file", "--checkpoint-dir a_file: that is a file, and checkpoints need a folder"),
     ],
     "--keep-checkpoints": [("--keep-checkpoints 0", "checkpoints to keep are 1 or more; got '0'")],
-    "--resume": [("--resume nowhere", "--resume nowhere: there is neither a checkpoint nor a folder of some in ")],
+    "--resume": [("--resume a_fyle", "--resume a_fyle: there is neither a checkpoint nor a folder of some; did")],
     "--time-limit": [
         ("--time-limit soon", "a time is hours, minutes or seconds, as in 11h30m, 10min, 90s; got 'soon'")
     ],

@@ -1,0 +1,230 @@
+"""What is said, or refused, before a run starts: devices, host memory, cores for loader workers, checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import nbaccel.notebook.session
+import nbaccel.notebook.shortages
+from nbaccel.errors import LaunchRefused
+from nbaccel.hardware import Gpu, Memory, Survey
+from nbaccel.launch.here import ProcessState
+from nbaccel.launch.holdings import Holding
+from nbaccel.notebook.shortages import loaders_in, where_made
+from nbaccel.notebook.source import made_before_read
+
+GB = 10**9
+TWO_T4 = tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 15 * GB, 9 * GB, (7, 5)) for number in range(2))
+
+
+@pytest.fixture
+def survey(request: pytest.FixtureRequest) -> Survey:
+    return getattr(request, "param", Survey(cpu_count=4, ram=Memory(30 * GB, 20 * GB)))
+
+
+with_gpus = pytest.mark.parametrize("survey", [Survey(TWO_T4, 4, Memory(30 * GB, 20 * GB))], indirect=True)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the notebook one that has used CUDA, and whose names hold so many bytes by device."""
+
+    def pretend(**sizes: dict[str, int]) -> None:
+        monkeypatch.setattr(ProcessState, "now", staticmethod(lambda: ProcessState(True, True)))
+
+        def by_device(values: Any) -> dict[str, Counter[str]]:
+            found: dict[str, Counter[str]] = {}
+            for name in values:
+                for device, nbytes in sizes.get(name, {}).items():
+                    found.setdefault(device, Counter())[name] = nbytes
+            return found
+
+        monkeypatch.setattr(nbaccel.notebook.shortages, "sizes_on_devices", by_device)
+
+    return pretend
+
+
+def said(notebook: Any, cell: str) -> list[str]:
+    """The lines of a cell whose launch is recorded, without the one that says what will run."""
+    lines = notebook.run(cell).stdout.splitlines()
+    assert lines[-1] == "LaunchRefused: recorded"
+    return list(lines[1:-1])
+
+
+def loader(rows: int, workers: int) -> DataLoader[Any]:
+    made = DataLoader(TensorDataset(torch.zeros(rows, 250, dtype=torch.float64)))
+    made.num_workers = workers  # afterwards: torch warns of more workers than this machine has cores
+    return made
+
+
+def test_more_workers_than_cores_are_one_line_before_the_start(planned: Any) -> None:
+    planned.names["loader"] = loader(1000, 4)
+    assert said(planned, "%%accelerate -n 2\nfor batch in loader: pass") == [
+        "loader has 4 workers in each of 2 ranks, 8 processes on 4 cores; each may come to hold a copy of its data set "
+        "(2.0 MB x 8 = 16.0 MB, 20.0 GB available): num_workers=2 is what this machine has room for"
+    ]
+
+
+@pytest.mark.parametrize("workers", ["4", "n"])
+def test_a_loader_that_the_cell_makes_is_seen_in_its_text(planned: Any, workers: str) -> None:
+    planned.names.update({"n": 4, "data": [1, 2, 3]})
+    cell = f"%%accelerate -n 2\nimport torch\nloader = torch.utils.data.DataLoader(data, num_workers={workers})"
+    (line,) = said(planned, cell)
+    assert line.startswith("the DataLoader of line 3 has 4 workers in each of 2 ranks, 8 processes on 4 cores: num")
+
+
+def test_workers_that_have_cores_and_memory_are_no_line(planned: Any) -> None:
+    planned.names["loader"] = loader(1000, 2)
+    assert said(planned, "%%accelerate -n 2\nfor batch in loader: pass") == []
+
+
+@pytest.mark.parametrize("survey", [Survey(cpu_count=64, ram=Memory(GB, 12_000_000))], indirect=True)
+def test_workers_whose_copies_of_the_data_do_not_fit_are_a_line(planned: Any) -> None:
+    planned.names["loader"] = loader(1000, 4)
+    (line,) = said(planned, "%%accelerate -n 2\nfor batch in loader: pass")
+    assert "(2.0 MB x 8 = 16.0 MB, 12.0 MB available): num_workers=2 is what" in line
+
+
+def test_a_loader_that_the_cell_makes_anew_is_not_judged_by_the_old_one(planned: Any) -> None:
+    planned.names.update({"loader": loader(10, 8), "data": [1, 2, 3]})
+    cell = "%%accelerate -n 2\nfrom torch.utils.data import DataLoader\nloader = DataLoader(data)\nlist(loader)"
+    assert said(planned, cell) == []
+
+
+@with_gpus
+def test_a_device_that_the_notebook_holds_is_said_with_names_and_the_line_that_frees(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Holding("cuda:0", 12 * GB, 15 * GB, (("model", 8 * GB), ("Out[3]", GB)))
+    monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
+    assert said(planned, "%%accelerate -n 2\nx = 1") == [
+        "the notebook itself holds 12.0 of 15.0 GB on cuda:0 (model 8.0 GB, Out[3] 1.0 GB), which rank 0 has to do "
+        "without: nbaccel.free_memory(model) in a cell before this one gives it back"
+    ]
+    assert said(planned, "%%accelerate -n 1 -d 1\nx = 1") == [], "the rank is elsewhere"
+
+
+MAKES_IT = "import torch\nmodel = torch.nn.Linear(2, 1)"
+TRAINS = "%%accelerate -n 2\nmodel, = accelerator.prepare(model),"
+
+
+@with_gpus
+def test_a_model_that_lies_on_a_device_is_carried_and_said(planned: Any, on_a_device: Any) -> None:
+    planned.run(MAKES_IT)
+    on_a_device(model={"cuda:0": 2 * GB})
+    (line,) = said(planned, TRAINS)
+    assert line.startswith("model lies on cuda:0 (2.0 GB): each rank gets a copy on its own device")
+    assert "move line 2 of Cell In[" in line
+    assert line.endswith("], `model = torch.nn.Linear(2, 1)` into this cell")
+
+
+@with_gpus
+def test_a_model_that_does_not_fit_beside_the_notebooks_own_is_refused(planned: Any, on_a_device: Any) -> None:
+    planned.run(MAKES_IT)
+    on_a_device(model={"cuda:0": 8 * GB})
+    error = planned.run(TRAINS).error
+    assert isinstance(error, LaunchRefused)
+    assert "rank 0's device, 0 Tesla T4, has 6.0 GB of 15.0 GB left beside what the notebook holds: move " in str(error)
+
+
+@with_gpus
+def test_a_quantised_model_and_one_on_several_devices_are_refused_with_the_line_to_move(
+    planned: Any, on_a_device: Any
+) -> None:
+    planned.run(MAKES_IT)
+    on_a_device(model={"cuda:0": GB, "cuda:1": GB})
+    assert "model is spread over cuda:0 and cuda:1, and each of 2 ranks needs it whole" in str(
+        planned.run(TRAINS).error
+    )
+    on_a_device(model={"cuda:0": GB})
+    planned.names["model"].is_loaded_in_4bit = True
+    error = str(planned.run(TRAINS).error)
+    assert error.startswith("model was loaded quantised and lies on cuda:0 (1.0 GB): ")
+    assert error.endswith("into this cell, with device_map={'': accelerator.process_index}.")
+
+
+@with_gpus
+def test_a_model_that_was_moved_into_the_cell_is_not_refused_for_the_old_one(planned: Any, on_a_device: Any) -> None:
+    planned.run(MAKES_IT)
+    on_a_device(model={"cuda:0": 14 * GB})
+    planned.plan(f"%%accelerate -n 2\n{MAKES_IT}\nmodel = accelerator.prepare(model)")
+
+
+@pytest.mark.parametrize("survey", [Survey(TWO_T4, 4, Memory(GB, 1000))], indirect=True)
+def test_more_than_the_host_can_copy_is_refused(planned: Any, on_a_device: Any) -> None:
+    planned.run("data = b'x' * 2000")
+    on_a_device()
+    error = planned.run("%%accelerate -n 2\nlen(data)").error
+    assert isinstance(error, LaunchRefused)
+    assert "the host has 1 kB available. The largest is data: move line 1 of " in str(error)
+
+
+@pytest.mark.parametrize("survey", [Survey(cpu_count=4, ram=Memory(GB, 50_000))], indirect=True)
+def test_a_model_that_would_fill_the_host_in_every_rank_is_said(planned: Any) -> None:
+    planned.names["model"] = torch.nn.Linear(100, 100)
+    (line,) = said(planned, "%%accelerate --cpu -n 2\nmodel = accelerator.prepare(model)")
+    assert line.startswith("model 40 kB: each of 2 ranks that trains on the CPU comes to hold a copy")
+
+
+def test_a_first_version_with_nothing_to_resume_begins_anew_and_says_so(
+    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cell = "%%accelerate --resume /kaggle/input/last-version/nbaccel_checkpoints\nx = 1"
+    spec = planned.plan(cell)
+    assert spec.environ["NBACCEL_RESUME"] == ""
+    assert "nothing is attached there, so this training begins anew" in planned.run(cell).stdout
+    (tmp_path / "nbaccel_checkpoints" / "checkpoint_5").mkdir(parents=True)
+    assert "the newest checkpoint in nbaccel_checkpoints is taken" in planned.run(cell).stdout
+
+
+def test_a_source_that_is_probably_misspelled_is_refused(
+    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    error = planned.run("%%accelerate --resume chekpoints/checkpoint_5\nx = 1").error
+    assert f"did you mean {tmp_path}/checkpoints/checkpoint_5?" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "made"),
+    [
+        ("x = 1\ny = x", {"x", "y"}),
+        ("y = x\nx = 1", {"y"}),
+        ("x += 1", set()),
+        ("x = x + 1", set()),
+        ("if a:\n    x = 1\nprint(x)", set()),
+        ("with a as x:\n    y = x", {"x", "y"}),
+        ("for x in a:\n    print(x)", set()),
+        ("def f():\n    return x\nx = 1", {"f"}),
+        ("def f():\n    x = 1\nx = 2", {"f", "x"}),
+        ("import a.b, c as d\nfrom e import g", {"a", "d", "g"}),
+        ("del x\nx = 1", set()),
+        ("x.y = 1\nx = 2", set()),
+        ("(", set()),
+    ],
+)
+def test_only_names_that_are_bound_in_any_case_before_they_are_read_need_not_be_there(
+    code: str, made: set[str]
+) -> None:
+    assert made_before_read(code) == made
+
+
+def test_the_last_line_that_made_a_name_is_found_also_among_magics() -> None:
+    history = ["", "x = 1", "%matplotlib inline\n!ls\na, (x, b) = 1, (2, 3)", "%%bash\nx=3", "y = x", "print(x"]
+    place = where_made("x", history)
+    assert place is not None
+    assert (place.cell, place.line, place.text) == (2, 3, "a, (x, b) = 1, (2, 3)")
+    assert where_made("nowhere", history) is None
+
+
+def test_workers_of_other_calls_and_of_unknown_numbers_are_left_alone() -> None:
+    code = "TrainingArguments(num_workers=4)\nDataLoader(data, num_workers=count())\nDataLoader(data, num_workers=0)"
+    assert list(loaders_in(code, {"data": [1]})) == []
