@@ -253,6 +253,9 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
             restore_forward(inner)
         return keep_compiled(model, inner) if keep_torch_compile else inner
 
+    def _handed_in(self, model: Module) -> Module:
+        return self.unwrap_model(model, keep_torch_compile=self._dynamo_backend is None)
+
     def _training(self) -> Training:
         self._equip()
         world = self.state.world

@@ -33,7 +33,7 @@ _REMEMBERED = "remembered"
 class Content:
     """State dicts by kind, in the order of `prepare` and of `register_for_checkpointing`.
 
-    progress: step, seed, gradient scaler, the epoch and the positions of loaders.
+    progress: step, number of models, seed, gradient scaler, the epoch and the positions of loaders.
     remembered: the program's own values, by name.
     frozen: for each model, names of its tensors that need no gradient.
     """
@@ -112,8 +112,8 @@ class Holdings:
             return None
         progress = read_part(folder, _PROGRESS, manifest, trust=False)
         count = Counter(part.partition("_")[0] for part in manifest.parts)
-        loaders = len(progress.get("loaders", ()))
-        return cls(count["model"], count["optimizer"], count["scheduler"], count["custom"], loaders)
+        models, loaders = progress.get("models", count["model"]), len(progress.get("loaders", ()))
+        return cls(models, count["optimizer"], count["scheduler"], count["custom"], loaders)
 
     def __str__(self) -> str:
         counts = {kind: getattr(self, kind) for kind in self.__slots__}

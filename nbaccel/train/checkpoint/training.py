@@ -76,6 +76,7 @@ class Training:
             [custom.state_dict() for custom in customs],
             {
                 "step": self.step,
+                "models": len(prepared.models),  # hooks may take some of them out of what is written
                 "epoch": epochs.under_way if is_inside else epochs.next(accumulation.clock),
                 "seed": torch.initial_seed(),
                 "precision": self.precision.state_dict(),

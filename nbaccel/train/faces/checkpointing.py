@@ -69,6 +69,10 @@ class Checkpointing(Exporting):
     def _join_world(self) -> None:
         """Take part in the world as it is now, process group included. Collective where the group is formed."""
 
+    @abstractmethod
+    def _handed_in(self, model: Module) -> Module:
+        """The program's own module inside a prepared `model`: out of DDP, and out of our ``torch.compile``."""
+
     # -- where
 
     @property
@@ -191,7 +195,9 @@ class Checkpointing(Exporting):
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call ``hook(models, weights, folder)`` in every `save_state`, before anything is written.
 
-        models: as prepared. weights: their state dicts; those that the hook removes are not saved by us.
+        models: the program's own, as it handed them to `prepare`: out of DDP, so ``isinstance`` and
+        ``save_pretrained`` work on them as in one process. weights: their state dicts; those that the hook removes
+        are not saved by us.
         folder: on rank 0 the unfinished folder that becomes the checkpoint, for files of the hook's own; on other
         ranks the checkpoint's final name, which may not exist yet.
         Returns a handle whose `remove()` takes the hook off again.
@@ -207,7 +213,8 @@ class Checkpointing(Exporting):
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call ``hook(models, folder)`` in every `load_state`, on every rank, before anything is loaded.
 
-        models: as prepared; those that the hook removes from the list are not filled by us.
+        models: the program's own, as it handed them to `prepare`; those that the hook removes from the list are not
+        filled by us.
         Returns a handle whose `remove()` takes the hook off again.
 
         >>> from nbaccel import Accelerator
@@ -306,8 +313,19 @@ class Checkpointing(Exporting):
         warnings.warn(f"{error} The training goes on without this checkpoint.", stacklevel=6)
 
     def _run_save_hooks(self, training: Training, weights: list[dict[str, Any]], folder: Path) -> None:
+        models = [self._handed_in(model) for model in training.prepared.models]
         for hook in self._registered.save_hooks.values():
-            hook(training.prepared.models, weights, os.fspath(folder))
+            hook(models, weights, os.fspath(folder))
+
+    def _run_load_hooks(self, training: Training, folder: Path) -> list[Module]:
+        """The prepared models that no hook took out, which are ours to fill."""
+        prepared = training.prepared.models
+        models = [self._handed_in(model) for model in prepared]
+        known = dict(zip(map(id, models), prepared, strict=True))
+        kept = list(models)
+        for hook in self._registered.load_hooks.values():
+            hook(kept, os.fspath(folder))
+        return [known.get(id(model), model) for model in kept]
 
     def _load(self, choice: Choice, trust: bool, was_chosen: bool) -> None:
         """Continue from `choice`, in which every rank agrees. Collective.
@@ -317,9 +335,7 @@ class Checkpointing(Exporting):
         training = self._training()
         for reason in choice.passed_over if self.is_main_process else ():
             warnings.warn(f"{reason}. Loading {choice.folder} instead.", stacklevel=3)
-        models = list(training.prepared.models)
-        for hook in self._registered.load_hooks.values():
-            hook(models, os.fspath(choice.folder))
+        models = self._run_load_hooks(training, choice.folder)
         content = _read(choice, trust)
         self._refuse_other_objects(choice, content)
         reorders = training.prepared.reorders(content)

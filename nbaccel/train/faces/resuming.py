@@ -97,6 +97,7 @@ class Resuming(Checkpointing):
             emit(SavesItself())
 
     def _save_by_itself(self, target: Path, blocking: bool) -> None:
+        blocking = blocking or bool(self._registered.save_hooks)  # hooks look at the models as they are now
         self._save(target, blocking, self._autosave.timeline.tidy)
 
     def _random_states(self) -> State:
