@@ -2,7 +2,7 @@
 # with Python >= 3.11, pip and make; stamp files keep a second run from installing anything again.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -m "not gpu and not soak"
+PYTEST_ARGS ?= -m "not gpu and not soak and not full"
 
 VENV := .venv
 COLAB := .venv-colab
@@ -43,7 +43,7 @@ TORCH_TESTS ?= tests/launch tests/testing \
     $(patsubst %,tests/train/test_%.py,accumulation exactness precision resumption seeding steps strategies)
 
 test-torch: $(TORCH_ENV)/.stamp
-	$(TORCH_ENV)/bin/python tests/suite.py -m "not gpu and not soak and not browser" -k "not colab" $(TORCH_TESTS)
+	$(TORCH_ENV)/bin/python tests/suite.py -m "not gpu and not soak and not full and not browser" -k "not colab" $(TORCH_TESTS)
 
 $(TORCH_ENV)/.stamp: pyproject.toml constraints.txt
 	$(ENOUGH_PYTHON)
