@@ -273,7 +273,8 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     def free_memory(self, *objects: Any, history: bool = False) -> list[None]:
         """Forget everything prepared and release what nobody needs any more; one None per object.
 
-        What a failed cell had made goes too. What is still held, and by which names, is in `last_free`.
+        Only what the program registered (`register_for_checkpointing`, hooks) or asked to `remember` stays. What a
+        failed cell had made goes too. What is still held, and by which names, is in `last_free`.
         history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
 
         >>> model = optimizer = None
@@ -317,8 +318,18 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
 
     # -- finding this process's world
 
+    def _let_go(self, things: Sequence[Any]) -> None:
+        """Forget those of `things` that are prepared; where that is all, what belongs to a training goes, too."""
+        if not (self._prepared and self._prepared.drop(things, self._strategy)):
+            return
+        self._release_engine()
+        if not self._prepared:
+            self._forget()
+
     def _forget(self) -> None:
         self._release_engine()
+        if self._is_equipped:
+            self._accumulating.models = ()  # of a block that was asked for and not entered
         self._writer.join()
         self._staging.clear()
         self._prepared.forget()

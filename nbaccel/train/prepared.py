@@ -38,15 +38,28 @@ class Prepared:
         return bool(self.models or self.optimizers or self.schedulers or self.loaders)
 
     @property
+    def _kinds(self) -> tuple[list[Any], ...]:
+        return self.models, self.optimizers, self.schedulers, self.loaders
+
+    @property
     def everything(self) -> list[Any]:
         return [*self.models, *self.optimizers, *self.schedulers, *self.loaders]
 
     def keep(self, known: Sequence[Any]) -> None:
         """Forget all but what is in `known`."""
         ids = set(map(id, known))
-        kinds: tuple[list[Any], ...] = (self.models, self.optimizers, self.schedulers, self.loaders)
-        for entries in kinds:
+        for entries in self._kinds:
             entries[:] = [thing for thing in entries if id(thing) in ids]
+
+    def drop(self, things: Sequence[Any], strategy: Strategy) -> bool:
+        """Forget `things`, by their prepared names or by the program's own; whether any of them was known."""
+        ids = set(map(id, things))
+        dropped = False
+        for entries in self._kinds:
+            left = [entry for entry in entries if not ids & {id(entry), id(_inner(entry, strategy))}]
+            dropped |= len(left) < len(entries)
+            entries[:] = left
+        return dropped
 
     def forget(self) -> None:
         self.models.clear()
@@ -131,6 +144,15 @@ class Prepared:
         # An evaluation that prepares fewer loaders than the training did may load its checkpoint.
         for loader, state in zip(self.loaders, content.progress.get("loaders", ()), strict=False):
             loader.load_state_dict(state)
+
+
+def _inner(prepared: Any, strategy: Strategy) -> Any:
+    """The program's own object in a prepared one."""
+    if isinstance(prepared, Module):
+        return strategy.unwrap(prepared)
+    if isinstance(prepared, PreparedOptimizer):
+        return prepared.optimizer
+    return prepared.scheduler if isinstance(prepared, PreparedScheduler) else prepared.loader
 
 
 def remembered(thing: _T, among: list[_T]) -> _T:

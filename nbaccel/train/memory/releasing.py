@@ -6,6 +6,7 @@ Names of the notebook are the user's: they are reported with their sizes, never 
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,11 +100,14 @@ def free_memory(*objects: Any, history: bool = False) -> list[None]:
     In a notebook, what a failed cell had made goes too, although IPython still holds its exception. What your own names
     hold stays: `Accelerator.last_free`, or `%accelerate memory`, tells which and how much.
 
+    objects: no Accelerator of this process holds them any longer. What else one has prepared stays prepared;
+    ``accelerator.free_memory()`` forgets all of it.
     history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
 
     >>> model, optimizer = object(), object()
     >>> model, optimizer = free_memory(model, optimizer)
     """
+    _let_go(objects)
     free(objects, history)
     return [None] * len(objects)
 
@@ -115,6 +119,13 @@ def release_memory(*objects: Any) -> list[None]:
     >>> model, optimizer = release_memory(model, optimizer)
     """
     return free_memory(*objects)
+
+
+def _let_go(objects: Sequence[Any]) -> None:
+    """Tell the Accelerators of this process to forget `objects`."""
+    group = sys.modules.get("nbaccel.train.talk.process_group")  # no Accelerator is made without it
+    for accelerator in list(group.process_group.users) if group is not None and objects else ():
+        accelerator._let_go(objects)
 
 
 def _listed(alive: Sequence[tuple[str, int]]) -> str:

@@ -64,6 +64,18 @@ def test_what_was_prepared_is_not_held_by_the_accelerator(main: types.ModuleType
     assert accelerator.last_free.still_alive == []
 
 
+def test_release_memory_lets_go_of_what_is_handed_in_and_the_rest_stays_prepared() -> None:
+    accelerator = Accelerator()
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+    prepared, other, optimizer = accelerator.prepare(model, other, torch.optim.SGD(model.parameters()))
+    made = weakref.ref(model)
+    prepared, optimizer = release_memory(prepared, optimizer.optimizer)
+    del model
+    gc.collect()
+    assert made() is None
+    assert accelerator._everything_prepared == [other]
+
+
 def test_bytes_of_the_host_come_back() -> None:
     """Small pieces with a live one above them: what malloc keeps until it is told to trim."""
     pieces = [torch.ones(8_000) for _ in range(4_000)]  # 128 MB, each below malloc's threshold for mmap
