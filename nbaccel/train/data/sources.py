@@ -23,6 +23,9 @@ from nbaccel.world import World
 
 __all__ = ["IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "length_of", "rebuilt"]
 
+_TOO_MANY_WORKERS = "This DataLoader will create"
+"""The begin of torch's warning of more workers than cores (dataloader.py)."""
+
 
 class Source:
     """The user's loader as it is: order and random numbers are those of plain PyTorch.
@@ -303,8 +306,8 @@ def rebuilt(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     if loader.batch_sampler is None:
         draws = {"sampler": batches, "batch_size": None}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # torch has said it of the user's own
-        return DataLoader(
+        warnings.filterwarnings("ignore", _TOO_MANY_WORKERS)
+        loader_of_ours: DataLoader[Any] = DataLoader(
             loader.dataset,
             **draws,
             num_workers=loader.num_workers,
@@ -318,3 +321,9 @@ def rebuilt(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
             persistent_workers=loader.persistent_workers,
             in_order=loader.in_order,
         )
+    loader_of_ours.check_worker_number_rationality = _say_nothing  # type: ignore[method-assign]  # asked at each begin
+    return loader_of_ours
+
+
+def _say_nothing() -> None:
+    """Stand in for a check whose warning torch has given for the user's own loader."""
