@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import LoopEntered, StepsEnded, emit, reports
@@ -188,8 +188,9 @@ class Window:
     source: the prepared loader; None for loops over anything else.
     batches_left: batches this rank will still see, the current one included; None where that is unknown.
     is_last: the batch in hand is the loader's last one.
+    is_spent: that one was trained on.  ends_too: the last batch of another loader is trained on with the one in hand.
     position: batches of the open window that went before; 0 when no window is open.
-    divisor: what losses of the open window are divided by; 0 before the first `accumulate`.
+    divisor: what losses of the open window are divided by.
     sync: whether this batch's backward synchronises gradients and optimizers step.
     is_scaled: a window is divided by its real length, not by what it should have had.
     ends_with_source: the loader's last batch ends the window.
@@ -203,9 +204,11 @@ class Window:
         "batches_left",
         "began",
         "divisor",
+        "ends_too",
         "ends_with_source",
         "is_last",
         "is_scaled",
+        "is_spent",
         "loop",
         "position",
         "source",
@@ -231,9 +234,9 @@ class Window:
         self.batches_left = batches_left
         self.ends_with_source = rules.sync_with_dataloader
         self.is_scaled = rules.scale_last_window and self.ends_with_source  # else every window is whole
-        self.is_last = False
+        self.is_last = self.is_spent = self.ends_too = False
         self.position = 0
-        self.divisor = 0
+        self.divisor = 1
         self.began = 0
         self.sync = True
         self.loop = _NO_LOOP
@@ -274,7 +277,7 @@ class Window:
             self.sync = False
             return 1.0
         self.position += 1
-        self.sync = self.position >= steps or (self.is_last and self.ends_with_source)
+        self.sync = self.position >= steps or ((self.is_last or self.ends_too) and self.ends_with_source)
         if not self.sync:
             return 1.0
         length, self.position = self.position, 0
@@ -297,26 +300,34 @@ class Gate:
         return Window(source, batches_left, rules)
 
 
-class _Outside(Window):
-    """The window of loops over anything else than a prepared loader: it crosses the boundaries itself."""
+class Block(Protocol):
+    """A block of `accumulate` that has seen no backward: the batch it trains on may still be handed out inside of it.
 
-    __slots__ = ("_clock",)
+    is_settled: its first backward needs nothing more than what was decided.
+    """
 
-    def __init__(self, clock: StepClock, rules: GradientAccumulationPlugin) -> None:
-        super().__init__(rules=rules)
-        self._clock = clock
+    is_settled: bool
 
-    def advance(self, steps: int, has_more: bool = False) -> float:
-        if self.position == 0:
-            self._clock.enter()
-        return super().advance(steps, has_more)
+    def withdraw(self) -> None:
+        """Undo what the block has decided: another batch than the one in hand will be trained on."""
+
+    def decide(self) -> None:
+        """Count the batch in hand, and hold back gradients where its window goes on."""
+
+    def settle(self) -> None:
+        """The first backward comes: scale the gradients so far, and have it synchronise, as was decided."""
 
 
 class Accumulation:
     """The windows that are open in this process, and the clock they share.
 
+    A block of `accumulate` trains on the batch that is in hand at its first backward, wherever that was taken. Batches
+    of several loaders that are trained on in turn, by the same models, share one window.
+
     steps: batches per optimizer step; may be changed between windows.  rules: all else that was chosen.
-    window: that of the innermost loop; the one to ask ``window.sync``.
+    window: that of the loader whose batch is in hand; the one to ask ``window.sync``.
+    outside: the window of loops over anything else than a prepared loader.
+    counted: the window on which the last block has counted its batch.  block: the one that awaits its batch, if any.
     depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
     gate: how batches reach the loops.
     epochs: how many the program has announced; None if it has not.
@@ -332,26 +343,51 @@ class Accumulation:
         self.is_held = False
         self.epochs: int | None = None
         self.is_local = False
-        self.window: Window = _Outside(self.clock, self.rules)
-        self._outside = self.window
+        self.block: Block | None = None
         self._open: list[Window] = []
         self._left_at: tuple[int, int] | None = None  # the place of the clock where a loop was left last
+        self._handed_out: list[Window] = []  # those of them with a batch in the program's hands, the newest one last
         self._carried: dict[Any, int] = {}  # where windows that run on into the next epoch were left, by loader
 
+        self.window = self.outside = self.counted = Window(rules=self.rules)
     def open(self, source: Any, batches_left: int | None) -> Window:
-        """The window of a new iteration over `source`, which becomes the innermost one.
+        """The window of a new iteration over `source`; it is in hand from its first batch on.
 
         An earlier iteration over the same loader that somebody still holds is given up.
         """
         for window in [window for window in self._open if window.source is source]:
             self._give_up(window)
         self.clock.begin(is_outermost=not self._open)
-        self.window = self.gate.window(source, batches_left, self.rules, self.steps)
-        self.window.position = self._carried.pop(source, 0)
-        self.window.began = self.clock.began
-        self._open.append(self.window)
-        emit(self.window.loop)
-        return self.window
+        window = self.gate.window(source, batches_left, self.rules, self.steps)
+        window.position = self._carried.pop(source, 0)
+        window.began = self.clock.began
+        self._open.append(window)
+        emit(window.loop)
+        return window
+
+    def take(self, window: Window) -> None:
+        """A batch of `window` is handed out, and another window is in hand, or a block awaits its batch.
+
+        Whoever hands it out calls ``block.decide()`` afterwards, where there is one.
+        """
+        if self.block is not None:
+            self.block.withdraw()
+        elif self.window is not window:
+            window.sync = self.window.sync if self.depth else True  # a block that is decided stays so
+        if self.window is not window:
+            window.ends_too = any(one.is_last and not one.is_spent for one in self._open if one is not window)
+            self.window = window
+            self._handed_out = [one for one in self._handed_out if one is not window] + [window]
+
+    def spend(self) -> None:
+        """A block is over that trained on the last batch of a loader."""
+        for window in self._open:
+            window.is_spent |= window.is_last
+            window.ends_too = False
+
+    def may_go_on(self, window: Window) -> bool:
+        """Whether `window` is begun and not over, so that another loader's batch may continue it."""
+        return window.position > 0 and (window is self.outside or window in self._open)
 
     @property
     def is_iterating(self) -> bool:
@@ -368,7 +404,15 @@ class Accumulation:
         if window not in self._open:
             return
         self._give_up(window)
-        self.window = self._open[-1] if self._open else self._outside
+        was_in_hand, block = self.window, self.block
+        if block is not None:
+            block.withdraw()
+        self._handed_out = [one for one in self._handed_out if one is not window]
+        self.window = self._handed_out[-1] if self._handed_out else self.outside
+        if block is not None:
+            block.decide()  # before the window is gone: what is begun there goes on here
+        elif self.depth:
+            self.window.sync = was_in_hand.sync
         self._tell_loop(window, is_whole)
         if self._open:
             self.clock.began = self.window.began
@@ -389,17 +433,22 @@ class Accumulation:
     def _give_up(self, window: Window) -> None:
         self._open.remove(window)
         if not self.rules.sync_with_dataloader and window.source is not None:
+        self._handed_out = [one for one in self._handed_out if one is not window]
             self._carried[window.source] = window.position
 
     def enter_backward(self) -> float:
         """What the loss of the backward that comes is divided by."""
-        window = self.window
-        divisor = window.divisor if self.depth else self.enter_bare_backward()
+        block, window = self.block, self.window
+        if block is not None:
+            self.block = None
+            if not block.is_settled:
+                block.settle()
+        divisor = self.counted.divisor if self.depth else self.enter_bare_backward()
         return window.weighed(divisor, self.depth > 0) if window.comes_in_parts else divisor
 
     def enter_bare_backward(self) -> int:
         """A backward outside of `accumulate`: what its loss is divided by. The window is the program's own loop."""
-        if self.window is self._outside and not self.clock.is_inside:
+        if self.window is self.outside and not self.clock.is_inside:
             self.clock.enter()
         return self.steps
 
@@ -407,4 +456,5 @@ class Accumulation:
         """Drop every open window: nothing is prepared any more."""
         self._open.clear()
         self._carried.clear()
-        self.window = self._outside = _Outside(self.clock, self.rules)
+        self._handed_out.clear()
+        self.window = self.outside = self.counted = Window(rules=self.rules)

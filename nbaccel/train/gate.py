@@ -178,8 +178,12 @@ class CutBatches(WholeBatches):
                 if window is None:
                     window = self._enter(accumulation, prepared, entered)
                 for part in cut.of(batch):
+                    if accumulation.block is not None or accumulation.window is not window:
+                        accumulation.take(window)
                     window.take(part)
                     self._hold(() if part.is_last else prepared.models)
+                    if accumulation.block is not None:
+                        accumulation.block.decide()
                     yield part.batch
 
     def _enter(self, accumulation: Accumulation, prepared: Prepared, entered: ExitStack) -> CutWindow:

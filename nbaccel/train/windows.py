@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.accumulation import Accumulation, Window
 from nbaccel.train.strategies import Strategy
 
 __all__ = ["Accumulating", "Local", "NoSync"]
@@ -64,33 +64,109 @@ class Local:
 class Accumulating:
     """What `accumulate` returns: one object for the whole training, because it is entered for every batch.
 
-    models: those of the block about to be entered.
+    A block decides as it is entered, by the batch in hand. If a batch is handed out inside of it, before its first
+    backward, that is what it trains on, and it decides anew.
+
+    models: those of the block about to be entered. They are let go of as it is left.
+    is_settled: the first backward of the block needs nothing more.
     """
 
-    __slots__ = ("_accumulation", "_has_peers", "_held", "_strategy", "models")
+    __slots__ = (
+        "_accumulation",
+        "_before",
+        "_factor",
+        "_has_peers",
+        "_held",
+        "_models_begun",
+        "_strategy",
+        "is_settled",
+        "models",
+    )
 
     def __init__(self, accumulation: Accumulation, strategy: Strategy) -> None:
         self._accumulation = accumulation
         self._strategy = strategy
         self._has_peers = strategy.has_peers
         self._held: list[Sequence[AbstractContextManager[Any]]] = []  # one entry per block that is entered
+        self._before = (0, 1, True)  # position, divisor and sync of the window, before the block
+        self._factor = 1.0  # what gradients are multiplied with at the first backward
+        self.is_settled = True
+        self._models_begun: tuple[int, ...] = ()  # the ids of those that the window in hand is about, if it is begun
         self.models: Sequence[Module] = ()
 
     def __enter__(self) -> None:
         accumulation = self._accumulation
         window = accumulation.window
-        factor = window.advance(accumulation.steps)  # may raise RunStopped; nothing is held by then
-        if factor != 1.0:
-            _multiply_gradients(self.models, factor)
+        if window is accumulation.outside and window.position == 0:
+            accumulation.clock.enter()  # may raise RunStopped; nothing is held by then
+        if window is not accumulation.counted:
+            self._count_on(window)
+        self._before = (window.position, window.divisor, window.sync)
+        self._factor = window.advance(accumulation.steps)
+        self.is_settled = self._factor == 1.0
+        if window.position:
+            self._models_begun = tuple(map(id, self.models))
         if self._has_peers:
             self._held.append(() if window.sync or accumulation.rules.sync_each_batch else self._hold())
         accumulation.depth += 1
+        accumulation.block = self
 
     def __exit__(self, *exception: object) -> None:
-        self._accumulation.depth -= 1
+        accumulation = self._accumulation
+        accumulation.depth -= 1
+        if accumulation.block is not None:
+            if exception[0] is not None:
+                self.withdraw()  # nothing was trained on
+            elif self._factor != 1.0:
+                _multiply_gradients(self.models, self._factor)
+            accumulation.block = None
+        if accumulation.counted.is_last or accumulation.counted.ends_too:
+            accumulation.spend()
         if self._has_peers:
             for context in self._held.pop():
                 context.__exit__(None, None, None)
+        self.models = ()
+
+    # -- a batch that is handed out inside of the block
+
+    def withdraw(self) -> None:
+        window = self._accumulation.counted
+        window.position, window.divisor, window.sync = self._before
+        self._factor = 1.0
+        if self._has_peers:
+            for context in self._held[-1]:
+                context.__exit__(None, None, None)
+            self._held[-1] = ()
+
+    def decide(self) -> None:
+        accumulation = self._accumulation
+        window = accumulation.window
+        if window is not accumulation.counted:
+            self._count_on(window)
+        self._before = (window.position, window.divisor, window.sync)
+        self._factor = window.advance(accumulation.steps)
+        self.is_settled = self._factor == 1.0 and not self._has_peers
+        if window.position:
+            self._models_begun = tuple(map(id, self.models))
+        if self._has_peers and not (window.sync or accumulation.rules.sync_each_batch):
+            self._held[-1] = self._hold()
+
+    def settle(self) -> None:
+        self.is_settled = True
+        if self._factor != 1.0:
+            _multiply_gradients(self.models, self._factor)
+        if self._has_peers and not self._held[-1]:  # the forward may have run while gradients were held back
+            for model in self.models:
+                self._strategy.await_backward(model)
+
+    # -- the parts of a decision
+
+    def _count_on(self, window: Window) -> None:
+        """Count on `window` from now on; what another one has begun with the same models goes on there."""
+        accumulation = self._accumulation
+        last, accumulation.counted = accumulation.counted, window
+        if accumulation.may_go_on(last) and self._models_begun == tuple(map(id, self.models)):
+            window.position, window.divisor, last.position = last.position, last.divisor, 0
 
     def _hold(self) -> Sequence[AbstractContextManager[Any]]:
         held = []

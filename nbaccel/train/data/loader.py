@@ -135,11 +135,15 @@ class PreparedLoader(DataLoader[Any]):
         resumed = progress.resume
         if resumed is not None:
             return resumed
+                if accumulation.block is not None or accumulation.window is not window:
+                    accumulation.take(window)
         batches, epoch = self._skip * self._source.stride, progress.epoch
         if self._resumed is not None and self._resumed.epoch == epoch:
             return replace(self._resumed, batches=batches, dataset=None)
         return Position(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size)
 
+                if accumulation.block is not None:  # the batch is taken inside of `accumulate`
+                    accumulation.block.decide()
     # -- how long
 
     def __len__(self) -> int:

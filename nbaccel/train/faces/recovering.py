@@ -89,7 +89,7 @@ class Recovering(Stepping):
         accumulation = self._accumulation
         window = accumulation.window
         divided_by = accumulation.enter_backward()
-        divisor = window.divisor if accumulation.depth else accumulation.steps
+        divisor = accumulation.counted.divisor if accumulation.depth else accumulation.steps
         ends_step = window.sync and not accumulation.is_held
         if micro_batch_size == "auto":
             if self._micro_batches.ceiling is None:

@@ -60,8 +60,10 @@ class Stepping(ProcessControl):
     def accumulate(self, *models: Module) -> AbstractContextManager[None]:
         """One batch of an accumulation window; gradients synchronise at the window's last batch.
 
+        It is the batch in hand at the block's first backward, whether that was taken before the block or inside of it.
         The last batch of a prepared loader ends its window, unless the `GradientAccumulationPlugin` says otherwise.
-        Without `models` all prepared ones are meant.
+        Batches of several loaders that the same models train on in turn share one window; the last batch of any of
+        these loaders ends it. Without `models` all prepared ones are meant.
         """
         if not self._is_ready:
             self._make_ready("accumulate", models)

@@ -58,6 +58,9 @@ class Strategy:
         """While entered, backward synchronises gradients of `model`, also those of a forward under `no_sync`."""
         return nullcontext()
 
+    def await_backward(self, model: Module) -> None:
+        """Let the next backward synchronise gradients of `model`, also those of a forward that ran under `no_sync`."""
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Collective where gradients synchronise during the backward."""
         loss.backward(**kwargs)

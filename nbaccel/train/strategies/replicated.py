@@ -120,6 +120,13 @@ class Replicated(Strategy):
         module = without_compile(model)
         return _Reduce(module) if isinstance(module, DistributedDataParallel) else nullcontext()
 
+    def await_backward(self, model: Module) -> None:
+        module = without_compile(model)
+        if not isinstance(module, DistributedDataParallel) or module.require_forward_param_sync:
+            return  # the last forward has told the reducer to expect gradients
+        if "reducer" in module.__dict__:  # else they are lent
+            module.reducer.prepare_for_backward([])
+
     def reduce_gradients(self, model: Module) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
