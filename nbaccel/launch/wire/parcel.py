@@ -9,12 +9,14 @@ opens no connection: whoever wants to send hands over the file descriptor.
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import os
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,9 @@ __all__ = ["Parcel", "pack", "pack_what_can_travel", "size_of", "unpack", "unpac
 
 _PAGE = mmap.PAGESIZE
 _CACHE_LINE = 64
+
+_EVERYWHERE = sys.stdlib_module_names | {"__main__", "nbaccel", "torch", "numpy", "IPython"}
+"""Modules that every rank has before its first parcel, or that patch nothing."""
 
 _FOOTER = struct.Struct("<8sQ")
 _MAGIC = b"nbparcel"
@@ -137,7 +142,11 @@ def _contents(fd: int, namespace: dict[str, Any] | None, anchored: Callable[[str
     magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
     if magic != _MAGIC:
         raise ValueError("this file descriptor does not hold a parcel")
-    places, buffers = pickle.loads(memoryview(mapping)[table:])
+    places, buffers, packages = pickle.loads(memoryview(mapping)[table:])
+    for name in packages:
+        if name not in sys.modules:
+            with suppress(Exception):  # where it is needed, the pickle says so better
+                importlib.import_module(name)
     return Contents(mapping, places, buffers, namespace, anchored)
 
 
@@ -175,12 +184,21 @@ def _write(
                 end = offset + source.nbytes
             places.append((offset, end - offset))
         packer.forget()
-        table = pickle.dumps((places, packer.buffers))
+        table = pickle.dumps((places, packer.buffers, _in_order_of_import(packer.packages)))
         _write_all(fd, memoryview(table + _FOOTER.pack(_MAGIC, end)), end)
         return Parcel(fd, end + len(table) + _FOOTER.size)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _in_order_of_import(packages: Set[str]) -> list[str]:
+    """Return the packages that a user installed, as this process imported them.
+
+    Some patch others when they are imported, and have to come before them (or after): the pickle would import them in
+    the order in which it happens to refer to them.
+    """
+    return [name for name in list(sys.modules) if name in packages and name not in _EVERYWHERE]
 
 
 @contextmanager

@@ -55,6 +55,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     buffers: which blocks are the out-of-band buffers of the pickle protocol, in its order.
     as_written: leave out what training put around the user's objects, however deep in a value they lie.
     at: the name whose value is being packed, or was last; empty before the first.
+    packages: those whose classes, functions and modules the pickle refers to.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
         self.at = ""
+        self.packages: set[str] = set()
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
         self._index: dict[tuple[str, int, int], int] = {}
@@ -86,6 +88,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return _itself, (obj.value,)
         if id(obj) in self._anchors:
             return _there, ("anchor", self._anchors[id(obj)])
+        self._note_package(obj)
         if obj is self._namespace_there:
             return _there, ("globals",)
         if self._as_written and (reduced := _reduce_to_what_was_written(obj)):
@@ -106,6 +109,16 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         """
         self.clear_memo()
         self.blocks.clear()
+
+    def _note_package(self, obj: Any) -> None:
+        kind = type(obj)
+        if issubclass(kind, types.ModuleType):
+            name = obj.__name__
+        elif issubclass(kind, (type, types.FunctionType)):
+            name = type.__dict__["__module__"].__get__(obj) if issubclass(kind, type) else obj.__module__
+        else:
+            return
+        self.packages.add(str(name).partition(".")[0])
 
     def _is_of_namespace(self, function: types.FunctionType) -> bool:
         return self._namespace is not None and function.__globals__ is self._namespace

@@ -555,3 +555,26 @@ def test_a_function_may_mention_the_backends_of_torch() -> None:
         return bool(torch.backends.cudnn.benchmark)
 
     assert travel({"train": train})["train"]() is torch.backends.cudnn.benchmark
+
+
+def test_packages_are_imported_over_there_in_the_order_of_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that patches another is often asked to be imported first; the pickle refers to the other first."""
+    (tmp_path / "patched_one.py").write_text("import builtins\nwas_patched = hasattr(builtins, '_patches')\n")
+    (tmp_path / "patches_it.py").write_text("import builtins\nbuiltins._patches = True\nclass Fast: pass\n")
+    program = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import torch, patches_it, patched_one\n"
+        "from nbaccel.launch.wire.parcel import pack\n"
+        "parcel = pack({'a': patched_one, 'b': patches_it.Fast()})\n"
+        "os.lseek(parcel.fd, 0, 0)\n"
+        "sys.stdout.buffer.write(os.read(parcel.fd, parcel.nbytes))\n"
+    )
+    packed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+    fd = os.memfd_create("parcel")
+    os.write(fd, packed)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert in_child(lambda: unpack(fd)["a"].was_patched) is True
+    finally:
+        os.close(fd)
