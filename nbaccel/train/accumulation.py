@@ -345,11 +345,11 @@ class Accumulation:
         self.is_local = False
         self.block: Block | None = None
         self._open: list[Window] = []
-        self._left_at: tuple[int, int] | None = None  # the place of the clock where a loop was left last
         self._handed_out: list[Window] = []  # those of them with a batch in the program's hands, the newest one last
+        self._left_at: tuple[int, int] | None = None  # the place of the clock where a loop was left last
         self._carried: dict[Any, int] = {}  # where windows that run on into the next epoch were left, by loader
-
         self.window = self.outside = self.counted = Window(rules=self.rules)
+
     def open(self, source: Any, batches_left: int | None) -> Window:
         """The window of a new iteration over `source`; it is in hand from its first batch on.
 
@@ -403,7 +403,6 @@ class Accumulation:
         """The iteration ended, or (not `is_whole`) was left by ``break`` or by an exception: its window is gone."""
         if window not in self._open:
             return
-        self._give_up(window)
         was_in_hand, block = self.window, self.block
         if block is not None:
             block.withdraw()
@@ -413,6 +412,7 @@ class Accumulation:
             block.decide()  # before the window is gone: what is begun there goes on here
         elif self.depth:
             self.window.sync = was_in_hand.sync
+        self._give_up(window)
         self._tell_loop(window, is_whole)
         if self._open:
             self.clock.began = self.window.began
@@ -432,8 +432,8 @@ class Accumulation:
 
     def _give_up(self, window: Window) -> None:
         self._open.remove(window)
-        if not self.rules.sync_with_dataloader and window.source is not None:
         self._handed_out = [one for one in self._handed_out if one is not window]
+        if not self.rules.sync_with_dataloader and window.source is not None:
             self._carried[window.source] = window.position
 
     def enter_backward(self) -> float:
@@ -455,6 +455,6 @@ class Accumulation:
     def forget(self) -> None:
         """Drop every open window: nothing is prepared any more."""
         self._open.clear()
-        self._carried.clear()
         self._handed_out.clear()
+        self._carried.clear()
         self.window = self.outside = self.counted = Window(rules=self.rules)

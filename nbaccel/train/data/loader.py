@@ -109,11 +109,15 @@ class PreparedLoader(DataLoader[Any]):
                     window.is_last = self.end_of_dataloader = True
                 elif joint_ends:  # where one rank synchronises because its batches end, all must
                     window.is_last = progress.taken // stride + 1 in joint_ends
+                if accumulation.block is not None or accumulation.window is not window:
+                    accumulation.take(window)
                 if window.position == 0:
                     clock.enter()
                 if states is not None:
                     progress.note(states.take(), window.position)
                 progress.taken += stride
+                if accumulation.block is not None:  # the batch is taken inside of `accumulate`
+                    accumulation.block.decide()
                 yield batch
                 if window.batches_left is not None:
                     window.batches_left -= 1
@@ -135,15 +139,11 @@ class PreparedLoader(DataLoader[Any]):
         resumed = progress.resume
         if resumed is not None:
             return resumed
-                if accumulation.block is not None or accumulation.window is not window:
-                    accumulation.take(window)
         batches, epoch = self._skip * self._source.stride, progress.epoch
         if self._resumed is not None and self._resumed.epoch == epoch:
             return replace(self._resumed, batches=batches, dataset=None)
         return Position(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size)
 
-                if accumulation.block is not None:  # the batch is taken inside of `accumulate`
-                    accumulation.block.decide()
     # -- how long
 
     def __len__(self) -> int:
