@@ -258,7 +258,8 @@ def _parsed(text: str) -> ast.Module | None:
 
 
 def _binds(node: ast.Assign, name: str) -> bool:
-    return any(isinstance(leaf, ast.Name) and leaf.id == name for target in node.targets for leaf in ast.walk(target))
+    leaves = [leaf for target in node.targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
+    return any(leaf.id == name and isinstance(leaf.ctx, ast.Store) for leaf in leaves)  # not `name.attribute = ...`
 
 
 def _constant(node: ast.expr, names: Mapping[str, Any]) -> Any:

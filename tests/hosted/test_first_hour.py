@@ -118,6 +118,83 @@ def test_the_first_version_begins_anew_and_the_next_goes_on_from_its_output(mach
     assert "right: True" in ran.text
 
 
+PRETENDS = """
+import os, torch, nbaccel.notebook.shortages as _shortages
+from collections import Counter
+from nbaccel.hardware import Gpu, Survey
+from nbaccel.launch.here import ProcessState
+ProcessState.now = staticmethod(lambda: ProcessState(True, True))
+_on_device = {}
+_shortages.sizes_on_devices = lambda names: {
+    device: Counter({name: nbytes}) for name in names for device, nbytes in _on_device.get(name, {}).items()
+}
+_gpus = tuple(Gpu(i, f"GPU-{i}", "Tesla T4", 15 * 10**9, 9 * 10**9, (7, 5)) for i in range(2))
+_survey = Survey(_gpus, 4, _hardware.Memory(30 * 10**9, 28 * 10**9))
+get_ipython().find_cell_magic("accelerate").__self__.session.survey = lambda: _survey
+"""
+"""A notebook that has used CUDA on a machine with two T4, where names in `_on_device` lie."""
+
+
+@on(KAGGLE)
+@pytest.mark.parametrize(
+    ("lies", "sentence"),
+    [
+        ("_on_device['model'] = {'cuda:0': 8 * 10**9}", "rank 0's device, 0 Tesla T4, has 6.0 GB of 15.0 GB left"),
+        (
+            "_on_device['model'] = {'cuda:0': 10**9}\nmodel.is_loaded_in_4bit = True",
+            "model was loaded quantised and lies on cuda:0 (1.0 GB): its weights cannot be sent to ranks",
+        ),
+    ],
+    ids=["large", "quantised"],
+)
+def test_a_model_that_lies_on_a_device_is_weighed_before_ranks_start(
+    machine: Machine, lies: str, sentence: str, tmp_path: Path
+) -> None:
+    ran = machine.run([MAKES, PRETENDS + lies, f"%%accelerate -n 2 --out model\n{TRAINS}"], tmp_path)
+    (error,) = ran.errors
+    assert error.startswith("LaunchRefused: model")
+    assert sentence in error
+    assert "move line 10 of Cell In[2], `model = torch.nn.Sequential(" in error
+
+
+@on(COLABS)
+def test_a_library_that_patches_another_at_its_import_does_so_in_ranks(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "unpatched.py").write_text("import fast_flag\nscale = 3.0 if fast_flag.is_on else 1.0\n")
+    (tmp_path / "fast_flag.py").write_text("is_on = False\n")
+    (tmp_path / "fastlib.py").write_text(
+        "import os, torch, fast_flag\nfast_flag.is_on = True\n"
+        "if 'RANK' not in os.environ:\n    torch.cuda.is_initialized = lambda: True\n"
+        "class Model(torch.nn.Linear): pass\n"
+    )
+    ran = machine.run(
+        [
+            "import sys\nsys.path.insert(0, '.')\nimport fastlib, unpatched\n%load_ext nbaccel",
+            "a_scale = unpatched\nmodel = fastlib.Model(2, 1)",
+            "%%accelerate --cpu -n 2\nprint('scale', a_scale.scale, type(model).__name__)",
+        ],
+        tmp_path,
+    )
+    assert ran.errors == []
+    assert "zygote (CUDA is initialised in the notebook" in ran.text
+    assert "[all] scale 3.0 Model" in ran.text
+
+
+@on(KAGGLE_BATCH)
+def test_data_parallel_from_a_cell_above_is_taken_off_and_trains_right(machine: Machine, tmp_path: Path) -> None:
+    ran = machine.run(
+        [
+            MAKES,
+            "model = torch.nn.DataParallel(model)",
+            f"%%accelerate -n 2 --out model\n{TRAINS}",
+            IS_RIGHT,
+        ],
+        tmp_path,
+    )
+    assert ran.errors == []
+    assert ran.text.count("the model was wrapped in nn.DataParallel") == 1
+    assert "right: True" in ran.text
+
+
 @on(COLABS)
 def test_a_second_try_hears_what_the_notebook_holds(machine: Machine, tmp_path: Path) -> None:
     holds = """

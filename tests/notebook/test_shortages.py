@@ -218,7 +218,14 @@ def test_only_names_that_are_bound_in_any_case_before_they_are_read_need_not_be_
 
 
 def test_the_last_line_that_made_a_name_is_found_also_among_magics() -> None:
-    history = ["", "x = 1", "%matplotlib inline\n!ls\na, (x, b) = 1, (2, 3)", "%%bash\nx=3", "y = x", "print(x"]
+    history = [
+        "",
+        "x = 1",
+        "%matplotlib inline\n!ls\na, (x, b) = 1, (2, 3)",
+        "%%bash\nx=3",
+        "y = x\nx.y = 2",
+        "print(x",
+    ]
     place = where_made("x", history)
     assert place is not None
     assert (place.cell, place.line, place.text) == (2, 3, "a, (x, b) = 1, (2, 3)")
