@@ -40,6 +40,7 @@ READS_ENVIRONMENT = {
     "hardware.py": "which devices are visible, and on which platform",
     "launch/inline.py": "puts back the variables that it changed",
     "launch/start.py": "sets a variable around the start, unless the user has",
+    "launch/rank/foreign/oneprocess.py": "the variables by which transformers and accelerate speak to each other",
     "train/logs.py": "the level that programs written for Accelerate choose",
 }
 

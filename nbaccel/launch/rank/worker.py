@@ -27,6 +27,8 @@ from nbaccel.launch.rank.calls import CallLog
 from nbaccel.launch.rank.debugger import debugging
 from nbaccel.launch.rank.farewell import Farewell
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
+from nbaccel.launch.rank.foreign.existing_world import join_existing_world
+from nbaccel.launch.rank.foreign.oneprocess import forget_one_process
 from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
@@ -113,6 +115,8 @@ class _Rank:
         self._stacks = tell_on_signal(boot.store_path, self.rank)
         meet_in_file(boot.store_path, boot.world)
         refuse_launchers(boot.world)
+        forget_one_process(boot.world)
+        join_existing_world(boot.world)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self._peers = PeerWatch(self.page, self.rank)
         self.calls = CallLog(self._peers)

@@ -1,0 +1,182 @@
+"""Let Lightning's `Trainer` and `Fabric` train in the ranks that are there. Runs in ranks; imports no Lightning.
+
+In a notebook Lightning counts devices, and starts processes, as in an interactive program. A rank is none: devices
+that are left to Lightning are as many as there are ranks, the processes count as started by torchrun, and a strategy
+that starts processes of its own ("ddp_notebook", "ddp_fork", "ddp_spawn") uses the ranks instead. A count of devices
+that is not that of the ranks is refused, and so are a `Trainer` and a `Fabric` that were made in the notebook.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any, NoReturn
+
+from nbaccel.errors import NestedLaunch, NotPrepared
+from nbaccel.launch.rank.foreign.anew import SetUpAnew, refuse
+from nbaccel.launch.rank.loaded import when_loaded
+from nbaccel.world import World
+
+__all__ = ["join_existing_world"]
+
+_FABRICS = ("lightning.fabric", "lightning_fabric")
+_TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+
+
+def join_existing_world(world: World) -> None:
+    """Let this process be no interactive program, and Lightning use `world`. Once per process."""
+    vars(sys).pop("ps1", None)
+    actions: dict[str, Callable[[ModuleType], None]] = {
+        "lightning_utilities.core.rank_zero": partial(_set_rank, world),
+    }
+    for package in _FABRICS:
+        actions |= {
+            f"{package}.utilities.imports": _not_interactive,
+            f"{package}.connector": partial(_count_ranks, world, "_Connector"),
+            f"{package}.plugins.environments.torchelastic": _detect_ranks,
+            f"{package}.plugins.environments.lightning": _keep_environment,
+            f"{package}.fabric": partial(_check_fabrics, world),
+        }
+    for package in _TRAINERS:
+        actions |= {
+            f"{package}.trainer.connectors.accelerator_connector": partial(
+                _count_ranks, world, "_AcceleratorConnector"
+            ),
+            f"{package}.callbacks.progress.rich_progress": _not_interactive,
+            f"{package}.trainer.trainer": partial(_check_trainers, world),
+        }
+    for package in (*_FABRICS, *_TRAINERS):
+        actions |= {
+            f"{package}.strategies.ddp": _use_ranks,
+            f"{package}.strategies.launchers.multiprocessing": partial(_refuse_launcher, world),
+            f"{package}.strategies.launchers.subprocess_script": partial(_refuse_scripts, world),
+        }
+    when_loaded(actions)
+
+
+def _set_rank(world: World, module: Any) -> None:
+    """What says "only on rank 0" asks the function itself, which the notebook may have told 0."""
+    module.rank_zero_only.rank = world.rank
+
+
+def _not_interactive(module: Any) -> None:
+    if hasattr(module, "_IS_INTERACTIVE"):
+        module._IS_INTERACTIVE = False
+
+
+def _count_ranks(world: World, name: str, module: Any) -> None:
+    """Let devices that are left to Lightning be the ranks; by itself it counts 1 on CPUs, and cards elsewhere."""
+    _not_interactive(module)
+    kind = getattr(module, name)
+    lightnings = kind._set_devices_flag_if_auto_passed
+
+    def _set_devices_flag_if_auto_passed(connector: Any) -> None:
+        if connector._devices_flag == "auto" and connector._num_nodes_flag == 1:
+            connector._devices_flag = world.world_size
+        lightnings(connector)
+
+    kind._set_devices_flag_if_auto_passed = _set_devices_flag_if_auto_passed
+
+
+def _detect_ranks(module: Any) -> None:
+    """The ranks have torchrun's variables; a notebook inside of a job of SLURM or MPI has that job's, too."""
+    module.TorchElasticEnvironment.detect = staticmethod(lambda: True)
+
+
+def _keep_environment(module: Any) -> None:
+    """By itself it removes WORLD_SIZE at the end of a training, and the next one would be alone."""
+    module.LightningEnvironment.teardown = lambda environment: None
+
+
+def _use_ranks(module: Any) -> None:
+    kind = module.DDPStrategy
+    lightnings = kind._configure_launcher
+
+    def _configure_launcher(strategy: Any) -> None:
+        strategy._start_method = "popen"  # which starts nothing where the processes are there
+        lightnings(strategy)
+
+    kind._configure_launcher = _configure_launcher
+
+
+def _refuse_launcher(world: World, module: Any) -> None:
+    _not_interactive(module)
+
+    def launch(launcher: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_processes(world)
+
+    module._MultiProcessingLauncher.launch = launch
+
+
+def _refuse_scripts(world: World, module: Any) -> None:
+    def _call_children_scripts(launcher: Any) -> NoReturn:
+        _refuse_processes(world)
+
+    module._SubprocessScriptLauncher._call_children_scripts = _call_children_scripts
+
+
+def _refuse_processes(world: World) -> NoReturn:
+    raise NestedLaunch(
+        f"this is rank {world.rank} of {world.world_size} of a run already, and ranks do not launch ranks: Lightning's "
+        "launcher was to start processes here. Leave out `strategy` and `plugins`, or write strategy='ddp', and "
+        f"devices={world.world_size}: the ranks are used then."
+    )
+
+
+def _check_trainers(world: World, module: Any) -> None:
+    kind = module.Trainer
+    meet = _refuse_the_notebooks(world, kind, "_accelerator_connector")
+    for name in ("fit", "validate", "test", "predict"):
+        setattr(kind, name, _counted(world, meet, getattr(kind, name), trains=name == "fit"))
+
+
+def _check_fabrics(world: World, module: Any) -> None:
+    kind = module.Fabric
+    meet = _refuse_the_notebooks(world, kind, "_strategy")
+    for name in ("launch", "setup", "setup_module", "setup_optimizers"):
+        setattr(kind, name, _counted(world, meet, getattr(kind, name), trains=name != "launch"))
+
+
+def _refuse_the_notebooks(world: World, kind: type, attribute: str) -> Callable[[object], None]:
+    """Refuse objects that settled on devices and a launcher in the notebook; returns what refuses one at once.
+
+    For a rank that is the only one they are right.
+    """
+    anew = SetUpAnew((attribute,), partial(refuse, why="settled there on one process, or on a launcher of its own"))
+    if not world.is_distributed:
+        return lambda owner: None
+    anew.watch(kind)
+    return anew.meet
+
+
+def _counted(
+    world: World, meet: Callable[[object], None], method: Callable[..., Any], trains: bool
+) -> Callable[..., Any]:
+    """`method`, refused where the devices are not as many as the ranks. With one each rank may evaluate by itself."""
+
+    @functools.wraps(method)
+    def called(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        meet(owner)
+        strategy = owner.strategy
+        devices = getattr(strategy, "num_processes", 1) * getattr(strategy, "num_nodes", 1)
+        if devices != world.world_size and (devices > 1 or trains):
+            _refuse_count(world, type(owner).__name__, devices)
+        return method(owner, *args, **kwargs)
+
+    return called
+
+
+def _refuse_count(world: World, name: str, devices: int) -> NoReturn:
+    instead = f"Write {name}(devices={world.world_size}), or leave devices out."
+    if devices == 1:
+        raise NotPrepared(
+            f"this {name} uses one device, and the run has {world.world_size} ranks: each would train a model of its "
+            f"own on all the data. {instead}"
+        )
+    raise NestedLaunch(
+        f"this {name} wants {devices} processes, and the run has {world.world_size} "
+        f"{'ranks' if world.world_size > 1 else 'rank'}; ranks do not launch ranks. {instead}"
+    )

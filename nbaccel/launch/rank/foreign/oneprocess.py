@@ -1,0 +1,257 @@
+"""Let a rank forget what the notebook's libraries knew about "one process". Runs in ranks; imports none of them.
+
+Accelerate keeps one state per process: in a rank it is as in a new process. A transformers `TrainingArguments` or
+`Trainer`, and an accelerate `Accelerator`, that came from the notebook find the rank, the world and the device when
+they are used first; what cannot be set up again is refused with the line to move. Not covered: numbers that a program
+of the user's worked out from them in the notebook.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from nbaccel.errors import NotInRanks
+from nbaccel.launch.rank.foreign.anew import SetUpAnew, name_of, names_in, refuse
+from nbaccel.launch.rank.loaded import when_loaded
+from nbaccel.world import World
+
+__all__ = ["forget_one_process"]
+
+_STATES = ("PartialState", "AcceleratorState", "GradientState")
+_ASKS_FOR_THE_WORLD = frozenset(
+    {"num_processes", "process_index", "world_size", "prepare", "prepare_model", "prepare_deepspeed", "prepare_fsdp"}
+)
+"""Names in a constructor which say that its numbers, or the models that it holds, were made for one process."""
+
+_PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+
+
+def forget_one_process(world: World) -> None:
+    """Let accelerate and transformers find out anew which rank of which world this is. Once per process.
+
+    Nothing changes where this rank is the only one: what the notebook knew is true here, too.
+    """
+    if not world.is_distributed:
+        return
+    states = _States()
+    prepared = SetUpAnew(("gradient_state",), _refuse_prepared)
+    when_loaded(
+        {
+            "accelerate.state": states.forget,
+            "accelerate.accelerator": functools.partial(_watch_accelerators, states),
+            "accelerate.optimizer": lambda module: prepared.watch(module.AcceleratedOptimizer),
+            "accelerate.scheduler": lambda module: prepared.watch(module.AcceleratedScheduler),
+            "accelerate.data_loader": functools.partial(_watch_loaders, prepared),
+            "transformers.training_args": _watch_arguments,
+            "transformers.trainer": _watch_trainers,
+        }
+    )
+
+
+# --- accelerate --------------------------------------------------------------------------------------------------
+
+
+class _States:
+    """Accelerate's three states, each shared by all objects of its class in a process."""
+
+    def __init__(self) -> None:
+        self._notebooks: dict[str, dict[str, Any]] = {name: {} for name in _STATES}
+
+    def forget(self, module: Any) -> None:
+        """Empty them, and keep what they said; let an object that was sent to this rank share the rank's."""
+        for name in _STATES:
+            kind = getattr(module, name)
+            self._notebooks[name] = dict(kind._shared_state)
+            kind._shared_state.clear()
+            kind.__setstate__ = lambda state, values: self._share(state, values)
+        self._set_up_at_first_use(module.PartialState)
+
+    def of_notebook(self, name: str) -> Mapping[str, Any]:
+        """What the state of that name said in the notebook."""
+        return self._notebooks[name]
+
+    def _share(self, state: Any, values: dict[str, Any]) -> None:
+        self._notebooks[type(state).__name__] = values
+        state.__dict__ = state._shared_state
+
+    def _set_up_at_first_use(self, kind: Any) -> None:
+        """A `PartialState` is also used by itself: one of the notebook, and one that a library makes before any other.
+
+        Without the word "cpu" accelerate takes a process without a GPU for the only one.
+        """
+        begins, missing = kind.__init__, kind.__getattr__
+
+        @functools.wraps(begins)
+        def begin(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+            begins(state, cpu or (not kind._shared_state and _is_on_cpu()), **kwargs)
+
+        def attribute(state: Any, name: str) -> Any:
+            if kind._shared_state or name.startswith("__"):
+                return missing(state, name)
+            kind(self._notebooks[kind.__name__].get("_cpu", False))
+            return getattr(state, name)
+
+        kind.__init__, kind.__getattr__ = begin, attribute
+
+
+def _is_on_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+
+
+def _watch_accelerators(states: _States, module: Any) -> None:
+    kind = module.Accelerator
+    SetUpAnew(("state", "gradient_state"), functools.partial(_renew_accelerator, states, module)).watch(kind)
+    prepares = kind.prepare_model
+    models = SetUpAnew((), lambda model: None)
+
+    @functools.wraps(prepares)
+    def prepare_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model not in models and getattr(model, "_is_accelerate_prepared", False):
+            # By an accelerator of the notebook, for one process: nothing would be wrapped here.
+            model._is_accelerate_prepared = False
+        wrapped = prepares(accelerator, model, *args, **kwargs)
+        models.add(wrapped)
+        return wrapped
+
+    kind.prepare_model = prepare_model
+
+
+def _renew_accelerator(states: _States, module: Any, accelerator: Any) -> None:
+    """Set `accelerator` up again, with its own settings, for this rank."""
+    values = vars(accelerator)
+    if any(values.get(name) for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")):
+        refuse(accelerator, "what it prepared there belongs to one process")
+    if any(os.environ.get(name, "").lower() == "true" for name in _PLUGINS):
+        refuse(accelerator, "its plugins were set up for one process")
+    was = states.of_notebook("AcceleratorState")
+    accumulation = states.of_notebook("GradientState").get("plugin_kwargs", {})
+    groups = values.get("init_handler")
+    values["state"] = module.AcceleratorState(
+        mixed_precision=was.get("_mixed_precision"),
+        cpu=was.get("_cpu", False),
+        dynamo_plugin=was.get("dynamo_plugin"),
+        _from_accelerator=True,
+        **(groups.to_kwargs() if groups is not None else {}),
+    )
+    plugin = module.GradientAccumulationPlugin(**accumulation)
+    values["gradient_state"] = module.GradientState(gradient_accumulation_plugin=plugin)
+    if not values["state"].is_main_process:
+        values["trackers"] = []  # the notebook's process was the main one
+
+
+def _watch_loaders(prepared: SetUpAnew, module: Any) -> None:
+    prepared.watch(module.DataLoaderShard)
+    prepared.watch(module.DataLoaderDispatcher)
+
+
+def _refuse_prepared(value: object) -> NoReturn:
+    name = name_of(value)
+    raise NotInRanks(
+        f"{f'`{name}`' if name else f'this {type(value).__name__}'} was prepared in an earlier cell, for one process: "
+        "each rank would train on all the data by itself. Move the line `accelerator.prepare(...)` into "
+        "this cell, or into the function that the ranks run, and give it what was not prepared yet."
+    )
+
+
+# --- transformers ------------------------------------------------------------------------------------------------
+
+
+def _watch_arguments(module: Any) -> None:
+    names = ("_setup_devices", "distributed_state", "_n_gpu")
+    SetUpAnew(names, functools.partial(_renew_arguments, module.TrainingArguments, names)).watch(
+        module.TrainingArguments
+    )
+
+
+def _renew_arguments(kind: type, names: tuple[str, ...], arguments: Any) -> None:
+    """Find the world, the rank, the device and the number of GPUs for `arguments`."""
+    if _asks_for_the_world(type(arguments), kind, "__post_init__"):
+        refuse(arguments, "it worked out its numbers for one process")
+    values = vars(arguments)
+    for name in names:
+        values.pop(name, None)
+    _renew_precision(arguments)
+    with _states_stay():
+        _ = arguments._setup_devices
+
+
+def _renew_precision(arguments: Any) -> None:
+    """Let the precision be what the arguments say, else the default of the ranks."""
+    own = "fp16" if arguments.fp16 else "bf16" if arguments.bf16 else None
+    variable = "ACCELERATE_MIXED_PRECISION"
+    if "mixed_precision" not in vars(arguments):  # transformers 4 tells accelerate by the environment
+        if own is not None:
+            os.environ[variable] = own
+    elif own is None:
+        arguments.mixed_precision = os.environ.get(variable, "no")
+
+
+@contextmanager
+def _states_stay() -> Iterator[None]:
+    """Keep the states that this rank's own code has set up already: arguments that are made drop them."""
+    module: Any = sys.modules["accelerate.state"]
+    shared = [module.PartialState._shared_state, module.AcceleratorState._shared_state]
+    before = [dict(state) for state in shared]
+    yield
+    for state, values in zip(shared, before, strict=True):
+        if values:
+            state.clear()
+            state.update(values)
+
+
+def _watch_trainers(module: Any) -> None:
+    kind = module.Trainer
+    anew = SetUpAnew(("accelerator",), functools.partial(_renew_trainer, kind))
+    anew.watch(kind)
+    for name in ("train", "evaluate", "predict"):
+        setattr(kind, name, _after_meeting(anew, getattr(kind, name)))
+    creates = kind.create_accelerator_and_postprocess
+
+    @functools.wraps(creates)
+    def create_accelerator_and_postprocess(trainer: Any) -> None:
+        _ = trainer.args.device  # as in a script: the arguments come first, and tell accelerate device and precision
+        creates(trainer)
+
+    kind.create_accelerator_and_postprocess = create_accelerator_and_postprocess
+
+
+def _after_meeting(anew: SetUpAnew, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        anew.meet(trainer)
+        return method(trainer, *args, **kwargs)
+
+    return called
+
+
+def _renew_trainer(kind: type, trainer: Any) -> None:
+    """Give `trainer` an accelerator of this rank, and what its constructor worked out from the notebook's."""
+    if _asks_for_the_world(type(trainer), kind, "__init__"):
+        refuse(trainer, "its constructor worked out numbers, or prepared models, for one process")
+    arguments = trainer.args
+    vars(trainer).pop("accelerator", None)
+    trainer.create_accelerator_and_postprocess()
+    trainer._train_batch_size = arguments.train_batch_size
+    trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+    trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+    # What a training or an evaluation in the notebook left is prepared for one process.
+    vars(trainer).pop("_eval_dataloaders", None)
+    for name, inner in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):
+        wrapper = vars(trainer).get(name)
+        if type(wrapper).__module__.startswith("accelerate."):
+            setattr(trainer, name, getattr(wrapper, inner))
+    trainer.model_wrapped = trainer.model
+    if trainer.model is not None and trainer.place_model_on_device:
+        trainer._move_model_to_device(trainer.model, arguments.device)
+
+
+def _asks_for_the_world(kind: type, library: type, method: str) -> bool:
+    """Whether a class between `kind` and the `library`'s own has a constructor that depends on the world."""
+    classes = kind.__mro__[: kind.__mro__.index(library)]
+    codes = [getattr(vars(one).get(method), "__code__", None) for one in classes]
+    return any(code is not None and names_in(code) & _ASKS_FOR_THE_WORLD for code in codes)
