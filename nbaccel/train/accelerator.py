@@ -22,6 +22,7 @@ from nbaccel.errors import NotPrepared
 from nbaccel.intervals import seconds_of
 from nbaccel.settings import RunSettings
 from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
+from nbaccel.train.checkpoint.lineage import Lineage
 from nbaccel.train.checkpoint.save import Writer
 from nbaccel.train.checkpoint.shelf import Shelf
 from nbaccel.train.checkpoint.staging import Staging
@@ -268,6 +269,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
             self.device,
             self._epochs,
             self._remembered,
+            self._shelf.lineage,
         )
 
     def free_memory(self, *objects: Any, history: bool = False) -> list[None]:
@@ -315,6 +317,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
 
     def _count_steps_from(self, step: int) -> None:
         self._accumulation.clock.restart(step)
+        self._shelf.lineage.turns += 1
 
     # -- finding this process's world
 
@@ -347,10 +350,12 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
             return
         self._is_ready = False
         self._engine = None
+        self._shelf.begin(Lineage())
         if bound_to is not None and bound_to.world_size == world.world_size and self._prepared:
             self._precision.move_to(self.device)
             if self.device_placement:
                 self._prepared.move_to(self.device)
+            self._autosave.timeline.begin(self._shelf.lineage)
             self._open_gate()
             return
         self._prepared.forget()

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["ProjectConfiguration"]
+__all__ = ["Counted", "ProjectConfiguration"]
+
+
+class Counted(int):
+    """A number of a checkpoint that nobody set by hand: the next one where that is taken will do as well."""
 
 
 @dataclass(slots=True)
@@ -14,8 +18,10 @@ class ProjectConfiguration:
 
     project_dir: the project's folder.  logging_dir: where trackers write; by default the project's folder.
     automatic_checkpoint_naming: `save_state()` without a name writes ``<project_dir>/checkpoints/checkpoint_<n>``.
-    total_limit: how many of those are kept; the oldest go once a new one is complete.
-    iteration: the number of the next one; it moves on with each save.
+    total_limit: how many of those are kept; the oldest go once a new one is complete. Those of this run count, and
+    those that it goes on from after `load_state`: what another run has saved there stays.
+    iteration: the number of the next one; it moves on with each save. By default numbers go on behind the newest that
+    is there; a number that is set is taken, or refused where it exists.
     save_on_each_node: the first rank of each node writes, for nodes without a common file system.
 
     Not frozen: programs written for Accelerate set `iteration` to continue a numbering.
@@ -28,7 +34,7 @@ class ProjectConfiguration:
     logging_dir: str | os.PathLike[str] | None = None
     automatic_checkpoint_naming: bool = False
     total_limit: int | None = None
-    iteration: int = 0
+    iteration: int = Counted(0)
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:

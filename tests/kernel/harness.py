@@ -31,6 +31,7 @@ _PROC = Path("/proc")
 _OURS = re.compile(
     r"^(\d+ ranks? on .*|\w+ works by a thread of the notebook .*|(not )?brought back.*"
     r"|.* has \d+ workers in each of .*|the notebook itself holds .*|\w+ lies on .*"
+    r"|.* holds \d+ checkpoint\(s\) of earlier runs.*"
     r"|(done in|(failed|stopped) after) \d.*)\n",
     re.M,
 )

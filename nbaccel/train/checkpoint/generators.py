@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.files import aside, read_sealed, sync, write_sealed
 from nbaccel.train.checkpoint.manifest import Manifest
 
-__all__ = ["Stamp", "State", "add", "adopt", "carry", "derive", "find", "read", "restore", "write"]
+__all__ = ["Stamp", "State", "add", "adopt", "carry", "derive", "drop_outdated", "find", "read", "restore", "write"]
 
 State = dict[str, Any]
 """The generators of one process, in JSON."""
@@ -75,15 +76,18 @@ def derive(seed: int, step: int, rank: int) -> None:
 class Stamp:
     """Names one save, equally on all ranks that take part in it without having spoken.
 
-    step: optimizer steps done.  position: batches of an open accumulation window.  launch_id: of the run.
+    step: optimizer steps done.  position: batches of an open accumulation window.  run: the name of the run.
+    save: tells it from other saves at that moment, where the folder's name does not.
     """
 
     step: int
     position: int
-    launch_id: str
+    run: str
+    save: str = ""
 
     def __str__(self) -> str:
-        return f"step {self.step} + {self.position} of run {self.launch_id or '?'}"
+        moment = f"step {self.step} + {self.position} of run {self.run or '?'}"
+        return f"{moment}, {self.save}" if self.save else moment
 
 
 def write(folder: Path, rank: int, stamp: str, state: State) -> None:
@@ -102,8 +106,17 @@ def carry(target: Path, folder: Path, stamp: str) -> None:
                 shutil.copyfile(path, folder / path.name)
 
 
-def add(target: Path, rank: int, stamp: Stamp, state: State) -> None:
-    """`rank`'s file for the checkpoint `target`, which rank 0 commits earlier or later, or never."""
+def add(
+    target: Path,
+    rank: int,
+    stamp: Stamp,
+    state: State,
+    committed: Callable[[str], Path | None] = lambda stamp: None,
+) -> None:
+    """`rank`'s file for the checkpoint `target`, which rank 0 commits earlier or later, or never.
+
+    committed: finds the checkpoint of a stamp under another name, where the name is rank 0's choice.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     waiting = _waiting(target, rank, stamp.step)
     unfinished = waiting.with_suffix(".unfinished")
@@ -111,18 +124,32 @@ def add(target: Path, rank: int, stamp: Stamp, state: State) -> None:
     os.rename(unfinished, waiting)
     if _stamp_of(target) == str(stamp):
         _move_in(waiting, target, rank)
+    elif (place := committed(str(stamp))) is not None:
+        _move_in(waiting, place, rank)
 
 
 def adopt(target: Path, stamp: Stamp) -> None:
-    """In rank 0, after its commit: move in the files that wait for it, and delete those of earlier saves."""
-    for waiting in aside(target, "rank*.step*"):
+    """In rank 0, after its commit: move in the files that wait for it, and delete those of earlier saves.
+
+    A stamp that names the save finds its files beside other names, too: another rank may have expected another one.
+    """
+    elsewhere = target.parent.glob(f".*.rank*.step{stamp.step}") if stamp.save else ()
+    for waiting in {*aside(target, "rank*.step*"), *elsewhere}:
         said = _WAITING.search(waiting.name)
         if said is None:
             continue
         rank, step = int(said["rank"]), int(said["step"])
         if step == stamp.step and _read(waiting).get("stamp") == str(stamp):
             _move_in(waiting, target, rank)
-        elif step < stamp.step:
+        elif step < stamp.step:  # so it is beside this very name
+            waiting.unlink(missing_ok=True)
+
+
+def drop_outdated(place: Path, step: int) -> None:
+    """In rank 0: delete files of saves before `step` whose checkpoint is gone: their ranks came too late."""
+    for waiting in place.glob(".*.rank*.step*"):
+        said = _WAITING.search(waiting.name)
+        if said is not None and int(said["step"]) < step and not (place / waiting.name[1 : said.start()]).exists():
             waiting.unlink(missing_ok=True)
 
 

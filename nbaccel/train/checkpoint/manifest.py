@@ -28,8 +28,11 @@ MANIFEST = "manifest.json"
 
 _SEALED_THEMSELVES = "generators_*.json"
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Raised when an older nbaccel could no longer read what this one writes."""
+
+_READABLE = (1, 2)
+"""1: without the names of runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Manifest:
     parts: names of the states that are in the files: "model", "optimizer", "custom_1".
     files: by path inside the folder; those of hooks are among them.
     saved_at: seconds since 1970, by the clock of the machine that wrote it.
+    run, ancestors: as `Lineage` has them; empty where an older nbaccel wrote it. The parent is the last ancestor.
     """
 
     stamp: str
@@ -94,6 +98,8 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=_versions)
     files: dict[str, FileRecord] = field(default_factory=dict)
     saved_at: float = field(default_factory=time.time)
+    run: str = ""
+    ancestors: dict[str, float] = field(default_factory=dict)
 
     def seal(self, folder: Path, records: Mapping[str, FileRecord] = MappingProxyType({})) -> None:
         """Bring every file in `folder` to the disk, list those that are not sealed, and write the manifest.
@@ -128,10 +134,10 @@ class Manifest:
                 "none",
             ) from None
         layout = content.pop("layout")
-        if layout != _LAYOUT:
+        if layout not in _READABLE:
             raise CheckpointCorrupt(
-                f"{folder / MANIFEST} has layout {layout}, and this nbaccel reads layout {_LAYOUT}: it was written by "
-                f"nbaccel {content.get('versions', {}).get('nbaccel', '?')}, load it with that version",
+                f"{folder / MANIFEST} has layout {layout}, and this nbaccel reads layout {_LAYOUT} and older: it "
+                f"was written by nbaccel {content.get('versions', {}).get('nbaccel', '?')}, load it with that version",
                 str(folder / MANIFEST),
                 f"layout {_LAYOUT}",
                 f"layout {layout}",

@@ -1,26 +1,40 @@
 """Shelf: which checkpoints there are, which one is next, which one to load, and which ones go. Runs in ranks.
 
-It names and judges folders. Only rank 0 asks it to load or to delete; every rank asks it for the next name.
+It names and judges folders. Only rank 0 asks it to load or to delete; every rank asks it for the next name. That of
+rank 0 is the one that counts: the others add their random states to the checkpoint with the stamp of their save,
+whatever its name, and expect the name that follows from the first number, on which all agreed.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.files import aside
 from nbaccel.train.checkpoint.folder import complete_leftovers, delete_dead, delete_whole
 from nbaccel.train.checkpoint.foreign import is_foreign
+from nbaccel.train.checkpoint.generators import drop_outdated
+from nbaccel.train.checkpoint.lineage import Lineage
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest
 from nbaccel.train.checkpoint.place import place_for, place_of
-from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.project import Counted, ProjectConfiguration
 
 __all__ = ["Choice", "Shelf", "Timeline"]
 
 _NAME = re.compile(r"checkpoint_(\d+)")
+
+_STEP = re.compile(r"checkpoint_(\d+)(?:_\d+)?")
+
+_TAKEN = re.compile(r"(?:checkpoint_(\d+)|\.checkpoint_(\d+)\.(?:tmp|old)-\d+)")
+"""Names that have a number: also what killed processes left, which gets its name back when that is saved to."""
+
+_LOOK_BACK = 100
+"""How many of the newest checkpoints a rank looks through for that of its own save: so far it may be behind rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,50 +54,125 @@ class Shelf:
     """The checkpoints of one project.
 
     latest: what this process has written or loaded last, if anything.
+    lineage: of the run that saves here.
     """
 
     def __init__(self, project: ProjectConfiguration) -> None:
         self.project = project
         self.latest: Path | None = None
+        self._saves: Counter[str] = Counter()
+        self._saves_of: tuple[int, int] | None = None
+        self._has_told = False
+        self.lineage = Lineage()
 
-    def next_folder(self, output_dir: str | os.PathLike[str] | None, stamp: str) -> Path:
+    def begin(self, lineage: Lineage) -> None:
+        """Another run saves here from now on."""
+        self.lineage = lineage
+        self._has_told = False
+
+    # -- names
+
+    def label(self, moment: tuple[int, int], line: str) -> str:
+        """What tells a numbered save from others of this run at the same `moment`, equally on all ranks.
+
+        line: that of the program. It tells a save on the main process only from the next one, by all.
+        """
+        if moment != self._saves_of:
+            self._saves_of = moment
+            self._saves.clear()
+        self._saves[line] += 1
+        return f"save {self._saves[line]} at {line}"
+
+    def next_folder(self, output_dir: str | os.PathLike[str] | None, stamp: str, writes: bool = True) -> Path:
         """Where the next checkpoint goes: `output_dir`, or the next number in the project's folder.
 
+        writes: this rank makes it; the others look for what that one has made of this save.
         Raises:
-            ValueError: neither was given, or there is one of this number already that another save wrote.
+            ValueError: neither was given, or there is a checkpoint of the number that was set by hand.
         """
         if output_dir is not None:
             return place_for(output_dir)
-        folder = self._numbered("save_state", "output_dir") / f"checkpoint_{self.project.iteration}"
-        if folder.exists() and not _is_of(folder, stamp):
+        if not writes and (committed := self.committed(stamp)) is not None:
+            return committed
+        number = self.project.iteration
+        folder = self._numbered("save_state", "output_dir") / f"checkpoint_{number}"
+        if not folder.exists():
+            return folder
+        if not isinstance(number, Counted):
             raise ValueError(
-                f"the checkpoint folder {folder} exists already. Continue it with accelerator.load_state(), which "
-                "also continues the numbering, give ProjectConfiguration(iteration=...) a free number, or use another "
-                "project_dir."
+                f"the checkpoint folder {folder} exists already, and iteration {number} was set by hand; {self.free()} "
+                "is free. Where no number is set, save_state goes on behind the newest; accelerator.load_state() "
+                "continues that one."
             )
-        return folder
+        return folder.with_name(f"checkpoint_{self.free()}")
+
+    def committed(self, stamp: str) -> Path | None:
+        """The checkpoint that rank 0 has made of the save `stamp`, if it is there already."""
+        found = (folder for _, folder in reversed(self._all()[-_LOOK_BACK:]) if _is_of(folder, stamp))
+        return next(found, None)
+
+    def free(self) -> int | None:
+        """The number behind the newest that is there; None where checkpoints are not numbered."""
+        if not self.project.automatic_checkpoint_naming or self.project.project_dir is None:
+            return None
+        place = self._numbered("save_state", "output_dir")
+        names = map(_TAKEN.fullmatch, os.listdir(place) if place.is_dir() else ())
+        return 1 + max((int(said[1] or said[2]) for said in names if said), default=-1)
+
+    def go_on_at(self, number: int | None) -> None:
+        """Let the numbering go on at `number`, unless one was set by hand."""
+        if number is not None and isinstance(self.project.iteration, Counted):
+            self.project.iteration = Counted(number)
+
+    def count_on(self, folder: Path) -> None:
+        """Let the numbering go on behind `folder`, the numbered checkpoint that was made last."""
+        said = _NAME.fullmatch(folder.name)
+        assert said is not None, folder
+        self.project.iteration = Counted(int(said[1]) + 1)
+
+    def news(self, folder: Path) -> str:
+        """Once: that other runs have saved here before, as a person should know; else an empty text.
+
+        folder: the checkpoint that is about to be made.
+        """
+        if self._has_told:
+            return ""
+        self._has_told = True
+        others = [name for _, name in self._all() if name != folder and not self._is_own(name)]
+        if not others:
+            return ""
+        return (
+            f"{folder.parent} holds {len(others)} checkpoint(s) of earlier runs, left as they are; this run goes on "
+            f"with {folder.name}"
+        )
+
+    # -- limits
 
     def tidy(self) -> None:
-        """Delete what killed processes left, and the oldest numbered checkpoints beyond `total_limit`.
+        """Delete what killed processes left, and this run's oldest numbered checkpoints beyond `total_limit`.
 
         The newest checkpoint is complete by now.
         """
         place = self._numbered("save_state", "output_dir")
         delete_dead([*place.glob(".checkpoint_*.tmp-*"), *place.glob(".checkpoint_*.old-*")])
         limit = self.project.total_limit
-        for _, folder in [] if limit is None else self._all()[:-limit]:
+        if limit is None:
+            return
+        own = [folder for _, folder in self._all() if self._is_own(folder)]
+        for folder in own[:-limit]:
             delete_whole(folder)
             for waiting in aside(folder, "rank*"):
                 waiting.unlink(missing_ok=True)
+        drop_outdated(place, min((Manifest.read(folder).step for folder in own[-limit:]), default=0))
 
-    def count_on(self, folder: Path) -> None:
-        """Let the numbering continue behind `folder`, if it is a numbered one of this project."""
-        said = _NAME.fullmatch(folder.name)
-        project = self.project
-        if not (said and project.automatic_checkpoint_naming):
-            return
-        if folder.resolve().parent == self._numbered("load_state", "input_dir").resolve():
-            project.iteration = int(said[1]) + 1
+    def _is_own(self, folder: Path) -> bool:
+        """Whether `folder` is of this run, or of those that led to it; a damaged one is nobody's."""
+        try:
+            return self.lineage.holds(Manifest.read(folder))
+        except (CheckpointCorrupt, TypeError):
+            return False
+
+    # -- choice
 
     def choose(self, input_dir: str | os.PathLike[str] | None) -> Choice:
         """The checkpoint in `input_dir`; without one, the newest numbered checkpoint that is whole.
@@ -134,7 +223,8 @@ class Shelf:
 class Timeline(Shelf):
     """The checkpoints that a training makes by itself: named by their step, in the order in which they were written.
 
-    A run that begins anew in the folder of another has smaller steps than that one, and the newer checkpoints.
+    A run that begins anew in the folder of another has smaller steps than that one, and the newer checkpoints. A name
+    that another run has taken gets a number behind it: ``checkpoint_500_2``.
     """
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
@@ -142,10 +232,13 @@ class Timeline(Shelf):
         self.folder = folder
 
     def folder_for(self, step: int) -> Path:
-        return self.folder / f"checkpoint_{step}"
-
-    def is_empty(self) -> bool:
-        return not self._all()
+        """Where this run's checkpoint of `step` goes."""
+        folder = self.folder / f"checkpoint_{step}"
+        for again in count(2):
+            if not folder.exists() or self._is_own(folder):
+                return folder
+            folder = self.folder / f"checkpoint_{step}_{again}"
+        raise AssertionError("unreachable")
 
     def choose_from(self, place: Path) -> Choice:
         """The checkpoint `place`, or the newest whole one in the folder `place`.
@@ -161,7 +254,9 @@ class Timeline(Shelf):
         return self.folder
 
     def _all(self) -> list[tuple[int, Path]]:
-        return sorted(super()._all(), key=lambda item: (_saved_at(item[1]), item[0]))
+        found = [(_STEP.fullmatch(path.name), path) for path in self.folder.glob("checkpoint_*")]
+        steps = [(int(said[1]), path) for said, path in found if said]
+        return sorted(steps, key=lambda item: (_saved_at(item[1]), item[0]))
 
 
 def _saved_at(folder: Path) -> float:

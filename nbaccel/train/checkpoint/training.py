@@ -15,6 +15,7 @@ from torch.nn import Module
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.generators import Stamp, State, read
+from nbaccel.train.checkpoint.lineage import Lineage
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.precision import Precision
 from nbaccel.train.prepared import Prepared
@@ -37,15 +38,20 @@ class Training:
     device: torch.device
     epochs: Epochs
     remembered: Remembered
+    lineage: Lineage
 
     @property
     def step(self) -> int:
         """Optimizer steps that are done."""
         return self.accumulation.clock.done
 
-    @property
-    def stamp(self) -> Stamp:
-        return Stamp(self.step, self.accumulation.window.unfinished, self.world.launch_id)
+    def stamp(self, save: str = "") -> Stamp:
+        """The name of a save that is made now, equal on all ranks.  save: see `Stamp`."""
+        lineage = self.lineage
+        run = lineage.run if lineage.is_agreed else self.world.launch_id
+        if lineage.turns:
+            run = f"{run or '?'}.{lineage.turns}"
+        return Stamp(self.step, self.accumulation.window.unfinished, run, save)
 
     def weights(self) -> list[dict[str, Any]]:
         """Each model's state dict, as a single process would save it. Collective with sharded strategies."""
@@ -86,16 +92,18 @@ class Training:
             prepared.frozen(self.strategy),
         )
 
-    def manifest(self, content: Content) -> Manifest:
+    def manifest(self, content: Content, stamp: Stamp) -> Manifest:
         loaders = content.progress["loaders"]
         first = loaders[0] if loaders else {"epoch": 0, "batches": 0}
         return Manifest(
-            str(self.stamp),
+            str(stamp),
             self.step,
             first["epoch"],
             first["batches"],
             self.world.world_size,
             {"mixed_precision": self.precision.name, "gradient_accumulation_steps": self.accumulation.steps},
+            run=self.lineage.run,
+            ancestors=dict(self.lineage.ancestors),
         )
 
     def take(self, content: Content, models: Sequence[Module]) -> None:

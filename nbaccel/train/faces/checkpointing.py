@@ -14,7 +14,7 @@ import warnings
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.folder import may_write_below, sayable
 from nbaccel.train.checkpoint.foreign import read_foreign, restore_foreign_generators
+from nbaccel.train.checkpoint.generators import Stamp
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.place import SUBFOLDER
 from nbaccel.train.checkpoint.save import Save, Writer
@@ -35,7 +36,7 @@ from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.faces.exporting import Exporting
 from nbaccel.train.project import ProjectConfiguration
-from nbaccel.train.warned import warn_user
+from nbaccel.train.warned import users_line, warn_user
 
 __all__ = ["ON_SAVE_ERROR", "Checkpointing", "Registered"]
 
@@ -111,6 +112,7 @@ class Checkpointing(Exporting):
         output_dir: the folder. Where it holds other things too, these stay, and the checkpoint is a subfolder
         ``nbaccel_checkpoint``, which `load_state` finds. None, with ``automatic_checkpoint_naming=True`` in the
         project's configuration, for ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
+        Numbers go on behind the newest that is there, which a line says where another run has left it.
         safe_serialization: for Accelerate's programs; a checkpoint is always safetensors and JSON. Only a state
         that is more than data (of a registered object, say) becomes a pickle, and a warning says so.
         blocking: False copies the state, into memory of the host that is kept for the next time, and writes it in
@@ -118,7 +120,7 @@ class Checkpointing(Exporting):
         hooks of the program's, which may look at the models.
 
         Raises:
-            ValueError: no folder, or the automatically named one exists; or hooks, and not `blocking`.
+            ValueError: no folder, or the number that was set by hand exists; or hooks, and not `blocking`.
             CannotSave: no space, or no right to write there. The older checkpoint is as it was. With
                 ``on_save_error="warn"`` it is a warning, and the training goes on. What a save in the background met
                 is raised by whoever waits for it.
@@ -136,15 +138,21 @@ class Checkpointing(Exporting):
                 "save_state(blocking=False) writes while the training goes on, when a hook of "
                 "register_save_state_pre_hook could see other weights than those that are saved: leave blocking=True"
             )
-        target = self._shelf.next_folder(output_dir, str(self._training().stamp))
+        training, shelf = self._training(), self._shelf
+        moment = training.stamp()
+        is_numbered = output_dir is None
+        if is_numbered:
+            moment = replace(moment, save=shelf.label((moment.step, moment.position), users_line()))
+        target = shelf.next_folder(output_dir, str(moment), self._writes)
         if target.name == SUBFOLDER and self._writes:
             warnings.warn(
                 f"{target.parent} holds other things too, so the checkpoint is {target}; load_state finds it there",
                 stacklevel=2,
             )
-        self._save(target, blocking, self._shelf.tidy if output_dir is None else None)
-        if output_dir is None:
-            self._shelf.project.iteration += 1
+        if is_numbered:
+            shelf.count_on(target)  # also where the save fails: nobody else takes that number
+            self._tell(shelf, target)
+        self._save(target, moment, blocking, shelf if is_numbered else None)
         return os.fspath(target)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, trust: bool = False) -> None:
@@ -155,7 +163,7 @@ class Checkpointing(Exporting):
         (`skip_first_batches` replaces that position). Folders that Accelerate wrote load too; they have no position.
 
         input_dir: the folder; None for the newest whole one of those that are named automatically. Damaged ones
-        are passed over with a warning, and the numbering of `save_state` goes on behind it.
+        are passed over with a warning, and the numbering of `save_state` goes on behind the newest.
         trust: load pickles too, which can run any code.
 
         Raises:
@@ -166,9 +174,9 @@ class Checkpointing(Exporting):
         """
         self._join_world()
         self._writer.join()
-        choice = self._from_main(lambda: self._shelf.choose(input_dir))
+        choice, free = self._from_main(lambda: (self._shelf.choose(input_dir), self._shelf.free()))
         self._load(choice, trust, was_chosen=input_dir is None)
-        self._shelf.count_on(choice.folder)
+        self._shelf.go_on_at(free)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Let `save_state` and `load_state` take `objects` along, in this order. On every rank.
@@ -238,24 +246,49 @@ class Checkpointing(Exporting):
             )
 
     @property
+    @abstractmethod
+    def _saves_itself(self) -> bool:
+        """Whether `checkpoint_every` was chosen."""
+
+    @property
     def _writes(self) -> bool:
         return self.is_main_process or (self.project_configuration.save_on_each_node and self.is_local_main_process)
 
-    def _save(self, target: Path, blocking: bool, then: Callable[[], None] | None) -> None:
-        """This rank's share of a checkpoint; `then` in rank 0 once it is complete."""
+    def _tell(self, shelf: Shelf, target: Path) -> None:
+        """Say once what other runs have left where `target` is about to be made."""
+        if self.is_main_process and (news := shelf.news(target)):
+            self.print(news)
+
+    def _agree_on_names(self) -> None:
+        """Name this run, and the first number of its checkpoints, equally on all ranks; once. Collective.
+
+        Asked where ranks speak with each other anyway. A save before that, or without it, has the names of rank 0.
+        """
+        lineage = self._shelf.lineage
+        if lineage.is_agreed or not (self._saves_itself or self.project_configuration.automatic_checkpoint_naming):
+            return
+        run, free = self._from_main(lambda: (lineage.run, self._shelf.free()))
+        lineage.agree(run)
+        self._shelf.go_on_at(free)
+
+    def _save(self, target: Path, stamp: Stamp, blocking: bool, shelf: Shelf | None) -> None:
+        """This rank's share of a checkpoint.  shelf: what tidies up, in rank 0, once it is complete."""
         training = self._training()
         if self._writes:
-            self._write(target, training, blocking, then)
+            self._write(target, training, stamp, blocking, None if shelf is None else shelf.tidy)
             return
         if self._registered.save_hooks:
             self._run_save_hooks(training, training.weights(), target)
         try:
             with sayable(target):
-                generators.add(target, self.process_index, training.stamp, training.generators())
+                committed = {} if shelf is None else {"committed": shelf.committed}
+                generators.add(target, self.process_index, stamp, training.generators(), **committed)
         except CannotSave as error:
             self._go_on_without(error)
 
-    def _write(self, target: Path, training: Training, blocking: bool, then: Callable[[], None] | None) -> None:
+    def _write(
+        self, target: Path, training: Training, stamp: Stamp, blocking: bool, then: Callable[[], None] | None
+    ) -> None:
         """In rank 0: the whole folder, now or in the background; `then` once it is complete."""
         if unseen := training.accumulation.window.unfinished:
             warnings.warn(
@@ -274,9 +307,9 @@ class Checkpointing(Exporting):
             parts if staging is None else list(parts),
             content.nbytes,
             self.process_index,
-            training.stamp,
+            stamp,
             state,
-            training.manifest(content),
+            training.manifest(content, stamp),
             self._shelf.latest,
         )
         if blocking:
@@ -344,6 +377,7 @@ class Checkpointing(Exporting):
             thing.load_state_dict(state)
         seed = content.progress.get("seed", torch.initial_seed())
         self._shelf.latest = choice.folder
+        self._shelf.lineage.follow(choice.manifest)
         missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after it
         self._say_who_draws_anew(missing)
         if self.is_main_process and choice.manifest is not None:

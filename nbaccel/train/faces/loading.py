@@ -36,6 +36,10 @@ class Loading(ProcessControl):
         """Take part in the world as it is now. Collective where the process group is formed."""
 
     @abstractmethod
+    def _agree_on_names(self) -> None:
+        """Name this run's checkpoints equally on all ranks, once. Collective."""
+
+    @abstractmethod
     def _resume_if_complete(self) -> None:
         """Continue from a checkpoint, once everything that it holds is prepared. Collective."""
 
@@ -177,6 +181,7 @@ class Loading(ProcessControl):
             if loader.accumulation is self._accumulation:
                 return remembered(loader, self._prepared.loaders)
             loader = loader.loader
+        self._agree_on_names()
         prepared = prepare_loader(
             loader,
             self.world,

@@ -102,6 +102,7 @@ class Preparing(Loading):
         restore_forward(self._strategy.unwrap(model))  # of another precision, before
         self._precision.wrap_forward(self._strategy.unwrap(model))
         if not evaluation_mode:
+            self._agree_on_names()
             self.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
             model = self._strategy.setup(model)
         model = compiled(model, self._dynamo_backend)

@@ -88,6 +88,7 @@ class Resuming(Checkpointing):
         """Save and resume as was chosen for this process's world."""
         policy = CheckpointPolicy.of(self._settings)
         self._autosave = Autosave(policy, self.world, Weakly(self._save_by_itself), Weakly(self._random_states))
+        self._autosave.timeline.begin(self._shelf.lineage)
         saver: Saver | None = self._autosave if policy.every is not None else None
         if self._limit_s is not None:
             saver = Deadline(self._limit_s, self.world, saver or Saver())
@@ -98,7 +99,13 @@ class Resuming(Checkpointing):
 
     def _save_by_itself(self, target: Path, blocking: bool) -> None:
         blocking = blocking or bool(self._registered.save_hooks)  # hooks look at the models as they are now
-        self._save(target, blocking, self._autosave.timeline.tidy)
+        timeline = self._autosave.timeline
+        self._tell(timeline, target)
+        self._save(target, self._training().stamp("by itself"), blocking, timeline)
+
+    @property
+    def _saves_itself(self) -> bool:
+        return CheckpointPolicy.of(self._settings).every is not None
 
     def _random_states(self) -> State:
         return read(self.device)

@@ -17,6 +17,7 @@ from nbaccel.intervals import Period, Steps
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.schedule import schedule
+from nbaccel.train.checkpoint.shelf import Timeline
 from nbaccel.utils import DataLoaderConfiguration
 from nbaccel.world import World
 from trainings import Trained
@@ -84,7 +85,9 @@ def test_every_stop_is_a_checkpoint_of_its_step_and_the_newest_three_stay(
     assert len(os.listdir(tmp_path)) == 3
 
 
-def test_a_run_that_begins_anew_in_the_same_folder_keeps_its_own_checkpoints(tmp_path: Path) -> None:
+def test_a_run_that_begins_anew_in_the_same_folder_keeps_its_own_checkpoints_and_those_of_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(steps: int, **options: Any) -> None:
         training = Trained.start(samples=4 * steps, checkpoint_every=2, checkpoint_dir=tmp_path, keep=2, **options)
         training.epoch()
@@ -92,8 +95,17 @@ def test_a_run_that_begins_anew_in_the_same_folder_keeps_its_own_checkpoints(tmp
 
     run(9)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_6", "checkpoint_8"]
-    run(5)
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint_2", "checkpoint_4"]
+    assert capsys.readouterr().out == ""
+    of_first = {name: Manifest.read(tmp_path / name).run for name in os.listdir(tmp_path)}
+    run(9)
+    second = ["checkpoint_6_2", "checkpoint_8_2"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*of_first, *second])
+    assert {name: Manifest.read(tmp_path / name).run for name in of_first} == of_first
+    said = f"{tmp_path} holds 2 checkpoint(s) of earlier runs, left as they are; this run goes on with checkpoint_2\n"
+    assert capsys.readouterr().out == said
+    assert Timeline(tmp_path).choose_from(tmp_path).folder.name == "checkpoint_8_2"
+    run(11, resume=True)
+    assert sorted(os.listdir(tmp_path)) == sorted([*of_first, "checkpoint_10", "checkpoint_8_2"])
 
 
 def test_nothing_is_saved_by_itself_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
