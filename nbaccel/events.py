@@ -86,7 +86,10 @@ class Progress(Event):
     batch, batches: batches of this rank handed out in this epoch, and how many it has.
     samples: how many one batch of this rank holds.  Those that are not known are None.
     is_training: batches lead to backward; else the loop evaluates.
+    is_guess: no step has shown yet whether the loop trains.
     is_over: the loop has ended, or was left.
+    first: optimizer steps that were complete when the loop began.
+    began: when that was, in the machine's `time.monotonic()`; loops of one rank are told apart by it. 0 if unknown.
     """
 
     step: int = 0
@@ -96,7 +99,10 @@ class Progress(Event):
     epochs: int | None = None
     samples: int | None = None
     is_training: bool = True
+    is_guess: bool = False
     is_over: bool = False
+    first: int = 0
+    began: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,12 +129,13 @@ def launch(
     if start.method == "inline":
         return _launch_inline(spec, check, shown, launcher, facts.title)
     outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
+    seconds = shown.elapsed_s
     try:
         values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
-        error, word = _how_it_ended(outcome)
+        error, word = _how_it_ended(outcome, seconds)
         if error is not None:
             launcher.post_mortem = PostMortem.of(facts.title, word, error, outcome.ended)
-        run = _as_run(outcome, values, shown.history, error)
+        run = _as_run(outcome, values, shown.history, error, seconds)
     finally:
         outcome.close()
     if run.stopped:
@@ -145,7 +146,7 @@ def launch(
     return run
 
 
-def _how_it_ended(outcome: Outcome) -> tuple[BaseException | None, str]:
+def _how_it_ended(outcome: Outcome, seconds: float) -> tuple[BaseException | None, str]:
     """What the run raises, and its end in a word."""
     ended = outcome.ended
     if ended.is_interrupted:
@@ -153,7 +154,7 @@ def _how_it_ended(outcome: Outcome) -> tuple[BaseException | None, str]:
     if ended.is_timed_out and ended.is_own_limit:
         return None, "stopped"
     if ended.is_timed_out:
-        return TimeoutError(f"the run was stopped after its time limit, {ended.seconds:.1f} s"), "stopped"
+        return TimeoutError(f"the run was stopped after its time limit, {seconds:.1f} s"), "stopped"
     error = outcome.error or _missing_value(outcome)
     return error, "done" if error is None else "failed"
 
@@ -171,7 +172,7 @@ def _briefly(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str) and len(repr(value)) < _LONGEST_ARGUMENT else "…"
 
 
-def _as_run(outcome: Outcome, values: list[Any], history: History, error: BaseException | None) -> Run:
+def _as_run(outcome: Outcome, values: list[Any], history: History, error: BaseException | None, seconds: float) -> Run:
     ended = outcome.ended
     return Run(
         values=values,
@@ -180,7 +181,7 @@ def _as_run(outcome: Outcome, values: list[Any], history: History, error: BaseEx
         start_method=outcome.start.method,
         start_reason=outcome.start.reason,
         log_path=outcome.log_path,
-        seconds=ended.seconds,
+        seconds=seconds,
         restarts=outcome.restarts,
         stopped=outcome.at_the_limit(0.0, "resume=True", "checkpoint_every") if ended.is_own_limit else "",
     )

@@ -25,9 +25,9 @@ class Run:
     history: the curves of all ranks, and in `history.rows` what rank 0 logged.
     error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
     log_path: everything the ranks printed; the file lives as long as this process.
-    seconds: wall time from the start of the ranks to the end of the last.
+    seconds: wall time from the start of the ranks to the end of the last, with all attempts.
     stopped: how it ended at the time limit that its Accelerator had set; empty if it did not.
-    restarts: a line for each time that memory ran out and the run was started again; all else is of the last attempt.
+    restarts: a line for each time that memory ran out and the run was started again; values are of the last attempt.
     """
 
     values: list[Any]

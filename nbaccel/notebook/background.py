@@ -39,7 +39,6 @@ class BackgroundRun(Beside):
         self.began_at = time.strftime("%H:%M:%S")
         self.was_interrupted = False
         self.times = 0
-        self._began = time.monotonic()
         self._has_begun = threading.Event()
         self._is_over = threading.Event()
         self._trouble: BaseException | None = None
@@ -132,7 +131,8 @@ class BackgroundRun(Beside):
         return ", ".join([*self.run.task.out, *([] if self.run.error is None else ["its error"])]) or "no value"
 
     def _progress(self) -> str:
-        shown, seconds = self.run.shown, time.monotonic() - self._began
+        shown = self.run.shown
+        seconds = shown.elapsed_s
         for _ in range(_ATTEMPTS):
             try:
                 return line(shown.history, shown.facts, seconds)

@@ -52,7 +52,8 @@ class Host(Protocol):
 class CellRun:
     """The run of `source` as `plan` has it.
 
-    shown: what is seen of it.  error, end: what it raises, and its end in a word; valid after `go`.
+    shown: what is seen of it.  error, end, seconds: what it raises, its end in a word, and how long all its attempts
+        took together; valid after `go`.
     """
 
     def __init__(self, plan: Plan, source: CellSource, task: CellTask, spec: LaunchSpec, shown: ShownRun) -> None:
@@ -63,6 +64,7 @@ class CellRun:
         self.shown = shown
         self.error: BaseException | None = None
         self.end = ""
+        self.seconds = 0.0
         self._outcome: Outcome | None = None
 
     @property
@@ -79,11 +81,11 @@ class CellRun:
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
         watching = Watching(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
         self._outcome = host.run(self.spec, watching)
-        self.error, self.end = _how_it_ended(self._outcome, self.plan)
+        self.seconds = self.shown.elapsed_s
+        self.error, self.end = _how_it_ended(self._outcome, self.plan, self.seconds)
 
     def show_end(self) -> None:
-        ended = self.outcome.ended
-        self.shown.end(self.end, ended.seconds, self.error, ended.first_failed)
+        self.shown.end(self.end, self.seconds, self.error, self.outcome.ended.first_failed)
 
     def conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         """Bring values into `namespace`, `say` what there is to say, and return the last expression's value; once.
@@ -136,7 +138,7 @@ def briefly(error: BaseException) -> BaseException:
     return error
 
 
-def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, str]:
+def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float) -> tuple[BaseException | None, str]:
     """What the cell raises, and the run's end in one word."""
     ended = outcome.ended
     limit = plan.options.limit
@@ -149,7 +151,7 @@ def _how_it_ended(outcome: Outcome, plan: Plan) -> tuple[BaseException | None, s
     # Peers of a rank that failed are interrupted too: they say nothing about how the run ended.
     if ended.is_interrupted or (has_stopped and ended.first_failed is None):
         steps = "" if ended.steps is None else f"; every rank had done {ended.steps} steps"
-        return briefly(KeyboardInterrupt(f"the run was interrupted after {ended.seconds:.1f} s{steps}.")), "stopped"
+        return briefly(KeyboardInterrupt(f"the run was interrupted after {seconds:.1f} s{steps}.")), "stopped"
     return outcome.error, "done" if outcome.error is None else "failed"
 
 

@@ -259,7 +259,7 @@ class Session:
         """What a run that is over leaves: values, an error, a word on how it went."""
         self.launcher.occupied = ""
         ended = run.outcome.ended
-        self.last_run = LastRun(run.source.name, run.end, ended.seconds)
+        self.last_run = LastRun(run.source.name, run.end, run.seconds)
         self.launcher.post_mortem = (
             None if run.error is None else PostMortem.of(run.source.name, run.end, run.error, ended)
         )

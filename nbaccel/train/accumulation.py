@@ -330,7 +330,7 @@ class Accumulation:
     counted: the window on which the last block has counted its batch.  block: the one that awaits its batch, if any.
     depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
     gate: how batches reach the loops.
-    epochs: how many the program has announced; None if it has not.
+    epoch, epochs: which one the program is in, and how many it has announced; None where it has not.
     is_local: inside `hold_gradients`, where ranks exchange parameters instead.
     """
 
@@ -341,6 +341,7 @@ class Accumulation:
         self.clock = StepClock()
         self.depth = 0
         self.is_held = False
+        self.epoch: int | None = None
         self.epochs: int | None = None
         self.is_local = False
         self.block: Block | None = None

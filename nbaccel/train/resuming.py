@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from nbaccel.train.accumulation import StepClock
+from nbaccel.train.accumulation import Accumulation, StepClock
 
 __all__ = ["Epochs", "Remembered"]
 
@@ -52,14 +52,22 @@ class Epochs:
         self._is_resumed = False
         self.passes_before = 0
 
-    def run(self, count: int, clock: StepClock) -> Iterator[int]:
-        """0, 1, ... `count` - 1; after `load` from the epoch that was under way when the checkpoint was written."""
+    def run(self, count: int, accumulation: Accumulation) -> Iterator[int]:
+        """0, 1, ... `count` - 1; after `load` from the epoch that was under way when the checkpoint was written.
+
+        Loops over prepared loaders report these epochs until it is through, or left.
+        """
         self.is_used = True
+        clock = accumulation.clock
         first, self._is_resumed = self.under_way if self._is_resumed else 0, False
-        for self.under_way in range(first, count):
-            self.passes_before = clock.passes
-            clock.keep()
-            yield self.under_way
+        try:
+            for self.under_way in range(first, count):
+                self.passes_before = clock.passes
+                clock.keep()
+                accumulation.epoch, accumulation.epochs = self.under_way, count
+                yield self.under_way
+        finally:
+            accumulation.epoch = accumulation.epochs = None
         self.under_way = max(first, count)
         self.passes_before = clock.passes
 

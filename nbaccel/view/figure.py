@@ -206,21 +206,27 @@ def _memory(axes: Axes, history: History) -> None:
         axes.axhline(limit / 1e9, color=_INK, linestyle="--", linewidth=0.9)
         axes.text(0.01, limit / 1e9, f"limit {gigabytes(limit)}", transform=axes.get_yaxis_transform(), va="bottom")
         top = max(top, limit * 1.2)
-    _from_zero(axes, top / 1e9)
+    _from_zero(axes, history, top / 1e9)
 
 
 def _speed(axes: Axes, history: History) -> None:
     line = history.speed.mean()
-    axes.set_title(f"speed, {rate(line.mean[-1], 'steps')}" if line else "speed")
+    steps_per_s = history.steps_per_s
+    axes.set_title("speed" if steps_per_s is None else f"speed, {rate(steps_per_s, 'steps')}")
     axes.set_ylabel("steps/s")
     axes.set_xlabel("seconds")
     axes.plot(line.step, line.mean, color=_INK, linewidth=1.2)
-    _from_zero(axes, max(line.high, default=0.0))
+    _from_zero(axes, history, max(line.high, default=0.0))
 
 
-def _from_zero(axes: Axes, top: float) -> None:
-    """From nothing to a little more than `top`, over milliseconds that are written as seconds."""
+def _from_zero(axes: Axes, history: History, top: float) -> None:
+    """From nothing to a little more than `top`, over milliseconds of the whole run that are written as seconds."""
     axes.set_ylim(0, top * 1.1 or 1.0)
+    if history.seconds > 0:
+        axes.set_xlim(0, history.seconds * 1000)
+    for mark in history.marks:
+        if mark.kind == "restart":
+            axes.axvline(mark.at_s * 1000, color=_BAD, linestyle=":", linewidth=1.2)
     axes.xaxis.set_major_formatter(lambda milliseconds, _: f"{milliseconds / 1000:g}")
 
 

@@ -23,7 +23,7 @@ from nbaccel.events import (
     RecordsLost,
     Restarted,
 )
-from nbaccel.view.phase import PhaseRecord, fraction
+from nbaccel.view.phase import PhaseRecord
 from nbaccel.view.rows import Rows
 from nbaccel.view.series import Line, Series
 from nbaccel.view.usage import Usage
@@ -62,6 +62,7 @@ class History:
     memory: by rank, now.  memory_bytes: in use by rank over time.  speed: optimizer steps per second over time. The
         steps of these two series are milliseconds.
     marks: what happened once (memory ran out, a checkpoint was saved), oldest first.
+    attempts: how often its ranks were started: after each restart for memory there is one more.
     lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
 
     >>> history = History(2)
@@ -83,8 +84,9 @@ class History:
         self._began_at = began_at
         self._lost: dict[int, int] = {}
         self._phase_of: dict[int, int] = {}
-        self._attempts = 1
+        self.attempts = 1
         self._first_phase = 0
+        self._first: int | None = None  # steps that the program had behind it when its first attempt began
         self._points = _MOST_POINTS
         self._speed_due_s = 0.0
         self._take: dict[type[Event], Callable[[int, float, Any], None]] = {
@@ -124,6 +126,7 @@ class History:
         if phase.loss is None:
             phase.loss = Series(self._points)
         self._add(phase.loss, rank, event.step, event.value)
+        phase.count_loss(rank, event)
 
     def _take_metric(self, rank: int, at_s: float, event: Metric) -> None:
         if rank == 0:
@@ -167,15 +170,10 @@ class History:
 
     def _take_progress(self, rank: int, at_s: float, event: Progress) -> None:
         phase = self._phase(rank, at_s)
-        if not event.is_training:
-            phase.evaluation[rank] = event
+        phase.take(rank, at_s, event, event.began - self._began_at if event.began else None)
+        if rank != phase.leader or not event.is_training:
             return
-        phase.training[rank] = event
-        phase.said_at[rank] = at_s
-        if rank != phase.leader:
-            return
-        phase.pace.add(at_s, event.step, fraction(event))
-        if at_s >= self._speed_due_s and (steps_per_s := phase.pace.steps_per_s) is not None:
+        if (at_s >= self._speed_due_s or event.is_over) and (steps_per_s := phase.steps_per_s) is not None:
             self._speed_due_s = at_s + _SPEED_EVERY_S
             self.speed.add(rank, round(at_s * 1000), steps_per_s)
 
@@ -211,10 +209,12 @@ class History:
         """What counts is the last attempt; the curves of those before it stay, to be looked at."""
         self.add_mark(Mark(at_s, "restart", event.line))
         self.rows = Rows()
-        self._attempts += 1
+        if self._first is None:
+            self._first = self.phases[self._first_phase].first
+        self.attempts += 1
         if not self.phases[-1].is_empty:
-            self.phases[-1].name = self.phases[-1].name or f"attempt {self._attempts - 1}"
-            self.phases.append(PhaseRecord(f"attempt {self._attempts}", at_s))
+            self.phases[-1].name = self.phases[-1].name or f"attempt {self.attempts - 1}"
+            self.phases.append(PhaseRecord(f"attempt {self.attempts}", at_s))
         self._first_phase = len(self.phases) - 1
         self._phase_of = dict.fromkeys(range(self.world_size), self._first_phase)
 
@@ -236,8 +236,24 @@ class History:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that every rank has done, in all phases of the last attempt."""
-        return sum(phase.steps for phase in self.phases[self._first_phase :])
+        """Optimizer steps that every rank has done in this run and that were not lost.
+
+        Those of all phases of the last attempt; those before it as far as it went on from a checkpoint of this run.
+        Steps that a checkpoint or a rank brought along from before the run do not count.
+        """
+        return sum(phase.steps for phase in self.phases[self._first_phase :]) + self.kept_steps
+
+    @property
+    def kept_steps(self) -> int:
+        """Of `steps`, those of earlier attempts."""
+        first = self.phases[self._first_phase].first
+        return 0 if first is None or self._first is None else max(0, first - self._first)
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Steps per second of training in its last 15 seconds, without evaluations; of the latest phase that has it."""
+        paces = [phase.steps_per_s for phase in reversed(self.phases[self._first_phase :])]
+        return next((pace for pace in paces if pace is not None), None)
 
     @property
     def has_curves(self) -> bool:

@@ -1,4 +1,4 @@
-"""Pace: how fast a run goes now, and how long it will take. Pure; the caller brings the clock."""
+"""Pace: how fast a training goes now, and how long it will take. Pure; the caller brings the clock."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _Sample = tuple[float, int, float | None]
 
 
 class Pace:
-    """Steps per second, and seconds to the end, by the last 15 seconds; a step that takes longer counts by itself.
+    """Steps and epochs per second, by the last 15 seconds; a step that takes longer counts by itself.
 
     >>> pace = Pace()
     >>> for step in range(11):
-    ...     pace.add(at_s=step * 0.5, step=step, done=step / 40)
-    >>> pace.steps_per_s, pace.eta_s
+    ...     pace.add(at_s=step * 0.5, step=step, place=step / 40)
+    >>> pace.steps_per_s, pace.seconds_for(0.75)
     (2.0, 15.0)
     """
 
@@ -28,15 +28,16 @@ class Pace:
         self._samples: deque[_Sample] = deque()
         self._newest: _Sample | None = None
 
-    def add(self, at_s: float, step: int, done: float | None = None) -> None:
-        """At `at_s`, `step` steps were done, and the part `done` of the whole. Where either falls, a new count begins.
+    def add(self, at_s: float, step: int, place: float | None = None) -> None:
+        """At `at_s`, `step` steps and `place` epochs were done. Where either falls, a new count begins.
 
-        Time in which no step was taken (an evaluation, a save) counts: it is part of how long things take.
+        Time in which no step was taken counts, that of a save for example: it is part of how long things take. The
+        caller leaves out what is to count by itself.
         """
         newest = self._newest
-        if newest is not None and (step < newest[1] or (done or 0.0) < (newest[2] or 0.0)):
+        if newest is not None and (step < newest[1] or (place or 0.0) < (newest[2] or 0.0)):
             self._samples.clear()
-        self._newest = (at_s, step, done)
+        self._newest = (at_s, step, place)
         samples = self._samples
         if samples and at_s - samples[-1][0] < _EVERY_S:
             return
@@ -53,12 +54,13 @@ class Pace:
         steps = self._newest[1] - self._samples[0][1]
         return steps / seconds if seconds > 0 and steps > 0 else None
 
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds until all is done, at this pace; None while that is not known."""
+    def seconds_for(self, epochs: float) -> float | None:
+        """How long so much of the training takes at this pace; None while that is not known."""
+        if epochs <= 0:
+            return 0.0
         if self._newest is None or not self._samples:
             return None
         (began_s, _, before), (at_s, _, now) = self._samples[0], self._newest
         if before is None or now is None or now <= before or at_s <= began_s:
             return None
-        return (1.0 - now) / (now - before) * (at_s - began_s)
+        return epochs / (now - before) * (at_s - began_s)

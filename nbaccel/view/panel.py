@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from html import escape
 
 from nbaccel.view.history import History
-from nbaccel.view.phase import fraction
 from nbaccel.view.plot import Scale, plot
 from nbaccel.view.series import Series
 from nbaccel.view.state import RUNNING, Facts, State
@@ -90,8 +89,7 @@ class Panel:
     def _progress(self, seconds: float, state: State) -> str:
         place = escape(", ".join(where(self.history))) or ("" if state.is_over else "running")
         when = escape(", ".join(times(self.history, seconds, state)))
-        progress = self.history.phase.progress
-        done = None if progress is None else fraction(progress)
+        done = self.history.phase.bar.value
         return (
             f'<div class="row"><span class="wide">{place}</span><span>{when}</span></div>'
             # One without a value would move by itself.

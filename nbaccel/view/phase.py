@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nbaccel.events import Progress
-from nbaccel.view.pace import Pace
+from nbaccel.events import Loss, Progress
+from nbaccel.view.course import Bar, Course, Left, StepCount
 from nbaccel.view.series import Series
 
-__all__ = ["PhaseRecord", "fraction"]
+__all__ = ["PhaseRecord"]
 
 LOSS = "loss"
-
-
-def fraction(progress: Progress) -> float | None:
-    """How much is done, 0 to 1: of all epochs, or of this loop where their number is unknown; None if nobody knows.
-
-    >>> fraction(Progress(batch=5, batches=10, epoch=1, epochs=2)), fraction(Progress(batch=5, batches=10))
-    (0.75, 0.5)
-    """
-    if not progress.batches:
-        return None
-    part = min(1.0, progress.batch / progress.batches)
-    if progress.epochs and progress.is_training:
-        return min(1.0, (progress.epoch + part) / progress.epochs)
-    return part
 
 
 @dataclass(slots=True)
@@ -33,25 +19,42 @@ class PhaseRecord:
 
     name: as the user called it; empty for a run without phases.  began_s: since the run began.
     loss: what `backward` was given, None until it was.  metrics: what was logged, by name.
-    training, evaluation: the newest word of each rank on its loop over a loader.  said_at: when that on training was
-        said, since the run began.
-    pace: of the leader.  entered: when each rank named this phase, since the run began.
+    courses: how far each rank has come, of those that said so.  counts: the steps of each.
+    bar: how much is done, by the leader.  entered: when each rank named this phase, since the run began.
     """
 
     name: str = ""
     began_s: float = 0.0
     loss: Series | None = None
     metrics: dict[str, Series] = field(default_factory=dict)
-    training: dict[int, Progress] = field(default_factory=dict)
-    evaluation: dict[int, Progress] = field(default_factory=dict)
-    said_at: dict[int, float] = field(default_factory=dict)
-    pace: Pace = field(default_factory=Pace)
+    courses: dict[int, Course] = field(default_factory=dict)
+    counts: dict[int, StepCount] = field(default_factory=dict)
+    bar: Bar = field(default_factory=Bar)
     entered: dict[int, float] = field(default_factory=dict)
+
+    # --- feeding -----------------------------------------------------------------------------------------------
+
+    def take(self, rank: int, at_s: float, event: Progress, began_s: float | None) -> None:
+        """`rank` said this of a loop that began at `began_s`, if that is known."""
+        course = self.courses.setdefault(rank, Course())
+        course.take(at_s, event, began_s)
+        self.counts.setdefault(rank, StepCount()).take(event)
+        if rank == self.leader:
+            self.bar.follow(course)
+
+    def count_loss(self, rank: int, event: Loss) -> None:
+        """`rank` ran a backward."""
+        count = self.counts.get(rank)
+        if count is None:
+            count = self.counts[rank] = StepCount()
+        count.take_loss(event)
+
+    # --- reading -----------------------------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was recorded yet."""
-        return not (self.loss or self.metrics or self.training or self.evaluation)
+        return not (self.loss or self.metrics or self.courses)
 
     @property
     def series(self) -> dict[str, Series]:
@@ -70,23 +73,50 @@ class PhaseRecord:
 
     @property
     def leader(self) -> int | None:
-        """The lowest rank that trains; it stands for all of them."""
-        return min(self.training, default=None)
+        """The lowest rank that trains, or of all if none does; it stands for all of them."""
+        training = [rank for rank, course in self.courses.items() if course.training is not None]
+        return min(training or self.courses, default=None)
 
     @property
-    def progress(self) -> Progress | None:
-        """Where the run is: in an evaluation that has not ended, else in its training."""
-        running = [rank for rank, progress in self.evaluation.items() if not progress.is_over]
-        if running:
-            return self.evaluation[min(running)]
-        return None if self.leader is None else self.training[self.leader]
+    def _course(self) -> Course | None:
+        leader = self.leader
+        return None if leader is None else self.courses[leader]
+
+    @property
+    def training(self) -> Progress | None:
+        """Where the training is; while nothing else is known, a loop that may turn out to be one."""
+        course = self._course
+        return None if course is None else course.training or course.guess
+
+    @property
+    def trainings(self) -> int:
+        """How many trainings there have been, the present one included."""
+        course = self._course
+        return 0 if course is None else course.trainings
+
+    @property
+    def evaluation(self) -> Progress | None:
+        """Where the evaluation is that goes on, in the lowest rank that is in one."""
+        going_on = {rank: course.evaluation for rank, course in self.courses.items() if course.evaluation is not None}
+        return going_on[min(going_on)] if going_on else None
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that every rank has done, as far as ranks have said."""
-        said = [progress.step for progress in self.training.values()]
-        logged = [max(series.newest.values()) + 1 for series in self.series.values() if series.newest]
-        return min(said) if said else max(logged, default=0)
+        """Optimizer steps that every rank has done in this phase, as far as ranks have said."""
+        if self.counts:
+            return min(count.done for count in self.counts.values())
+        return max((max(series.newest.values()) + 1 for series in self.series.values() if series.newest), default=0)
+
+    @property
+    def first(self) -> int | None:
+        """Optimizer steps that the program had behind it when this phase began; None if no rank has said so."""
+        return min((count.first for count in self.counts.values() if count.first is not None), default=None)
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Steps per second of training in its last 15 seconds, without evaluations."""
+        course = self._course
+        return None if course is None else course.pace.steps_per_s
 
     def lag(self, rank: int) -> int:
         """Steps by which a rank is ahead of the leader, or behind it, when negative.
@@ -95,19 +125,15 @@ class PhaseRecord:
         it, and one step. While the pace is unknown nothing is said: what is heard first are all steps at once, of one
         rank after the other.
         """
-        pace = self.pace.steps_per_s
-        if pace is None or self.leader is None or rank not in self.training:
+        pace, course, other = self.steps_per_s, self._course, self.courses.get(rank)
+        if pace is None or course is None or other is None or course.training is None or other.training is None:
             return 0
-        meanwhile = (self.said_at[rank] - self.said_at[self.leader]) * pace
-        ahead = self.training[rank].step - self.training[self.leader].step - meanwhile
+        meanwhile = (other.said_at - course.said_at) * pace
+        ahead = other.training.step - course.training.step - meanwhile
         return round(ahead) if abs(ahead) > 1 + abs(meanwhile) / 2 else 0
 
     @property
-    def eta_s(self) -> float | None:
-        """Seconds to the end of training, or of the epoch where the number of epochs is unknown; None if unknown."""
-        return self.pace.eta_s
-
-    @property
-    def knows_its_end(self) -> bool:
-        """Whether `eta_s` is that of the whole phase, not of one epoch."""
-        return self.leader is not None and self.training[self.leader].epochs is not None
+    def left(self) -> Left | None:
+        """How long it takes still; None if that is not known."""
+        course = self._course
+        return None if course is None else course.left

@@ -61,16 +61,24 @@ class State:
         return self.word in ("done", "failed", "stopped")
 
     @classmethod
-    def ended(cls, word: str, seconds: float, steps: int, why: str = "") -> State:
-        """How a run ended, after how long, and why unless all is well.
+    def ended(cls, word: str, seconds: float, steps: int, why: str = "", attempts: int = 1, kept: int = 0) -> State:
+        """How a run ended, after how long with all its attempts, and why unless all is well.
+
+        steps: those that the run has done, and not lost.  kept: of these, steps of earlier attempts.
 
         >>> State.ended("done", 41.0, 500).sentence
         'done in 0:41, 500 steps'
+        >>> State.ended("done", 41.0, 500, attempts=3).sentence
+        'done in 0:41, 500 steps in the last of 3 attempts'
         >>> State.ended("failed", 2.0, 0, "rank 1, ValueError: 11 classes").sentence
         'failed after 2.0 s: rank 1, ValueError: 11 classes'
         """
         sentence = f"{word} {'in' if word == 'done' else 'after'} {duration(seconds)}"
-        return cls(word, sentence + (f", {plural(steps, 'step')}" if steps else "") + (f": {why}" if why else ""))
+        done = plural(steps, "step") if steps else ""
+        if attempts > 1:
+            whence = f"in {attempts} attempts" if kept or not steps else f"in the last of {attempts} attempts"
+            done = f"{done} {whence}".strip()
+        return cls(word, ", ".join(filter(None, [sentence, done])) + (f": {why}" if why else ""))
 
 
 RUNNING = State("running")

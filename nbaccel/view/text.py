@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nbaccel.events import Progress
 from nbaccel.view.history import History, Mark
-from nbaccel.view.phase import fraction
 from nbaccel.view.series import Series
 from nbaccel.view.state import RUNNING, Facts, State
 from nbaccel.view.usage import Usage
@@ -63,30 +61,51 @@ def _lines(history: History, facts: Facts, seconds: float, state: State) -> Iter
 
 
 def _where_now(history: History, state: State) -> list[str]:
-    """A run that is done is at its end; and the steps are counted by the sentence of every run that is over."""
+    """A run that is done is at its end; the sentence of every run that is over counts its steps and its attempts."""
     phase = history.phase
-    if state.word == "done" or (state.is_over and phase.progress is None):
-        return [phase.name] if phase.name else []
-    return where(history)
+    words = where(history)
+    if state.word == "done" or (state.is_over and phase.training is None and phase.evaluation is None):
+        words = [phase.name] if phase.name else []
+    return [word for word in words if not state.is_over or word != _attempt(history)]
 
 
 def where(history: History) -> list[str]:
-    """How far the run is: ["epoch 2/3", "batch 148/500", "step 648", "43 %"]."""
+    """How far the run is: ["epoch 2/3", "batch 148/500", "step 648", "43 %"].
+
+    An evaluation stands beside the place of the training, which waits: ["epoch 1/2", "step 38", "50 %", "evaluating",
+    "batch 5/8"]. The step is the training's own number, that of its checkpoints and its curves.
+    """
     phase = history.phase
-    words = [phase.name] if phase.name else []
-    progress = phase.progress
-    if progress is None:
-        return [*words, plural(phase.steps, "step")] if phase.steps else words
-    if not progress.is_training:
-        return [*words, f"evaluating, batch {_of(progress.batch, progress.batches)}", *_percent(progress)]
-    words.append(f"epoch {_of(progress.epoch + 1, progress.epochs)}")
-    words.append(f"batch {_of(progress.batch, progress.batches)}")
-    return [*words, f"step {progress.step:,}", *_percent(progress)]
+    training, evaluation = phase.training, phase.evaluation
+    words = list(_which(history))
+    percent = (
+        [] if phase.bar.value is None else [f"{phase.bar.value * 100:.0f} %{phase.bar.of and f' of {phase.bar.of}'}"]
+    )
+    if training is not None:
+        words.append(f"epoch {_of(training.epoch + 1, training.epochs)}")
+        words += [] if evaluation else [f"batch {_of(training.batch, training.batches)}"]
+        words += [f"step {training.step:,}", *percent]
+    if evaluation is not None:
+        words.append(f"evaluating, batch {_of(evaluation.batch, evaluation.batches)}")
+        words += percent if training is None else []
+    elif training is None and phase.steps:
+        words.append(plural(phase.steps, "step"))
+    return words
 
 
-def _percent(progress: Progress) -> list[str]:
-    done = fraction(progress)
-    return [] if done is None else [f"{done * 100:.0f} %"]
+def _which(history: History) -> Iterator[str]:
+    """Which attempt, phase and training of the run it is, where there are several."""
+    name = history.phase.name
+    if history.attempts > 1 and name != _attempt(history):
+        yield _attempt(history)
+    if name:
+        yield name
+    if history.phase.trainings > 1:
+        yield f"training {history.phase.trainings}"
+
+
+def _attempt(history: History) -> str:
+    return f"attempt {history.attempts}"
 
 
 def _of(done: int, of: int | None) -> str:
@@ -95,15 +114,15 @@ def _of(done: int, of: int | None) -> str:
 
 def times(history: History, seconds: float, state: State = RUNNING) -> list[str]:
     """How fast, how long so far, how long still: ["12.4 steps/s", "0:12", "0:28 left"]; only the first in the end."""
-    phase = history.phase
     words = []
-    if (steps_per_s := phase.pace.steps_per_s) is not None:
+    if (steps_per_s := history.steps_per_s) is not None:
         words.append(rate(steps_per_s, "steps"))
     if state.is_over:
         return words
     words.append(duration(seconds))
-    if (eta_s := phase.eta_s) is not None:
-        words.append(f"{duration(eta_s)} left{'' if phase.knows_its_end else ' in this epoch'}")
+    if (left := history.phase.left) is not None:
+        least, epoch = "at least " if left.is_least else "", " in this epoch" if left.of_epoch else ""
+        words.append(f"{least}{duration(left.seconds)} left{epoch}")
     return words
 
 

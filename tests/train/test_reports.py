@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,11 @@ def test_a_loop_shows_how_far_it_has_come_only_when_it_is_looked_at(heard: _List
         (2, 4, 4),
     ]
     assert all(progress.is_training and not progress.is_over for progress in seen)
+    assert [progress.is_guess for progress in seen] == [True, False, False, False]
     assert {progress.samples for progress in seen} == {2}
-    assert heard.of(Progress) == [Progress(step=2, batch=4, batches=4, samples=2, is_over=True)]
+    began = seen[0].began
+    assert 0.0 < began < time.monotonic()
+    assert heard.of(Progress) == [Progress(step=2, batch=4, batches=4, samples=2, is_over=True, began=began)]
     assert heard.look() == []
 
 
@@ -94,7 +98,16 @@ def test_epochs_are_counted_and_their_number_is_known_where_the_program_says_it(
     _epoch(*training)
     for _ in training[0].epochs(3):
         _epoch(*training)
-    assert [(progress.epoch, progress.epochs) for progress in heard.of(Progress)] == [(0, None), (1, 3), (2, 3), (3, 3)]
+    _epoch(*training)
+    shown = [(progress.epoch, progress.epochs) for progress in heard.of(Progress)]
+    assert shown == [(0, None), (0, 3), (1, 3), (2, 3), (4, None)]
+
+
+def test_the_steps_behind_a_loop_are_told_with_it(heard: _Listening) -> None:
+    training = _training(4)
+    _epoch(*training)
+    _epoch(*training)
+    assert [(progress.first, progress.step) for progress in heard.of(Progress)] == [(0, 4), (4, 8)]
 
 
 def test_a_loop_without_backward_is_shown_as_evaluation(heard: _Listening) -> None:
@@ -103,11 +116,11 @@ def test_a_loop_without_backward_is_shown_as_evaluation(heard: _Listening) -> No
     _epoch(accelerator, model, optimizer, loader)
     shown = []
     for _ in evaluation:  # a program may forget torch.no_grad
-        shown += [progress.is_training for progress in heard.look()]
+        shown += [(progress.is_training, progress.is_guess) for progress in heard.look()]
     with torch.no_grad():
         for _ in evaluation:
-            shown += [progress.is_training for progress in heard.look()]
-    assert shown == [True, False, False] + [False] * 3  # the first batch of a loop that trains looks like this too
+            shown += [(progress.is_training, progress.is_guess) for progress in heard.look()]
+    assert shown == [(True, True)] + [(False, False)] * 5  # the first batch of a loop that trains looks like this too
     assert [progress.is_training for progress in heard.of(Progress)] == [True, False, False]
 
 

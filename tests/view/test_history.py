@@ -20,6 +20,7 @@ from nbaccel.events import (
     Restarted,
     StepEntered,
 )
+from nbaccel.view.course import Left
 from nbaccel.view.history import History, Mark
 from nbaccel.view.usage import Usage
 
@@ -74,9 +75,8 @@ def test_progress_gives_pace_and_time_of_arrival() -> None:
     for batch in range(1, 51):
         at = 100.0 + batch * 0.1
         history.feed(0, at, Progress(step=batch, batch=batch, batches=100, epoch=0, epochs=2))
-    assert history.phase.pace.steps_per_s == pytest.approx(10.0)
-    assert history.phase.eta_s == pytest.approx(15.0)
-    assert history.phase.knows_its_end
+    assert history.steps_per_s == pytest.approx(10.0)
+    assert history.phase.left == Left(pytest.approx(15.0))
     assert history.seconds == pytest.approx(5.0)
     assert history.speed.mean().mean[-1] == pytest.approx(10.0)
 
@@ -85,17 +85,17 @@ def test_without_the_number_of_epochs_the_epoch_has_an_end() -> None:
     history = History(1)
     for batch in range(1, 51):
         history.feed(0, batch * 0.1, Progress(step=batch, batch=batch, batches=100, epoch=1))
-    assert history.phase.eta_s == pytest.approx(5.0)
-    assert not history.phase.knows_its_end
+    assert history.phase.left == Left(pytest.approx(5.0), of_epoch=True)
 
 
-def test_an_evaluation_is_shown_while_it_runs_and_training_afterwards() -> None:
+def test_an_evaluation_is_shown_while_it_runs_beside_the_place_of_the_training() -> None:
     history = History(1)
-    history.feed(0, 1.0, Progress(step=5, batch=5, batches=5))
-    history.feed(0, 2.0, Progress(step=5, batch=1, batches=3, is_training=False))
-    assert history.phase.progress == Progress(step=5, batch=1, batches=3, is_training=False)
+    training, evaluation = Progress(step=5, batch=5, batches=5), Progress(step=5, batch=1, batches=3, is_training=False)
+    history.feed(0, 1.0, training)
+    history.feed(0, 2.0, evaluation)
+    assert (history.phase.training, history.phase.evaluation) == (training, evaluation)
     history.feed(0, 3.0, Progress(step=5, batch=3, batches=3, is_training=False, is_over=True))
-    assert history.phase.progress == Progress(step=5, batch=5, batches=5)
+    assert (history.phase.training, history.phase.evaluation) == (training, None)
 
 
 def test_memory_is_that_of_the_device_or_of_the_host() -> None:

@@ -88,6 +88,7 @@ def test_a_run_that_said_nothing_has_its_time() -> None:
 
 def test_the_steps_of_a_run_that_is_over_are_said_once() -> None:
     history = History(1)
-    history.feed(0, 1.0, Loss(0.5, step=19))
+    for step in range(20):
+        history.feed(0, 1.0, Loss(0.5, step))
     state = State.ended("failed", 2.0, history.steps, "rank 0, ValueError")
     assert line(history, FACTS, 2.0, state) == "failed after 2.0 s, 20 steps: rank 0, ValueError, loss 0.5000"

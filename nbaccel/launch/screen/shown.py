@@ -69,28 +69,35 @@ class ShownRun(Listener):
     def tick(self, now: float) -> None:
         """Show what is due."""
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began, with all its attempts, and the start of their ranks."""
+        return self._clock() - self._began
+
     def end(self, word: str, seconds: float, error: BaseException | None = None, rank: int | None = None) -> None:
         """The run is over, and what stays of it is shown. Nothing that goes wrong in that harms the run.
 
-        word: "done", "failed" or "stopped".  error: what it raises, which began in `rank`.
+        word: "done", "failed" or "stopped".  seconds: `elapsed_s` by then.  error: what it raises, which began in
+        `rank`.
         """
         why = "" if error is None or word != "failed" else f"{_who(rank)}{type(error).__name__}{_first_line(error)}"
         try:
-            self._conclude(seconds, State.ended(word, seconds, self.history.steps, why))
+            history = self.history
+            ended = State.ended(word, seconds, history.steps, why, history.attempts, history.kept_steps)
+            self._conclude(seconds, ended)
         except Exception as trouble:
             self.write("stderr", f"this run could not be drawn ({type(trouble).__name__}: {trouble})\n")
 
     @contextmanager
     def until_its_end(self) -> Iterator[None]:
         """The block is the run, in this process."""
-        began = self._clock()
         try:
             yield
         except BaseException as error:
             word = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.end(word, self._clock() - began, error)
+            self.end(word, self.elapsed_s, error)
             raise
-        self.end("done", self._clock() - began)
+        self.end("done", self.elapsed_s)
 
     def _conclude(self, seconds: float, state: State) -> None:
         """Show what stays."""

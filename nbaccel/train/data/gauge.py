@@ -6,6 +6,7 @@ telling costs the loop nothing. Whether it trains or evaluates is seen from whet
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from nbaccel.events import Progress
@@ -20,6 +21,7 @@ class LoopGauge:
     taken: tells how many batches of the epoch this rank has had, with those that it was to leave out.
     batches: how many the epoch has for it; None where that is unknown.
     samples: in one batch of this rank; None where batches have sizes of their own.
+    epoch: that of the loader; where the program has announced epochs (`Accelerator.epochs`), theirs counts instead.
     may_train: gradients were enabled when it began.
     """
 
@@ -35,11 +37,13 @@ class LoopGauge:
         self._accumulation = accumulation
         self._taken = taken
         self._batches = batches
-        self._epoch = epoch
+        self._epoch = epoch if accumulation.epoch is None else accumulation.epoch
+        self._epochs = accumulation.epochs
         self._samples = samples
         self._may_train = may_train
         self._steps_before = accumulation.clock.done
         self._taken_before = taken()
+        self._began = time.monotonic()
         self._end: Progress | None = None
 
     def read(self) -> Progress | None:
@@ -53,6 +57,7 @@ class LoopGauge:
 
     def _look(self, is_over: bool = False) -> Progress:
         steps, taken = self._accumulation.clock.done, self._taken()
+        has_trained = steps > self._steps_before
         # Before the first step is complete a loop that trains and one that evaluates look alike, but for gradients.
         is_first_window = self._may_train and taken <= self._taken_before + self._accumulation.steps and not is_over
         return Progress(
@@ -60,8 +65,11 @@ class LoopGauge:
             batch=taken,
             batches=self._batches,
             epoch=self._epoch,
-            epochs=self._accumulation.epochs,
+            epochs=self._epochs,
             samples=self._samples,
-            is_training=steps > self._steps_before or is_first_window,
+            is_training=has_trained or is_first_window,
+            is_guess=is_first_window and not has_trained,
             is_over=is_over,
+            first=self._steps_before,
+            began=self._began,
         )

@@ -65,8 +65,7 @@ class Resuming(Checkpointing):
         [0, 1, 2]
         """
         self._bind()
-        self._accumulation.epochs = count
-        return self._epochs.run(count, self._accumulation.clock)
+        return self._epochs.run(count, self._accumulation)
 
     def remember(self, **defaults: Any) -> Remembered:
         """Values of the program's own that checkpoints hold too; returns them as attributes. On every rank.
@@ -170,6 +169,6 @@ class Resuming(Checkpointing):
         resumed, self._resumed = self._resumed, None
         if resumed is not None and self._epochs.under_way > 0 and not self._epochs.is_used:
             raise CannotResume(
-                f"the training continues in epoch {self._epochs.under_way}, and this loop over epochs begins at its "
+                f"the training continues in epoch {self._epochs.under_way + 1}, and this loop over epochs begins at its "
                 f"first one. Two lines make the program resumable:\n{_TWO_LINES}"
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.events import Loss, Progress
+from nbaccel.events import Loss, Progress, Restarted
 from nbaccel.hardware import Platform
 from nbaccel.launch.screen import live, place
 from nbaccel.launch.screen.audience import Audience, runs_unattended
@@ -197,7 +197,7 @@ def test_a_line_comes_every_half_minute_and_one_at_the_end() -> None:
     shown.end("stopped", 95.0)
     first, *_, last = lines = paper.text.splitlines()
     assert len(lines) == 4
-    assert first.startswith("epoch 1, batch 300/1,000, step 300, 30 %, loss")
+    assert first.startswith("epoch 1, batch 300/1,000, step 300, 30 % of this epoch, loss")
     assert last.startswith("stopped after 1:35, 950 steps, epoch 1, batch 950/1,000")
     assert paper.messages == []
 
@@ -286,3 +286,17 @@ def test_a_run_in_this_process_says_how_it_ended_and_lets_its_error_through(
             run()
     assert paper.messages[-1]["data"]["text/plain"].splitlines()[0] == f"Cell In[5]: {expected}"
     assert paper.text.startswith(expected)
+
+
+@pytest.mark.parametrize("kind", [LivePanel, NowAndThen])
+def test_the_end_counts_all_attempts_and_names_the_one_whose_steps_it_says(kind: type[ShownRun]) -> None:
+    paper, clock = Paper(), Clock()
+    shown = kind(paper, 1, FACTS, clock=clock)
+    for _ in range(2):
+        shown.feed(0, clock.now, Restarted("memory ran out"))
+        clock.now += 2.0
+        report(shown, clock, 4.0)
+    shown.end("done", shown.elapsed_s)
+    assert re.search(r"^done in 0:12, 40 steps in the last of 3 attempts, loss", paper.text, re.M)
+    for message in paper.messages[-1:]:
+        assert message["data"]["text/plain"].startswith("Cell In[5]: done in 0:12, 40 steps in the last of 3 attempts")

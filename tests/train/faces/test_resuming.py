@@ -149,7 +149,7 @@ def _saved(folder: Path, epochs: int) -> None:
 def test_a_plain_range_is_refused_with_the_two_lines_that_change(tmp_path: Path) -> None:
     _saved(tmp_path, epochs=1)
     training = Trained.start(resume=tmp_path)
-    with pytest.raises(CannotResume, match=r"continues in epoch 1.*\n.*accelerator\.epochs\(n\).*\n.*remember"):
+    with pytest.raises(CannotResume, match=r"continues in epoch 2.*\n.*accelerator\.epochs\(n\).*\n.*remember"):
         training.epoch()
 
 

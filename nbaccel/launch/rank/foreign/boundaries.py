@@ -6,6 +6,7 @@ trainer is asked to stop in its own way, once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -65,18 +66,23 @@ class Boundaries:
 
 
 class Shown:
-    """A loop of a foreign trainer, shown until it is closed. look: where it stands; called from another thread."""
+    """A loop of a foreign trainer, shown until it is closed.
 
-    def __init__(self, look: Callable[[], Progress]) -> None:
+    look: where it stands; called from another thread.  step: the trainer's own when the loop began.
+    """
+
+    def __init__(self, look: Callable[[], Progress], step: int) -> None:
         self._look = look
+        self._first = step
+        self._began = time.monotonic()
         self._is_open = True
         emit(Gauge(self._read))
 
     def _read(self) -> Progress | None:
-        return self._look() if self._is_open else None
+        return replace(self._look(), first=self._first, began=self._began) if self._is_open else None
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
             with suppress(Exception):  # a version of theirs that is other than we know it
-                emit(replace(self._look(), is_over=True))
+                emit(replace(self._look(), first=self._first, began=self._began, is_over=True))

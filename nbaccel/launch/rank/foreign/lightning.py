@@ -35,7 +35,7 @@ class Reports:
         self._epoch = trainer.current_epoch
         self._batch = 0
         self._boundaries = Boundaries(self._step)
-        self._training = Shown(lambda: self._progress(trainer))
+        self._training = Shown(lambda: self._progress(trainer), self._step)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self._epoch = trainer.current_epoch
@@ -62,7 +62,8 @@ class Reports:
         batches = sum(count for count in trainer.num_val_batches if isinstance(count, int))
         self._validated = 0
         self._validation = Shown(
-            lambda: Progress(trainer.global_step, self._validated, batches or None, is_training=False)
+            lambda: Progress(trainer.global_step, self._validated, batches or None, is_training=False),
+            trainer.global_step,
         )
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,7 @@ class Reports:
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._boundaries = Boundaries(state.global_step)
-        self._training = Shown(lambda: _progress(args, state))
+        self._training = Shown(lambda: _progress(args, state), state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._boundaries is not None and self._boundaries.enter(state.global_step):
@@ -56,7 +56,9 @@ class Reports:
             self._boundaries = Boundaries(state.global_step)
         if self._evaluation is None:
             self._evaluated, batches = 0, _length(kwargs.get("eval_dataloader"))
-            self._evaluation = Shown(lambda: Progress(state.global_step, self._evaluated, batches, is_training=False))
+            self._evaluation = Shown(
+                lambda: Progress(state.global_step, self._evaluated, batches, is_training=False), state.global_step
+            )
         self._evaluated += 1
         self._boundaries.enter_evaluation()
 
