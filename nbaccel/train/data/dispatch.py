@@ -115,6 +115,8 @@ class DispatchSource(Source):
 
     def _deal(self, position: Position) -> Iterator[tuple[Any, bool]]:
         """On rank 0: read, send, and keep the own part."""
+        if self._order is not None:
+            self._order.draw = position.draw
         tell_epoch(position.epoch, self.loader.dataset, self.loader.sampler if self._order is None else self._order)
         sent = 0
         for parts, parcels, is_last in self._packed(position):

@@ -7,23 +7,26 @@ epochs and positions, and can be resumed inside an epoch. Which rank gets which 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nbaccel.errors import NotPrepared
 from nbaccel.events import Gauge, emit
 from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.data.draws import Comparison, Meetings, takes_one_batch
 from nbaccel.train.data.gauge import LoopGauge
 from nbaccel.train.data.order import tell_epoch
 from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import Position, Progress
 from nbaccel.train.data.sources import Source
+from nbaccel.train.data.uneven import counted, refuse_uneven, until_backward
 from nbaccel.train.state import current_world
 from nbaccel.world import World
 
@@ -37,9 +40,9 @@ class PreparedLoader(DataLoader[Any]):
 
     loader: the user's own.  end_of_dataloader: the batch in hand is the last one.
     iteration: the number of the epoch that is under way, or comes next. With several ranks an iteration counts as an
-    epoch if it trained, or the ranks met in it (a gather, a barrier): so a look at the loader on one rank, with
-    ``next(iter(loader))`` or a whole loop, does not change which samples that rank gets in the next epoch. In one
-    process it counts if it trained, or went through to the end.
+    epoch if it trained, or the ranks met in it (a gather, a barrier); in one process if it trained, or went through to
+    the end. An epoch that is begun again has another order. Looks, which are ``next(iter(loader))`` and loops without
+    gradients, are counted apart from loops: a look on one rank does not change which samples it trains on.
     is_bound: it is to be iterated in the world it was prepared for; False for loaders of a made-up rank.
     """
 
@@ -62,6 +65,7 @@ class PreparedLoader(DataLoader[Any]):
         self._progress = Progress()
         self._origin: PreparedLoader | None = None  # the loader that this one is the rest of
         self._resumed: Position | None = None  # the position that the skipped batches replace
+        self._comparison = Comparison(self._name(), world)
         self._skip = 0  # this rank's batches that every iteration leaves out
         self.move_to(device)
 
@@ -77,20 +81,36 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._refuse_other_world()
-        position = self._next_position()
-        self._refuse_uneven(position)
-        self.end_of_dataloader = False
-        return self.accumulation.gate.over(self, self._iterate(position))
+        takes_one = takes_one_batch(sys._getframe(1))
+        is_look = takes_one or not torch.is_grad_enabled()
+        this = self._apart() if is_look and self._progress.begun is not None else self
+        this.end_of_dataloader = False
+        return this.accumulation.gate.over(this, this._iterate(is_look, takes_one))
 
-    def _iterate(self, position: Position) -> Iterator[Any]:
+    def _apart(self) -> PreparedLoader:
+        """This loader for a look while an iteration is under way, which goes on as if there had been none."""
+        apart = copy.copy(self)
+        apart._origin, apart._source = None, self._source.apart()
+        apart._progress = Progress()
+        apart._progress.enter_epoch(self._progress.epoch, self._progress.loops, self._progress.looks)
+        self._progress.looks += 1
+        return apart
+
+    def _iterate(self, is_look: bool = False, takes_one: bool = False) -> Iterator[Any]:
+        position = self._next_position(is_look)
         accumulation, clock = self.accumulation, self.accumulation.clock
         source, progress, stride = self._source, self._progress, self._source.stride
         states = source.states if source.states else None  # asked once: this is the step path
         lengths = source.lengths(position.batches)
         length = None if lengths is None else self._own(lengths)
         joint_ends = frozenset(lengths or ()) if self.is_joined else frozenset()
-        meetings = _Meetings(self.world, counts_anyway=length == 0)
+        meetings = Meetings(self.world, counts_anyway=length == 0)
+        is_resumed = progress.resume is position
         progress.begin(position, clock.done)
+        may_train = torch.is_grad_enabled()
+        is_compared = source.is_drawn_apart and not (position.is_first or takes_one) and self._comparison.is_possible
+        if is_compared:
+            self._comparison.show(position)
         window = accumulation.open(self if self._origin is None else self._origin, length)
         before = position.batches // stride
         gauge = LoopGauge(
@@ -99,12 +119,18 @@ class PreparedLoader(DataLoader[Any]):
             None if length is None else before + length,
             position.epoch,
             self.rank_batch_size,
-            torch.is_grad_enabled(),
+            may_train,
         )
         emit(Gauge(gauge.read))
         is_whole = False
+        entered = ExitStack()
         try:
+            if lengths is not None and len(set(lengths)) > 1 and may_train and not self.is_joined:
+                entered.enter_context(until_backward(partial(refuse_uneven, lengths)))
             for batch, is_last in place(source.open(position), self._device):
+                if is_compared and (clock.done > progress.steps or meetings.look()):
+                    self._comparison.compare(position)
+                    is_compared = False
                 if is_last:
                     window.is_last = self.end_of_dataloader = True
                 elif joint_ends:  # where one rank synchronises because its batches end, all must
@@ -122,27 +148,34 @@ class PreparedLoader(DataLoader[Any]):
                 if window.batches_left is not None:
                     window.batches_left -= 1
             is_whole = True
+            if is_compared and (clock.done > progress.steps or meetings.look()):
+                self._comparison.compare(position)
         finally:
+            entered.close()
             emit(gauge.close())
             if progress.begun is position:
-                meetings.look()
+                has_met = meetings.look() and meetings.are_counted
                 has_trained = clock.done > progress.steps
-                if has_trained or position.goes_on:  # resumed at its end it has nothing left to train
+                if has_trained or (position.goes_on and is_whole):  # resumed at its end it has nothing left to train
                     clock.end_pass()
                     progress.ended = (self.state_dict(), clock.passes)
-                progress.end(counts=has_trained or (meetings.were_held if meetings.are_counted else is_whole))
+                progress.end(counts=has_trained or (has_met if meetings.are_counted else is_whole))
+                if is_resumed and not (has_trained or has_met or is_whole):
+                    progress.resume = position  # a look: the training that goes on there is still to come
             accumulation.close(window, is_whole)
 
-    def _next_position(self) -> Position:
+    def _next_position(self, is_look: bool) -> Position:
         """Where an iteration that starts now begins."""
         progress = self._progress
         resumed = progress.resume
         if resumed is not None:
             return resumed
         batches, epoch = self._skip * self._source.stride, progress.epoch
-        if self._resumed is not None and self._resumed.epoch == epoch:
-            return replace(self._resumed, batches=batches, dataset=None)
-        return Position(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size)
+        counts = (progress.loops, progress.looks, is_look)
+        first = self._resumed
+        if first is not None and first.epoch == epoch and not is_look:
+            return replace(first, batches=batches, dataset=None)
+        return Position(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size, *counts)
 
     # -- how long
 
@@ -164,15 +197,15 @@ class PreparedLoader(DataLoader[Any]):
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:
-        self._progress.epoch = epoch
+        self._progress.enter_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`; without this they count up from 0. On every rank.
+        """Make the next iteration the first one of `epoch`; without this they count up from 0. On every rank.
 
         A position inside another epoch, which `load_state_dict` has set, is given up.
         """
         progress = self._progress
-        progress.epoch = epoch
+        progress.enter_epoch(epoch)
         if progress.resume is not None and progress.resume.epoch != epoch:
             progress.resume = None
         tell_epoch(epoch, self.loader.dataset, self.loader.sampler, self.loader.batch_sampler)
@@ -187,12 +220,16 @@ class PreparedLoader(DataLoader[Any]):
         """
         progress, begun = self._progress, self._progress.begun
         if begun is None:
-            resumed = progress.resume or Position(progress.epoch, 0, self._source.seed, {}, None, self._batch_size)
+            counts = (progress.loops, progress.looks)
+            size = self._batch_size
+            resumed = progress.resume or Position(progress.epoch, 0, self._source.seed, {}, None, size, *counts)
             return resumed.state_dict()
         # A window may have begun in the epoch before, whose batches are not read again.
         batches = begun.batches + max(0, progress.taken - unseen * self._source.stride)
         dataset = progress.dataset_before(unseen)
-        return Position(begun.epoch, batches, self._source.seed, begun.order, dataset, self._batch_size).state_dict()
+        looks = begun.looks if begun.is_look else progress.looks
+        reached = replace(begun, batches=batches, seed=self._source.seed, dataset=dataset, looks=looks)
+        return replace(reached, batch_size=self._batch_size).state_dict()
 
     def state_in_epoch(self, since: int, unseen: int) -> dict[str, Any]:
         """`state_dict` for an epoch of the program that goes on, and began `since` passes after the first.
@@ -228,8 +265,16 @@ class PreparedLoader(DataLoader[Any]):
             position = replace(position, order={})  # rank 0's: worker processes of all ranks would draw alike
         if position.seed is not None and self._source.seed is not None:
             self._source.seed = position.seed
-        self._progress.epoch = position.epoch
+        self._progress.enter_epoch(position.epoch, position.loops, position.looks)
         self._progress.resume = position if position.batches else None
+
+    @property
+    def goes_on_at(self) -> tuple[int, int, int | None]:
+        """The epoch of the next iteration, from 0; this rank's batches of it that are done; and how many it has."""
+        progress, resume = self._progress, self._progress.resume
+        batches = 0 if resume is None else resume.batches
+        done, lengths = batches // self._source.stride, self._source.lengths(batches)
+        return progress.epoch, done, None if lengths is None else done + self._own(lengths)
 
     @property
     def is_joined(self) -> bool:
@@ -305,6 +350,10 @@ class PreparedLoader(DataLoader[Any]):
         """Batches of each rank in an epoch, one number where all have equally many; None where that is unknown."""
         return self._source.lengths(self._skip * self._source.stride)
 
+    def _name(self) -> str:
+        size = "of its own sizes" if self._batch_size is None else f"of {self._batch_size}"
+        return f"the loader over {type(self.loader.dataset).__name__} (batches {size})"
+
     @property
     def _batch_size(self) -> int | None:
         size: int | None = getattr(self.loader.batch_sampler, "batch_size", self.loader.batch_size)
@@ -328,19 +377,6 @@ class PreparedLoader(DataLoader[Any]):
                 "the loop:\n    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
             )
 
-    def _refuse_uneven(self, position: Position) -> None:
-        """Before the first step of a loop that would train: with gradients enabled."""
-        if self.is_joined or not torch.is_grad_enabled():
-            return
-        lengths = self._source.lengths(position.batches)
-        if lengths is not None and len(set(lengths)) > 1:
-            raise ValueError(
-                f"the ranks would see different numbers of batches ({_counted(lengths)}), and rank "
-                f"{lengths.index(max(lengths))} would wait for the others for ever in its last backward. Leave "
-                "even_batches=True, loop inside `with accelerator.join_uneven_inputs([model]):`, or, for a loop that "
-                "does not train, inside `with torch.no_grad():`"
-            )
-
     def refuse_to_gather(self) -> None:
         """In each batch, where ranks get different numbers of batches: the last gather would not end.
 
@@ -350,44 +386,8 @@ class PreparedLoader(DataLoader[Any]):
         lengths = self.lengths()
         if lengths is not None and len(set(lengths)) > 1:
             raise ValueError(
-                f"the ranks see different numbers of batches ({_counted(lengths)}), so a gather in each of them would "
+                f"the ranks see different numbers of batches ({counted(lengths)}), so a gather in each of them would "
                 f"keep rank {lengths.index(max(lengths))} waiting in its last one. Prepare this loader with "
                 "even_batches=True (gather_for_metrics leaves the repeated samples out), or gather once after the "
                 "loop, as objects."
             )
-
-
-def _counted(lengths: list[int]) -> str:
-    return ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
-
-
-class _Meetings:
-    """Whether the ranks met in a collective since this was made.
-
-    counts_anyway: also if they did not; the others may have, in batches that this rank has none of.
-    are_counted: False alone, and where the backend does not count collectives.
-    """
-
-    __slots__ = ("_before", "_count", "are_counted", "were_held")
-
-    def __init__(self, world: World, counts_anyway: bool) -> None:
-        self._count = _collective_counter() if world.is_distributed else None
-        self.are_counted = self._count is not None
-        self.were_held = counts_anyway or not self.are_counted
-        self._before = -1 if self._count is None else self._count()
-
-    def look(self) -> None:
-        if not self.were_held and self._count is not None:
-            self.were_held = self._count() != self._before
-
-
-def _collective_counter() -> Callable[[], int] | None:
-    """Tells how many collectives this rank has begun in the default group; None where the backend does not count."""
-    if not dist.is_initialized():
-        return None
-    count: Callable[[], int] = dist.group.WORLD._get_sequence_number_for_group  # type: ignore[union-attr]
-    try:
-        count()
-    except RuntimeError:
-        return None
-    return count

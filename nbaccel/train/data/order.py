@@ -20,10 +20,13 @@ from torch.utils.data import DataLoader, Sampler
 
 from nbaccel.train.data.pieces import in_pieces
 
-__all__ = ["PrivateRandomness", "SharedOrder", "data_seed", "order_states", "replayed", "tell_epoch"]
+__all__ = ["PrivateRandomness", "SharedOrder", "data_seed", "drawn_seed", "order_states", "replayed", "tell_epoch"]
 
 _EPOCH_STRIDE = 0x9E3779B97F4A7C15
 """2**64 over the golden ratio: neighbouring epochs of neighbouring seeds do not meet."""
+
+_DRAW_STRIDE = 0xD1B54A32D192ED03
+"""An odd number near 2**64 times 0.8191: the draws of an epoch meet neither each other nor other epochs."""
 
 _SEEDABLE_STRIDE = 1
 """Accelerate's seedable sampler: epoch e has the order of seed + e."""
@@ -32,13 +35,16 @@ _SEEDABLE_STRIDE = 1
 class SharedOrder(Sampler[Any]):
     """The user's sampler or batch sampler, in the same order on all ranks.
 
-    seed: equal on all ranks; the order of epoch e follows from (seed, e) alone.
+    seed: equal on all ranks; the order of epoch e follows from (seed, e, draw) alone.
+    draw: which order of an epoch that is begun several times; see `Position.draw`.
     is_seedable: in the way of Accelerate's seedable sampler.
     at_once: how many batches are drawn together from a sampler of the user's own.
     """
 
     def __init__(self, batches: Any, seed: int, is_seedable: bool = False, at_once: int = 1) -> None:
         self.seed = seed
+        self.draw = 0
+        self._given = (batches, is_seedable, at_once)
         self._at_once = at_once
         self._stride = _SEEDABLE_STRIDE if is_seedable else _EPOCH_STRIDE
         self._generators: list[torch.Generator] = []
@@ -46,8 +52,18 @@ class SharedOrder(Sampler[Any]):
         self._private = PrivateRandomness() if _may_draw_anywhere(batches) else None
         self.set_epoch(0)
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether random numbers have a part in it."""
+        return bool(self._generators) or self._private is not None
+
+    def apart(self) -> SharedOrder:
+        """The same order, drawn by generators of its own."""
+        batches, is_seedable, at_once = self._given
+        return SharedOrder(batches, self.seed, is_seedable, at_once)
+
     def set_epoch(self, epoch: int) -> None:
-        seed = (self.seed + epoch * self._stride) % 2**63
+        seed = drawn_seed(self.seed + epoch * self._stride, self.draw)
         for generator in self._generators:
             generator.manual_seed(seed)
         if self._private is not None:
@@ -128,6 +144,11 @@ class PrivateRandomness:
             torch.Generator().manual_seed(self._seed).get_state(),
             None if numpy is None else numpy.MT19937(self._seed),
         )
+
+
+def drawn_seed(seed: int, draw: int) -> int:
+    """The seed of one draw of an epoch; that of draw 0 is the epoch's own."""
+    return (seed + draw * _DRAW_STRIDE) % 2**63
 
 
 def data_seed(loader: DataLoader[Any]) -> int:

@@ -26,6 +26,8 @@ class Position:
     order: states of the generators that this order followed from when the epoch began.
     dataset: state of the dataset, or of a loader that has one, after those batches; None where there is none.
     batch_size: of the user's loader; None where batches have sizes of their own.
+    loops, looks: how often the epoch was begun before, by loops that may train and by looks.
+    is_look: this iteration is a look: gradients are disabled, or it is a ``next(iter(loader))``.
     goes_on: this is an epoch that began before, so what it drew is to be drawn again.
     """
 
@@ -35,7 +37,20 @@ class Position:
     order: dict[str, torch.Tensor] = field(default_factory=dict)
     dataset: Any = None
     batch_size: int | None = None
+    loops: int = 0
+    looks: int = 0
+    is_look: bool = False
     goes_on: bool = False
+
+    @property
+    def draw(self) -> int:
+        """The number of the order within the epoch: 0, 1, ... for loops, -1, -2, ... for looks."""
+        return -1 - self.looks if self.is_look else self.loops
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the epoch had no such iteration before."""
+        return not (self.looks if self.is_look else self.loops)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__ if name != "goes_on"}
@@ -66,6 +81,7 @@ class Progress:
     """The position of one prepared loader; shared with loaders that `skip_first_batches` made of it.
 
     epoch: of the iteration under way, or of the next one.
+    loops, looks: how often that epoch was begun; see `Position`.
     begun: where the iteration under way began; None outside of one.  steps: training steps done by then.
     taken: batches of the user's loader since then, for all ranks together.
     resume: where the next iteration is to begin; None for the epoch's first batch.
@@ -75,7 +91,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self.epoch = self.loops = self.looks = 0
         self.begun: Position | None = None
         self.steps = 0
         self.taken = 0
@@ -85,12 +101,20 @@ class Progress:
         self.ended: tuple[dict[str, Any], int] | None = None
 
     def begin(self, position: Position, steps: int) -> None:
-        self.epoch = position.epoch
+        self.enter_epoch(position.epoch, position.loops, position.looks)
+        if position.is_look:
+            self.looks += 1
+        else:
+            self.loops += 1
         self.begun = position
         self.steps = steps
         self.taken = 0
         self.resume = None
         self.datasets = [position.dataset]
+
+    def enter_epoch(self, epoch: int, loops: int = 0, looks: int = 0) -> None:
+        """The next iteration is one of `epoch`, which was begun so often."""
+        self.epoch, self.loops, self.looks = epoch, loops, looks
 
     def note(self, dataset: Any, window_position: int) -> None:
         """The state after the batch that is handed out now, as number `window_position` of its window."""
@@ -105,7 +129,7 @@ class Progress:
     def end(self, counts: bool) -> None:
         """The iteration is over; it was an epoch if it `counts`."""
         if self.begun is not None and counts and self.epoch == self.begun.epoch:
-            self.epoch += 1
+            self.enter_epoch(self.epoch + 1)
         self.begun = None
 
 

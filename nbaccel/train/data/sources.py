@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from nbaccel.train.data.order import PrivateRandomness, SharedOrder, order_states, replayed, tell_epoch
+from nbaccel.train.data.order import PrivateRandomness, SharedOrder, drawn_seed, order_states, replayed, tell_epoch
 from nbaccel.train.data.pieces import in_pieces, iterated_in_pieces
 from nbaccel.train.data.position import DatasetStates, Position
 from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead
@@ -35,8 +35,10 @@ class Source:
     seed: of the data order; None where that is not ours.
     even: the last round is filled up.
     states: of a dataset that can say where it is.
+    is_drawn_apart: every rank draws the order itself, from how often it has begun the loader.
     """
 
+    is_drawn_apart = False
     stride = 1
     is_split = False
     seed: int | None = None
@@ -76,6 +78,10 @@ class Source:
     def order(self) -> dict[str, Any]:
         """The states of the generators that the next epoch's order follows from."""
         return order_states(self.loader)
+
+    def apart(self) -> Source:
+        """The same, for a look while an iteration is under way, whose order and generators it leaves alone."""
+        return self
 
     def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
         """This rank's batches from `position` on, and whether each is its last one."""
@@ -118,7 +124,9 @@ class IndexSource(Source):
         super().__init__(loader)
         self.states = DatasetStates(None)
         self._order = order
+        self._world = world
         self._rank = world.rank
+        self.is_drawn_apart = world.is_distributed and order.is_drawn
         self.shard = BatchShard(order, world, even=even and world.is_distributed, split=split)
         self._rebuilt = rebuilt(loader, self.shard)
 
@@ -168,7 +176,11 @@ class IndexSource(Source):
         except (TypeError, NotImplementedError):
             return None
 
+    def apart(self) -> Source:
+        return IndexSource(self.loader, self._order.apart(), self._world, even=self.even, split=self.is_split)
+
     def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+        self._order.draw = position.draw
         tell_epoch(position.epoch, self.loader.dataset, self.shard)
         self.shard.skip = position.batches
         lengths = self.lengths(position.batches)
@@ -186,10 +198,13 @@ class StreamSource(Source):
     seed: the stream's random numbers follow from it, so all ranks read the same one; with worker processes too.
     """
 
+    is_drawn_apart = True
+
     def __init__(self, loader: DataLoader[Any], seed: int, world: World, *, even: bool, split: bool) -> None:
         super().__init__(loader)
         self.seed: int = seed
         self.even = even
+        self._world = world
         self._private = PrivateRandomness()
         self.shard = StreamShard(loader, self.states, world, even=even, split=split)
 
@@ -220,9 +235,12 @@ class StreamSource(Source):
     def order(self) -> dict[str, Any]:
         return {}
 
+    def apart(self) -> Source:
+        return StreamSource(self.loader, self.seed, self._world, even=self.even, split=self.is_split)
+
     def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
         tell_epoch(position.epoch, self.loader.dataset)
-        self._private.seed(self.seed + position.epoch)
+        self._private.seed(drawn_seed(self.seed + position.epoch, position.draw))
         reads_again = position.dataset is None or not self.states
         self.shard.skip = position.batches if reads_again else 0
         if not reads_again:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from nbaccel import Accelerator
+from nbaccel.errors import CollectiveMismatch
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 
@@ -32,24 +35,192 @@ def _after_a_look(look: str) -> list[list[int]]:
     if accelerator.is_main_process:
         if look == "first batch":
             next(iter(loader))
+            next(iter(loader), None)
         elif look == "broken off":
-            for _ in loader:
-                break
-        elif look == "held":
-            held = iter(loader)
-            next(held)
+            with torch.no_grad():
+                for _ in loader:
+                    break
         else:
-            for _ in loader:
-                pass
+            with torch.inference_mode():
+                for _ in loader:
+                    pass
     return [*epochs, _epoch(accelerator, loader), _epoch(accelerator, loader)]
 
 
-@pytest.mark.parametrize("look", ["first batch", "broken off", "held", "whole loop"])
+@pytest.mark.parametrize("look", ["first batch", "broken off", "whole loop"])
 def test_a_look_on_one_rank_does_not_change_what_it_sees_later(look: str) -> None:
     first, second = run_ranks(2, _after_a_look, look)
     for mine, theirs in zip(first, second, strict=True):
         assert sorted(mine + theirs) == list(range(16))
     assert len({tuple(epoch) for epoch in first}) == 3
+
+
+class _Shuffled(IterableDataset[int]):
+    """Draws its order from the process's random numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        indices = list(range(16))
+        random.shuffle(indices)
+        yield from indices
+
+
+def _looked_at_inside(is_stream: bool, workers: int) -> tuple[list[list[int]], list[int]]:
+    """Epochs in which rank 0 alone looks at the loader that is being iterated, and the numbers of the epochs."""
+    accelerator = Accelerator(
+        gradient_accumulation_steps=3, dataloader_config=DataLoaderConfiguration(dispatch_batches=False)
+    )
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    plain: Any = DataLoader(_Shuffled(), 2) if is_stream else DataLoader(range(16), 2, sampler=_Own(), **options)  # type: ignore[arg-type]
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plain)
+    epochs, numbers = [], []
+    for _ in range(2):
+        epochs.append([])
+        for number, batch in enumerate(loader):
+            numbers.append(loader.iteration)
+            if accelerator.is_main_process and number in (0, 3):  # the second one in the last batch
+                next(iter(loader))
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch.float()[:, None]).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            epochs[-1] += batch.tolist()
+        assert loader.end_of_dataloader
+    del accelerator, model, optimizer, loader
+    gc.collect()  # worker processes that are kept end with their loader
+    return epochs, numbers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_stream", "workers"), [(False, 0), (False, 1), (True, 0)])
+def test_a_look_on_one_rank_leaves_the_iteration_under_way_alone(is_stream: bool, workers: int) -> None:
+    (first, numbers), (second, others) = run_ranks(2, _looked_at_inside, is_stream, workers)
+    for mine, theirs in zip(first, second, strict=True):
+        assert sorted(mine + theirs) == list(range(16))
+    assert first[0] != first[1]
+    assert numbers == others == [0] * 4 + [1] * 4
+
+
+def _begun_alone(way: str) -> str:
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    loader: Any = DataLoader(range(16), 2, shuffle=True)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    held = None
+    if accelerator.is_main_process:
+        if way == "broken off":
+            for _ in loader:
+                break
+        elif way == "held":
+            held = iter(loader)
+            next(held)
+        else:
+            for _ in loader:
+                pass
+    accelerator.wait_for_everyone()
+    steps = 0
+    with pytest.raises(CollectiveMismatch) if accelerator.is_main_process else nullcontext() as caught:
+        for batch in loader:
+            accelerator.backward(model(batch.float()[:, None]).sum())
+            optimizer.step()
+            steps += 1
+            if not accelerator.is_main_process:
+                break  # rank 0 does not come again
+    assert steps == 1
+    loader.set_epoch(0)
+    assert held is not None or way != "held" or not accelerator.is_main_process
+    seen = _epoch(accelerator, loader)
+    assert sorted(accelerator.gather(torch.tensor(seen)).tolist()) == list(range(16))
+    return str(caught.value) if caught else ""
+
+
+@pytest.mark.slow  # what a peer may still write is waited for
+@pytest.mark.parametrize("way", ["broken off", "held", "whole loop"])
+def test_a_loop_that_one_rank_began_alone_is_an_error_once_the_ranks_train(way: str) -> None:
+    said, _ = run_ranks(2, _begun_alone, way)
+    assert "the loader over range (batches of 2) in different orders: in epoch 0" in said
+    assert "begun to loop over it a different number of times (rank 0: 2, rank 1: 1)" in said
+    assert "`next(iter(loader))`" in said
+    assert "with torch.no_grad():" in said
+    assert "loader.set_epoch(0)" in said
+
+
+def _untrained(way: str, kind: str) -> list[list[int]]:
+    """What the rank sees of a loader that is begun again and again, and nothing is trained, nor do the ranks meet."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    plain: DataLoader[Any]
+    if kind == "stream":
+        plain = DataLoader(_Shuffled(), 2)
+    elif kind == "own":
+        plain = DataLoader(range(16), 2, sampler=_Own())  # type: ignore[arg-type]
+    else:
+        plain = DataLoader(range(16), 2, shuffle=True)  # type: ignore[arg-type]
+    loader = accelerator.prepare(plain)
+    seen = []
+    for _ in range(4):
+        if way == "whole loop":
+            seen.append([index for batch in loader for index in batch.tolist()])
+        elif way == "broken off":
+            for batch in loader:
+                seen.append(batch.tolist())
+                break
+        elif way == "first batch":
+            seen.append(next(iter(loader)).tolist())
+        else:
+            with torch.no_grad():
+                seen.append([index for batch in loader for index in batch.tolist()])
+    loader.set_epoch(0)
+    again = next(iter(loader)).tolist() if way == "first batch" else None
+    seen.append(again or [])
+    return seen
+
+
+@pytest.mark.parametrize("way", ["whole loop", "broken off", "first batch", "without gradients"])
+@pytest.mark.parametrize("kind", ["shuffled", "own", "stream"])
+def test_every_iteration_draws_a_new_order_whether_anything_is_trained_or_not(way: str, kind: str) -> None:
+    first, second = run_ranks(2, _untrained, way, kind)
+    for mine, theirs in zip(first[:4], second[:4], strict=True):
+        if way in ("whole loop", "without gradients"):
+            assert sorted(mine + theirs) == list(range(16))
+        assert not set(mine) & set(theirs)
+    assert len({tuple(seen) for seen in first[:4]}) >= 3  # of a few numbers two may come twice
+    if way == "first batch":
+        assert first[4] == first[0]  # the same epoch, begun as often
+
+
+def _two_loaders() -> tuple[list[list[int]], list[list[int]], int]:
+    """Training over one loader, and looks of rank 0 and of all ranks at another one, which is evaluated, too."""
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    training: Any = DataLoader(range(16), 2, shuffle=True)  # type: ignore[arg-type]
+    testing: Any = DataLoader(range(16), 2, shuffle=True)  # type: ignore[arg-type]
+    model, optimizer, training, testing = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), training, testing
+    )
+    trained: list[list[int]] = []
+    tested: list[list[int]] = []
+    for _ in range(3):
+        trained.append([])
+        for batch in training:
+            if accelerator.is_main_process:
+                next(iter(testing))
+            accelerator.backward(model(batch.float()[:, None]).sum())
+            optimizer.step()
+            trained[-1] += batch.tolist()
+        next(iter(training))
+        tested.append([])
+        for batch in testing:
+            tested[-1] += accelerator.gather_for_metrics(batch).tolist()
+    return trained, tested, training.iteration
+
+
+def test_looks_at_two_loaders_disturb_neither_training_nor_evaluation() -> None:
+    (first, tested, epoch), (second, _, _) = run_ranks(2, _two_loaders)
+    for mine, theirs in zip(first, second, strict=True):
+        assert sorted(mine + theirs) == list(range(16))
+    assert [sorted(epoch) for epoch in tested] == [list(range(16))] * 3
+    assert len({tuple(epoch) for epoch in tested}) == 3
+    assert epoch == 3
 
 
 def _broken_off_in_training() -> tuple[int, list[list[int]]]:

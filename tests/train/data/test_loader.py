@@ -59,7 +59,7 @@ def _prepare(
 def _inner(prepared: PreparedLoader, epoch: int = 0) -> Any:
     """Its batches, without asking whether this process is in that world."""
     prepared.set_epoch(epoch)
-    return prepared._iterate(prepared._next_position())
+    return prepared._iterate()
 
 
 @pytest.mark.parametrize(

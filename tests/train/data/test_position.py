@@ -345,3 +345,107 @@ def test_streams_of_hugging_face_resume_by_their_state(ranks: int, dispatch: boo
     for rank, (whole, resumed, first_read) in enumerate(run_ranks(ranks, _hugging_face, dispatch)):
         assert resumed == whole
         assert first_read == ([] if rank and dispatch is None else [3 * 2 * ranks])
+
+
+def _in_order(accelerator: Accelerator, loader: Any) -> list[int]:
+    """This rank's ids of an iteration in which the ranks meet."""
+    seen = []
+    for batch in loader:
+        accelerator.gather(torch.ones(1))
+        seen += batch.tolist()
+    return seen
+
+
+def _begun_often(way: str, state: dict[str, Any] | None) -> tuple[list[int], dict[str, Any], list[list[int]]]:
+    """Four batches of a loop that comes after others; or the rest of it, once `state` was loaded and looked at."""
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(range(48), 2, shuffle=True))  # type: ignore[arg-type, var-annotated]
+    if state is not None:
+        loader.load_state_dict(state)
+    if way == "break":
+        for _ in loader:
+            break
+    elif way == "peek by all":
+        next(iter(loader))
+    elif way == "peek by rank 0":
+        if accelerator.is_main_process:
+            next(iter(loader))
+    elif way == "without gradients" and state is None:
+        with torch.no_grad():
+            list(loader)
+    elif way == "whole loop" and state is None:
+        list(loader)
+    seen: list[int] = []
+    for batch in loader:
+        accelerator.gather(torch.ones(1))
+        seen += batch.tolist()
+        if state is None and len(seen) == 8:
+            state = loader.state_dict()
+            next(iter(loader))  # a look inside changes nothing
+            assert loader.state_dict() == {**state, "looks": state["looks"] + 1}
+    assert state is not None
+    return seen, state, [_in_order(accelerator, loader), next(iter(loader)).tolist()]
+
+
+@pytest.mark.parametrize("way", ["peek by rank 0", "peek by all", "break", "whole loop", "without gradients"])
+def test_an_epoch_that_was_begun_before_goes_on_in_the_order_that_was_read(way: str) -> None:
+    whole = run_ranks(2, _begun_often, way, None)
+    state = whole[0][1]
+    rest = run_ranks(2, _begun_often, way, state)
+    for (seen, _, later), (resumed, _, resumed_later) in zip(whole, rest, strict=True):
+        assert resumed == seen[8:]
+        assert resumed_later == later
+    assert sorted(index for seen, *_ in whole for index in seen) == list(range(48))
+
+
+def test_an_evaluation_that_comes_again_has_the_order_that_it_had() -> None:
+    def in_rank(state: dict[str, Any] | None) -> tuple[list[int], dict[str, Any]]:
+        loader = Accelerator().prepare(DataLoader(range(16), 2, shuffle=True))  # type: ignore[arg-type, var-annotated]
+        if state is not None:
+            loader.load_state_dict(state)
+        with torch.no_grad():
+            if state is None:
+                list(loader)
+                list(loader)
+            seen: list[int] = []
+            for batch in loader:
+                seen += batch.tolist()
+                state = state or loader.state_in_epoch(0, 0)
+        assert state is not None
+        return seen, state
+
+    first = run_ranks(2, in_rank, None)
+    assert [seen for seen, _ in run_ranks(2, in_rank, first[0][1])] == [seen for seen, _ in first]
+
+
+def test_a_loop_that_was_begun_before_goes_on_in_another_number_of_ranks() -> None:
+    loader = _seedable()
+    for _ in loader:
+        break
+    seen: list[int] = []
+    for batch in loader:
+        seen += batch.tolist()
+        if len(seen) == 8:
+            state = loader.state_dict()
+            break
+
+    def rest() -> list[int]:
+        loader = _seedable()
+        loader.load_state_dict(state)
+        if loader.world.is_main_process:
+            next(iter(loader))
+        return [index for batch in loader for index in batch.tolist()]
+
+    assert sorted(seen + [index for ids in run_ranks(2, rest) for index in ids]) == list(range(48))
+
+
+def test_a_state_of_before_loops_and_looks_were_counted_is_still_read() -> None:
+    loader = _seedable()
+    running = iter(loader)
+    first = next(running)
+    state = {name: value for name, value in loader.state_dict().items() if name not in ("loops", "looks", "is_look")}
+    rest = list(running)
+    loader = _seedable()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in rest]
+    assert first.tolist() not in [batch.tolist() for batch in rest]

@@ -24,24 +24,36 @@ def _model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.BatchNorm1d(3, momentum=None), torch.nn.Linear(3, 1))
 
 
-def _refused() -> tuple[str, int, list[int]]:
+def _refused(way: str) -> tuple[str, int, list[int]]:
     accelerator = Accelerator(even_batches=False)
-    loader = accelerator.prepare(_loader())
+    model = torch.nn.Linear(1, 1)
+    before = model.weight.item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader, other = accelerator.prepare(model, optimizer, _loader(), _loader(8))
+    gone_through = [len(batch) for batch in loader]  # with gradients, as one counts or tokenises
     steps = 0
     with pytest.raises(ValueError, match="different numbers of batches") as caught:
-        for _ in loader:
+        for batch, _ in zip(loader, other, strict=False):
+            loss = model(batch).sum()
+            if way == "raw":
+                loss.backward()
+            else:
+                accelerator.backward(loss)
+            optimizer.step()
             steps += 1
-    with torch.no_grad():
-        evaluated = [len(batch) for batch in loader]
-    return str(caught.value), steps, evaluated
+    assert accelerator.unwrap_model(model).weight.item() == before
+    for batch in other:  # what is even is trained on, once the uneven loop was left
+        accelerator.backward(model(batch).sum())
+    return str(caught.value), steps, gone_through
 
 
-def test_uneven_ranks_fail_before_the_first_step_and_are_told_each_length() -> None:
-    for rank, (message, steps, evaluated) in enumerate(run_ranks(2, _refused)):
+@pytest.mark.parametrize("way", ["raw", "accelerator"])
+def test_uneven_ranks_fail_at_the_first_backward_and_are_told_each_length(way: str) -> None:
+    for rank, (message, steps, gone_through) in enumerate(run_ranks(2, _refused, way)):
         assert "(rank 0: 2, rank 1: 1), and rank 0 would wait for the others for ever" in message
         assert "with accelerator.join_uneven_inputs([model]):" in message
         assert steps == 0
-        assert evaluated == ([2, 1] if rank == 0 else [2])
+        assert gone_through == ([2, 1] if rank == 0 else [2])
 
 
 def _gathered() -> str:
