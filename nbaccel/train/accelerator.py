@@ -47,6 +47,7 @@ from nbaccel.train.planning.found import Found
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared
 from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.raw import RawSteps
 from nbaccel.train.resuming import Epochs, Remembered
 from nbaccel.train.state import AcceleratorState
 from nbaccel.train.strategies import Strategy, choose_strategy
@@ -372,6 +373,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._precision: Precision = make_precision(self.mixed_precision, self.device, self._handlers)
         self._strategy: Strategy = choose_strategy(self.state.world, self.device, handlers=self._handlers)
         self._watch: LossWatch = make_watch(self._on_nan, self._accumulation.clock, self._precision, self._strategy)
+        self._raw_steps = RawSteps(self._accumulation, self._precision, self._strategy)
         self._accumulating = Accumulating(self._accumulation, self._strategy)
         self._open_gate()
         self._is_equipped = True

@@ -74,6 +74,7 @@ class StepClock:
         window of that loader (such a batch belongs to the step that is under way);
       - where no prepared loader is being iterated: at the `accumulate` that opens a window, or, outside
         `accumulate`, at the first `backward` after a synchronised one.
+    Where the program calls ``loss.backward()`` itself, the steps of prepared optimizers stand for backwards.
     Each boundary emits ``StepEntered(step, substep)``. `step` counts the synchronised training steps that are
     complete: between two boundaries at least one backward synchronised gradients, however many optimizers or
     losses took part. `substep` counts the boundaries since the last such step, so it also numbers the batches of
@@ -256,6 +257,9 @@ class Window:
     def withheld_step(self, closure: Any) -> None:
         """A prepared optimizer was told to step, and will not, since the window is still open."""
 
+    def refuse_raw(self) -> None:
+        """A prepared optimizer is about to step, with gradients of the program's own backward."""
+
     def real(self, samples: int, world_size: int) -> int:
         """How many samples in the hands of all ranks are among the first `samples` of the round."""
         return samples
@@ -314,6 +318,9 @@ class Block(Protocol):
     def decide(self) -> None:
         """Count the batch in hand, and hold back gradients where its window goes on."""
 
+    def rescale(self) -> None:
+        """Multiply the gradients so far by what their window has turned out to weigh."""
+
     def settle(self) -> None:
         """The first backward comes: scale the gradients so far, and have it synchronise, as was decided."""
 
@@ -331,6 +338,7 @@ class Accumulation:
     depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
     gate: how batches reach the loops.
     epoch, epochs: which one the program is in, and how many it has announced; None where it has not.
+    backwards: how many of ours have run.
     is_local: inside `hold_gradients`, where ranks exchange parameters instead.
     """
 
@@ -344,6 +352,7 @@ class Accumulation:
         self.epoch: int | None = None
         self.epochs: int | None = None
         self.is_local = False
+        self.backwards = 0
         self.block: Block | None = None
         self._open: list[Window] = []
         self._handed_out: list[Window] = []  # those of them with a batch in the program's hands, the newest one last
@@ -440,6 +449,7 @@ class Accumulation:
     def enter_backward(self) -> float:
         """What the loss of the backward that comes is divided by."""
         block, window = self.block, self.window
+        self.backwards += 1
         if block is not None:
             self.block = None
             if not block.is_settled:

@@ -110,6 +110,13 @@ class Guard:
             self._refuse("the optimizer computes its losses itself (a closure), and would for the last part only", None)
         self._has_stepped = True
 
+    def refuse_raw(self) -> None:
+        """A prepared optimizer is about to step with gradients of the program's own backward."""
+        self._refuse(
+            "the loop calls loss.backward() itself, so each part weighs like a whole batch",
+            "accelerator.backward(loss)",
+        )
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch asks before the step of any optimizer. One that is prepared gets here with a batch's last part only."""
         if not self._is_innermost():
@@ -121,10 +128,7 @@ class Guard:
                 "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
         if is_prepared and not part.is_first and not self._has_weighed:
-            self._refuse(
-                "the loop calls loss.backward() itself, so each part weighs like a whole batch",
-                "accelerator.backward(loss)",
-            )
+            self.refuse_raw()
         self._has_stepped |= is_prepared
 
     def _trains_with(self, optimizer: Optimizer) -> bool:

@@ -138,6 +138,10 @@ class CutWindow(Window):
         if self.guard is not None and self.has_more:
             self.guard.withheld_step(closure)
 
+    def refuse_raw(self) -> None:
+        if self.guard is not None:
+            self.guard.refuse_raw()
+
     def real(self, samples: int, world_size: int) -> int:
         return self.part.real(samples, world_size) if self.part.rows else samples
 

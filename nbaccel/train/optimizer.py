@@ -17,6 +17,7 @@ from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.finite import LossWatch
 from nbaccel.train.microbatch.guard import guarded_step
 from nbaccel.train.precision import Precision
+from nbaccel.train.raw import Freshness, RawSteps
 from nbaccel.train.strategies.base import Strategy
 
 __all__ = ["SKIPS_IN_A_ROW", "PreparedOptimizer", "PreparedScheduler"]
@@ -41,6 +42,7 @@ class PreparedOptimizer(Optimizer):
         precision: Precision,
         strategy: Strategy,
         watch: LossWatch,
+        raw_steps: RawSteps,
     ) -> None:
         # No super().__init__(): parameters, state and hooks are the wrapped optimizer's.
         self.optimizer = optimizer
@@ -49,6 +51,9 @@ class PreparedOptimizer(Optimizer):
         self._precision = precision
         self._strategy = strategy
         self._watch = watch
+        self._raw_steps = raw_steps
+        self._freshness = Freshness()
+        self._backwards = accumulation.backwards  # those of ours that had run at its last step
         self._skips_in_a_row = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -57,18 +62,41 @@ class PreparedOptimizer(Optimizer):
             if window.comes_in_parts:
                 window.withheld_step(closure)
             return None
+        is_ours = self.accumulation.backwards != self._backwards
+        if is_ours and self.accumulation.block is not None:
+            self.accumulation.block.rescale()  # a window that ends with a batch that had no backward
+        if not is_ours and closure is None and self._freshness.has_new(self.optimizer):
+            self._raw_steps.enter(self.optimizer)
         value, taken = None, False
         if not self._watch.judges_steps or self._watch.lets_step(self.optimizer):
             if closure is None and self._strategy.recovers:
                 value, taken = self._take_guarded()
             else:
                 value, taken = self._strategy.step(self.optimizer, self._precision, closure)
+        if is_ours:
+            self._backwards = self.accumulation.backwards
+            self._freshness.is_cleared, self._freshness.stepped_with = False, None
+        else:
+            self._end_without_ours(closure)
         if taken:
             self.step_was_skipped = False
             self._skips_in_a_row = 0
         else:
             self._skip()
         return value
+
+    def refuse_unscaled(self) -> None:
+        """Refuse to bring gradients to true size that were never scaled: of the program's own ``loss.backward()``."""
+        if self.accumulation.backwards == self._backwards and self._freshness.has_new(self.optimizer):
+            self._raw_steps.refuse_unscaled(self.optimizer)
+
+    def _end_without_ours(self, closure: Callable[[], Any] | None) -> None:
+        """A step is over before which no backward of ours has run; one may have run in it, in its closure."""
+        ran_ours = self.accumulation.backwards != self._backwards
+        if closure is not None and not ran_ours and self._freshness.has_new(self.optimizer):
+            self._raw_steps.enter(self.optimizer)
+        self._backwards = self.accumulation.backwards
+        self._freshness.note(self.optimizer)
 
     def _take_guarded(self) -> tuple[Any, bool]:
         take = partial(self._strategy.step, self.optimizer, self._precision, None)
@@ -91,6 +119,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self.accumulation.window.sync:
             return
+        self._freshness.is_cleared = True
         optimizer = self.optimizer
         if not set_to_none or getattr(optimizer.zero_grad, "__func__", None) is not _TORCHS_ZERO_GRAD:
             optimizer.zero_grad(set_to_none)

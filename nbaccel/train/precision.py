@@ -31,6 +31,9 @@ class Precision:
     scales = False
     """Whether `scale` changes a loss, so that it is called."""
 
+    expects_scaled = False
+    """Whether gradients of a loss that was not scaled would train wrongly, and the program scales none itself."""
+
     skips_infinite = False
     """Whether `step` itself leaves out a step whose gradients are not finite."""
 
@@ -113,10 +116,12 @@ class Fp16(Bf16):
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self._has_skipped = False  # since the last update of the scale
+        self._is_scaled_by_hand = False
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         scaling = self.handlers.scaler
-        return torch.amp.GradScaler(
+        return _Scaler(
+            self,
             self.device.type,
             init_scale=scaling.init_scale,
             growth_factor=scaling.growth_factor,
@@ -136,7 +141,16 @@ class Fp16(Bf16):
     def scale(self, loss: Tensor) -> Tensor:
         if self._stepped:
             self._update()
-        return self.scaler.scale(loss)
+        return torch.amp.GradScaler.scale(self.scaler, loss)
+
+    def scale_by_hand(self, losses: Any) -> Any:
+        """The program calls its `Accelerator.scaler`, and ``backward`` of what that returns."""
+        self._is_scaled_by_hand = True
+        return self.scale(losses)
+
+    @property
+    def expects_scaled(self) -> bool:  # type: ignore[override]
+        return self.scaler.is_enabled() and not self._is_scaled_by_hand
 
     def unscale(self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor] | None = None) -> None:
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
@@ -195,6 +209,17 @@ class Fp16(Bf16):
             "The loss itself is probably infinite: lower the learning rate, clip gradients, or use "
             "mixed_precision='bf16'."
         )
+
+
+class _Scaler(torch.amp.GradScaler):
+    """The scaler as programs see it, who may scale losses themselves."""
+
+    def __init__(self, precision: Fp16, device_type: str, **options: Any) -> None:
+        super().__init__(device_type, **options)
+        self._precision = precision
+
+    def scale(self, outputs: Any) -> Any:
+        return self._precision.scale_by_hand(outputs)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

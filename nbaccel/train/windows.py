@@ -118,7 +118,7 @@ class Accumulating:
             if exception[0] is not None:
                 self.withdraw()  # nothing was trained on
             elif self._factor != 1.0:
-                _multiply_gradients(self.models, self._factor)
+                self.rescale()
             accumulation.block = None
         if accumulation.counted.is_last or accumulation.counted.ends_too:
             accumulation.spend()
@@ -151,10 +151,14 @@ class Accumulating:
         if self._has_peers and not (window.sync or accumulation.rules.sync_each_batch):
             self._held[-1] = self._hold()
 
-    def settle(self) -> None:
-        self.is_settled = True
+    def rescale(self) -> None:
         if self._factor != 1.0:
             _multiply_gradients(self.models, self._factor)
+            self._factor = 1.0
+
+    def settle(self) -> None:
+        self.is_settled = True
+        self.rescale()
         if self._has_peers and not self._held[-1]:  # the forward may have run while gradients were held back
             for model in self.models:
                 self._strategy.await_backward(model)

@@ -83,12 +83,13 @@ def test_a_prepared_optimizer_can_be_pickled() -> None:
 
 def test_a_closure_reaches_the_optimizer() -> None:
     parameter = torch.nn.Parameter(torch.tensor([4.0]))
-    prepared = Accelerator().prepare(torch.optim.LBFGS([parameter]))
+    accelerator = Accelerator()
+    prepared = accelerator.prepare(torch.optim.LBFGS([parameter]))
 
     def closure() -> torch.Tensor:
         prepared.zero_grad()
         loss = parameter.square().sum()
-        loss.backward()
+        accelerator.backward(loss)
         return loss
 
     assert prepared.step(closure).item() == 16.0

@@ -19,6 +19,7 @@ from nbaccel.train.models import admit, compiled, may_move
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.precision import Precision, restore_forward
 from nbaccel.train.prepared import remembered
+from nbaccel.train.raw import RawSteps
 from nbaccel.train.strategies import Strategy
 
 __all__ = ["Preparing"]
@@ -31,6 +32,7 @@ class Preparing(Loading):
     _dynamo_backend: str | None
     _precision: Precision
     _strategy: Strategy
+    _raw_steps: RawSteps
     _watch: LossWatch
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -115,7 +117,9 @@ class Preparing(Loading):
                 return remembered(optimizer, self._prepared.optimizers)
             optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
         return remembered(
-            PreparedOptimizer(optimizer, self._accumulation, self._precision, self._strategy, self._watch),
+            PreparedOptimizer(
+                optimizer, self._accumulation, self._precision, self._strategy, self._watch, self._raw_steps
+            ),
             self._prepared.optimizers,
         )
 

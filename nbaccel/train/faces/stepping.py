@@ -104,6 +104,10 @@ class Stepping(ProcessControl):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
 
+        A loop that calls ``loss.backward()`` itself trains as well, without these two: its steps are counted where a
+        prepared optimizer takes them, and a warning says what is missed. Under fp16, and while batches come in parts,
+        it is refused.
+
         kwargs go to ``loss.backward``. A loss that is NaN or infinite is reported, see `Accelerator`'s `on_nan`.
         Collective at a window's end.
         """
@@ -157,6 +161,7 @@ class Stepping(ProcessControl):
         if optimizer is None:
             optimizer = self._prepared.optimizers
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self._refuse_unscaled()
         self._precision.unscale([one.optimizer if isinstance(one, PreparedOptimizer) else one for one in given])
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -184,7 +189,13 @@ class Stepping(ProcessControl):
             self._make_ready(call)
         return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
+    def _refuse_unscaled(self) -> None:
+        if self._precision.expects_scaled:
+            for prepared in self._prepared.optimizers:
+                prepared.refuse_unscaled()
+
     def _unscale_those_of(self, parameters: Sequence[Tensor]) -> None:
+        self._refuse_unscaled()
         self._precision.unscale([prepared.optimizer for prepared in self._prepared.optimizers], parameters)
 
     @property
