@@ -6,13 +6,28 @@ business, and what files it all comes from the checkpoint's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.train.accumulation import Accumulation, StepClock
 
-__all__ = ["Epochs", "Remembered"]
+if TYPE_CHECKING:
+    from nbaccel.train.data.loader import PreparedLoader
+
+__all__ = ["Epochs", "Remembered", "in_words"]
+
+
+def in_words(step: int, loaders: Sequence[PreparedLoader]) -> str:
+    """Where a training goes on, as the panel will say it: "step 92, epoch 3, batch 28/32".
+
+    Epochs are counted from 1, and batches are those of one rank: of the loader whose epoch is under way. With several
+    loaders that is the one that has come furthest in its epoch; an evaluation begins anew.
+    """
+    if not loaders:
+        return f"step {step:,}"
+    epoch, done, batches = max((loader.goes_on_at for loader in loaders), key=lambda place: place[1])
+    return f"step {step:,}, epoch {epoch + 1:,}, batch {done:,}" + ("" if batches is None else f"/{batches:,}")
 
 
 class Remembered(SimpleNamespace):

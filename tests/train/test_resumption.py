@@ -167,7 +167,7 @@ def test_between_one_process_and_several_the_order_changes_and_that_is_said(
     run_ranks(then, _samples, folder, None)
     said = capfd.readouterr().out
     assert said.count(f"was written by {first} process(es) and continues in {then}") == 1
-    assert said.count("what is left of epoch 0 may repeat samples") == 1
+    assert said.count("what is left of epoch 1 may repeat samples") == 1
 
 
 class Numbers(torch.utils.data.IterableDataset[int]):

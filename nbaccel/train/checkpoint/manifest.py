@@ -153,10 +153,6 @@ class Manifest:
         for name, record in sorted(self.files.items(), key=lambda item: item[1].size):
             record.verify(folder / name)
 
-    def describe(self) -> str:
-        """``step 120, epoch 2, batch 17`` for a person."""
-        return f"step {self.step}, epoch {self.epoch}, batch {self.batch}"
-
 
 def _as_json(files: dict[str, FileRecord]) -> dict[str, dict[str, Any]]:
     return {name: asdict(record) for name, record in files.items()}

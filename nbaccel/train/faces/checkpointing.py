@@ -36,6 +36,7 @@ from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.checkpoint.training import Training
 from nbaccel.train.faces.exporting import Exporting
 from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.resuming import in_words
 from nbaccel.train.warned import users_line, warn_user
 
 __all__ = ["ON_SAVE_ERROR", "Checkpointing", "Registered"]
@@ -381,7 +382,8 @@ class Checkpointing(Exporting):
         missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after it
         self._say_who_draws_anew(missing)
         if self.is_main_process and choice.manifest is not None:
-            for line in _news(choice.folder, choice.manifest, self.num_processes, was_chosen, reorders):
+            place = in_words(training.step, training.prepared.loaders) if was_chosen else ""
+            for line in _news(choice.folder, choice.manifest, self.num_processes, place, reorders):
                 self.print(line)
 
     def _refuse_other_objects(self, choice: Choice, content: Content) -> None:
@@ -439,13 +441,14 @@ def _read(choice: Choice, trust: bool) -> Content:
     return Content.read(choice.folder, choice.manifest, trust)
 
 
-def _news(folder: Path, manifest: Manifest, world_size: int, was_chosen: bool, reorders: bool) -> Iterator[str]:
+def _news(folder: Path, manifest: Manifest, world_size: int, place: str, reorders: bool) -> Iterator[str]:
     """What the program did not say itself, for a person.
 
-    was_chosen: by us, among several.  reorders: a loader's epoch under way goes on in another order.
+    place: where the training goes on; empty where the program chose the folder itself.  reorders: a loader's epoch
+    under way goes on in another order.
     """
-    if was_chosen:
-        yield f"continuing from {folder}: {manifest.describe()}"
+    if place:
+        yield f"continuing from {folder}: {place}"
     if manifest.world_size != world_size:
         yield (
             f"the checkpoint was written by {manifest.world_size} process(es) and continues in {world_size}: with an "
@@ -453,6 +456,6 @@ def _news(folder: Path, manifest: Manifest, world_size: int, was_chosen: bool, r
         )
     if reorders:
         yield (
-            f"one process has an order of its own (plain PyTorch's), so what is left of epoch {manifest.epoch} may "
+            f"one process has an order of its own (plain PyTorch's), so what is left of epoch {manifest.epoch + 1} may "
             "repeat samples and miss others; DataLoaderConfiguration(use_seedable_sampler=True) has one order for all"
         )

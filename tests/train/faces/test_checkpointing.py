@@ -346,7 +346,7 @@ def test_load_state_takes_the_newest_by_number_and_goes_on_behind_it(
     again = Trained.start(project_config=numbered(tmp_path))
     again.accelerator.load_state()
     assert again.weights() == training.weights()
-    assert re_line(capsys) == f"continuing from {tmp_path / 'checkpoints' / 'checkpoint_11'}: step 4, epoch 1"
+    assert re_line(capsys) == f"continuing from {tmp_path / 'checkpoints' / 'checkpoint_11'}: step 4, epoch 2"
     again.accelerator.save_state()
     assert "checkpoint_12" in names(tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotResume, RunStopped
-from nbaccel.events import Event, SaveAsked, SaveDue, StepEntered, outlet
+from nbaccel.events import Event, Gauge, Progress, SaveAsked, SaveDue, StepEntered, outlet
 from nbaccel.intervals import Period, Steps
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.schedule import schedule
 from nbaccel.train.checkpoint.shelf import Timeline
 from nbaccel.utils import DataLoaderConfiguration
+from nbaccel.view.history import History
+from nbaccel.view.text import where
 from nbaccel.world import World
 from trainings import Trained
 
@@ -72,6 +75,45 @@ def test_a_session_that_is_stopped_goes_on_where_it_was(
     assert [rank[:2] for rank in resumed] == [whole[0][:2]] * ranks
     assert resumed[0] == whole[0]
     assert [rank[3] for rank in resumed] == [rank[3] for rank in whole]
+
+
+def _where_it_goes_on(folder: str) -> Progress:
+    """What a panel shows of a rank when a resumed session is about to take its first batch."""
+    seen: list[Any] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, Gauge):
+            seen.append(event.read())
+        elif isinstance(event, StepEntered):
+            raise RunStopped
+
+    with outlet(look), suppress(RunStopped):
+        training = Trained.start(
+            samples=24, batch_size=2, checkpoint_every="4steps", checkpoint_dir=folder, resume=True
+        )
+        training.accelerator.prepare(torch.utils.data.DataLoader(torch.ones(8, 3), 2))
+        for _ in training.accelerator.epochs(EPOCHS):
+            next(iter(training.loader))
+    word: Progress = seen[0]
+    return word
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stop_at", "place"),
+    [(1, (15, 0), "step 15, epoch 2, batch 3/12"), (2, (8, 0), "step 8, epoch 2, batch 2/6")],
+)
+def test_where_a_training_goes_on_is_said_as_the_panel_counts_it(
+    tmp_path: Path, ranks: int, stop_at: tuple[int, int], place: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Epochs from 1, and batches of one rank."""
+    run_ranks(ranks, _session, str(tmp_path), stop_at)
+    capfd.readouterr()
+    history = History(ranks)
+    for rank, word in enumerate(run_ranks(ranks, _where_it_goes_on, str(tmp_path))):
+        history.feed(rank, 1.0, word)
+    assert f"continuing from {tmp_path}/checkpoint_{stop_at[0]}: {place}\n" in capfd.readouterr().out
+    epoch, batch, step = where(history)[:3]
+    assert f"{step}, {epoch}, {batch}" == place.replace("epoch 2", "epoch 2/3")
 
 
 @pytest.mark.parametrize("stop_at", [(3, 0), (6, 1), (7, 0)])
