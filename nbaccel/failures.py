@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["NEARLY_FULL", "Failure", "Recovery", "can_retry", "classify", "recovery_of"]
+__all__ = ["NEARLY_FULL", "Failure", "Recovery", "can_retry", "classify", "is_of_host", "recovery_of"]
 
 NEARLY_FULL = 0.9
 """Share of the memory in use from which on an ambiguous error counts as out of memory."""
@@ -42,10 +42,13 @@ class _Symptom:
     type_names: frozenset[str]
     message: re.Pattern[str]
     source: str
+    is_of_host: bool = False
 
 
-def _symptom(kind: Failure, recovery: Recovery, type_names: str, message: str, source: str) -> _Symptom:
-    return _Symptom(kind, recovery, frozenset(type_names.split()), re.compile(message, re.DOTALL), source)
+def _symptom(
+    kind: Failure, recovery: Recovery, type_names: str, message: str, source: str, is_of_host: bool = False
+) -> _Symptom:
+    return _Symptom(kind, recovery, frozenset(type_names.split()), re.compile(message, re.DOTALL), source, is_of_host)
 
 
 _TORCH = "RuntimeError AcceleratorError OutOfMemoryError DistBackendError"
@@ -69,7 +72,7 @@ _TABLE = (
              "CUDA runtime API, errors that stay with the context"),
     # Memory that ran out.
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, "OutOfMemoryError", "", "torch.OutOfMemoryError, of every device"),
-    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, "MemoryError _ArrayMemoryError", "", "CPython, numpy"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, "MemoryError _ArrayMemoryError", "", "CPython, numpy", True),
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
              r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA|HPU|MPS backend|CPU) out of memory\b", "torch's allocators, and vendors'"),
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
@@ -83,8 +86,8 @@ _TABLE = (
              "cuDNN, cuSOLVER, cuFFT: status codes"),
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
              r"\bDefaultCPUAllocator: (can't allocate memory|not enough memory)",
-             "c10/core/impl/alloc_cpu.cpp: Linux, Windows"),
-    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"^std::bad_alloc$", "libstdc++, through torch"),
+             "c10/core/impl/alloc_cpu.cpp: Linux, Windows", True),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"^std::bad_alloc\b", "libstdc++, through torch", True),
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"\bCaught OutOfMemoryError in replica\b",
              "torch/_utils.py, DataParallel: the original type does not always survive"),
     # What libraries say when their workspace did not fit, and also otherwise.
@@ -97,7 +100,9 @@ _TABLE = (
              r"\bInvalid buffer size\b|\bINT_MAX\b|\bcanUse32BitIndexMath\b",
              "MPS, and kernels with 32-bit indices: torch-max-mem"),
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
-             r"^could not (create|execute) a (primitive|memory)", "oneDNN: scratch memory, seen under RLIMIT_DATA"),
+             r"^could not (create|execute) a (primitive|memory)",
+             "oneDNN: code, scratch memory; the text leaves out the status, which may also be that of a bug "
+             "(oneDNN #914, #1500)", True),
     _symptom(Failure.PEER_LOST, Recovery.NO,
              "RuntimeError DistBackendError DistNetworkError DistStoreError ConnectionError",
              r"(?i:connection (closed|reset) by peer|connection refused|broken pipe|socket (closed|timeout)"
@@ -107,16 +112,24 @@ _TABLE = (
 """The first row that fits counts; what fits none is an error in the program, and nothing to retry."""
 
 
-def classify(type_name: str, message: str) -> Failure:
+def classify(type_name: str, message: str, used_fraction: float | None = None) -> Failure:
     """The kind of a failure, from its class name and text.
+
+    used_fraction: share of the memory that was in use when it failed; None if nobody knows.
 
     >>> classify("RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:3").name
     'PEER_LOST'
     >>> classify("ValueError", "expected 10 classes, got 11").name
     'USER'
+    >>> classify("RuntimeError", "could not create a primitive", used_fraction=0.99).name
+    'OUT_OF_MEMORY'
     """
     symptom = _find(frozenset([type_name.rpartition(".")[2]]), message)
-    return Failure.USER if symptom is None else symptom.kind
+    if symptom is None:
+        return Failure.USER
+    if symptom.recovery is Recovery.RETRY_IF_NEARLY_FULL and _is_nearly_full(used_fraction):
+        return Failure.OUT_OF_MEMORY
+    return symptom.kind
 
 
 def recovery_of(error: BaseException) -> Recovery:
@@ -133,11 +146,18 @@ def recovery_of(error: BaseException) -> Recovery:
     >>> recovery_of(RuntimeError("we ran out of memory. sorry")).name
     'NO'
     """
-    for link in _causes(error):
-        symptom = _find(frozenset(base.__name__ for base in type(link).__mro__), str(link))
-        if symptom is not None:
-            return symptom.recovery
-    return Recovery.NO
+    symptom = _symptom_of(error)
+    return Recovery.NO if symptom is None else symptom.recovery
+
+
+def is_of_host(error: BaseException) -> bool:
+    """Whether `error`, if it is about memory, is about the host's and not a device's.
+
+    >>> is_of_host(RuntimeError("could not create a primitive")), is_of_host(RuntimeError("HIP out of memory."))
+    (True, False)
+    """
+    symptom = _symptom_of(error)
+    return symptom is not None and symptom.is_of_host
 
 
 def can_retry(error: BaseException, used_fraction: float | None = None) -> bool:
@@ -153,9 +173,19 @@ def can_retry(error: BaseException, used_fraction: float | None = None) -> bool:
         case Recovery.RETRY:
             return True
         case Recovery.RETRY_IF_NEARLY_FULL:
-            return used_fraction is not None and used_fraction >= NEARLY_FULL
+            return _is_nearly_full(used_fraction)
         case _:
             return False
+
+
+def _is_nearly_full(used_fraction: float | None) -> bool:
+    return used_fraction is not None and used_fraction >= NEARLY_FULL
+
+
+def _symptom_of(error: BaseException) -> _Symptom | None:
+    """The first in the chain of causes."""
+    found = (_find(frozenset(base.__name__ for base in type(link).__mro__), str(link)) for link in _causes(error))
+    return next((symptom for symptom in found if symptom is not None), None)
 
 
 def _find(type_names: frozenset[str], message: str) -> _Symptom | None:

@@ -101,6 +101,12 @@ def test_what_only_left_its_name_is_of_the_same_kind(recovery: Recovery, error: 
         assert kind in (Failure.DEVICE_LOST, Failure.PEER_LOST)
 
 
+@every_row
+def test_a_name_says_as_much_with_memory_nearly_full(recovery: Recovery, error: BaseException) -> None:
+    kind = classify(type(error).__qualname__, str(error), NEARLY_FULL)
+    assert (kind is Failure.OUT_OF_MEMORY) is (recovery in (Recovery.RETRY, Recovery.RETRY_IF_NEARLY_FULL))
+
+
 def test_an_error_is_what_caused_it_but_not_what_was_being_handled() -> None:
     caused, handling = ValueError("step failed"), ValueError("step failed")
     caused.__cause__ = RuntimeError("again")

@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(
         ["configfile", "errors", "events", "failures", "gpu_driver", "hardware", "intervals", "settings"], 0
     ),
-    **dict.fromkeys(["storage", "tracking", "view", "world"], 0),
+    **dict.fromkeys(["demand", "room", "storage", "tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py

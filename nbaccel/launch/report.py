@@ -13,14 +13,15 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, cast
 
+from nbaccel.demand import Demand
 from nbaccel.errors import RanksFailed
 from nbaccel.launch.loaderworkers import WorkerEnd, dead_worker
 
-__all__ = ["Failure", "Link", "describe", "show_as", "show_users_frames", "signal_name"]
+__all__ = ["Failure", "Link", "Place", "describe", "show_as", "show_users_frames", "signal_name"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ASYNCIO = os.path.join(os.path.dirname(contextlib.__file__), "asyncio")
@@ -37,6 +38,7 @@ class Link:
     """One exception of a chain: what it was, where it passed, and how it led to the next.
 
     worker: how the worker process of a DataLoader ended, where the exception is about one.
+    demand: the numbers of the request for memory that was refused, where it is about that.
     """
 
     type_name: str
@@ -44,19 +46,27 @@ class Link:
     places: list[Place]
     relation: str = ""
     worker: WorkerEnd | None = None
+    demand: Demand | None = None
 
     @classmethod
     def of(cls, error: BaseException, relation: str) -> Link:
         headline = _headline(error)
         places = _users_places(error.__traceback__)
-        return cls(type(error).__qualname__, headline, places, relation, dead_worker(error, "\n".join(headline)))
+        worker = dead_worker(error, "\n".join(headline))
+        return cls(type(error).__qualname__, headline, places, relation, worker, _demand(error))
 
     @classmethod
     def from_json(cls, link: dict[str, Any]) -> Link:
         """Return one of the links that `describe` made, after its way through JSON."""
-        worker = link["worker"]
-        places = [tuple(place) for place in link["places"]]
-        return cls(**link | {"places": places, "worker": None if worker is None else WorkerEnd(*worker)})
+        worker, demand = link["worker"], link["demand"]
+        return cls(
+            **link
+            | {
+                "places": [tuple(place) for place in link["places"]],
+                "worker": None if worker is None else WorkerEnd(*worker),
+                "demand": None if demand is None else Demand(**demand),
+            }
+        )
 
 
 def describe(error: BaseException) -> list[dict[str, Any]]:
@@ -68,7 +78,8 @@ def describe(error: BaseException) -> list[dict[str, Any]]:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         link = Link.of(current, relation)
-        links.append({name: getattr(link, name) for name in Link.__slots__})
+        values = {name: getattr(link, name) for name in Link.__slots__}
+        links.append(values | {"demand": None if link.demand is None else asdict(link.demand)})
         if current.__cause__ is not None:
             current, relation = current.__cause__, "which directly caused:"
         elif current.__context__ is not None and not current.__suppress_context__:
@@ -76,6 +87,13 @@ def describe(error: BaseException) -> list[dict[str, Any]]:
         else:
             current = None
     return links[::-1]
+
+
+def _demand(error: BaseException) -> Demand | None:
+    try:
+        return Demand.of(error)
+    except Exception:  # memory is short, and it asks objects of foreign classes: the report goes out all the same
+        return None
 
 
 def _headline(error: BaseException, indent: str = "") -> list[str]:

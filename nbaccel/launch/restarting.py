@@ -11,12 +11,13 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from nbaccel.demand import WHAT_HELPS, Demand, in_words
 from nbaccel.events import LoopEntered
 from nbaccel.failures import Failure, classify
 from nbaccel.launch.group import Ended
 from nbaccel.launch.holdings import Holding
 from nbaccel.launch.hostmemory import HostMemory
-from nbaccel.launch.report import Link, signal_name
+from nbaccel.launch.report import Link, Place, signal_name
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.witness import Witness
 from nbaccel.settings import SHRINK, RunSettings
@@ -28,6 +29,10 @@ _LONGEST_LOSS_S = 600.0
 _NAMES_SHOWN = 3
 _KERNEL_IS_TO_BLAME = 0.5
 """Share of a device from which on what the notebook itself holds there is what does not fit."""
+
+_UNKNOWN_BATCH = 1000
+
+_WHAT_HELPS = f"Smaller batches do not help; what does: {WHAT_HELPS}"
 
 _OPTIMIZERS = os.path.join("torch", "optim", "")
 """In the path of a traceback's line: activations are gone by then, and smaller batches may not help."""
@@ -68,17 +73,62 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A request for memory that was refused.
+
+    places: the lines that led to it.
+    """
+
+    rank: int
+    places: tuple[Place, ...]
+    demand: Demand
+
+    @classmethod
+    def of(cls, rank: int, link: Link) -> _Refusal | None:
+        return None if link.demand is None else cls(rank, tuple(link.places), link.demand)
+
+    def hopeless(self, loop: LoopEntered, earlier: Sequence[tuple[_Refusal, LoopEntered]]) -> str:
+        """Why no batch would fit, with sizes; empty where that is not known.
+
+        loop: in which it was.  earlier: those of attempts before, with their loops.
+        """
+        demand = self.demand
+        if demand.is_beyond_the_limit:
+            return (
+                f"parameters ({in_words(demand.parameters_bytes)}), gradients "
+                f"({in_words(demand.gradients_bytes)}), optimizer states ({in_words(demand.states_bytes)}) and "
+                f"the {in_words(demand.asked_bytes)} that were asked for exceed the limit of "
+                f"{in_words(demand.limit_bytes)} without any batch. {_WHAT_HELPS}"
+            )
+        for other, other_loop in earlier:
+            one, larger = _samples_at_once(loop), _samples_at_once(other_loop)
+            is_alike = other.rank == self.rank and other.places == self.places
+            if is_alike and demand.is_hopeless(one, other.demand, larger):
+                needed_bytes = demand.needed_for_one(one, other.demand, larger)
+                return (
+                    f"the same {in_words(demand.asked_bytes)} were asked for at the same line as with "
+                    f"{_sizes(other_loop, other_loop.parts)}, and a single sample would not fit either: "
+                    f"{in_words(demand.used_bytes)} were in use (with {_sizes(other_loop, other_loop.parts)}: "
+                    f"{in_words(other.demand.used_bytes)}), the limit is {in_words(demand.limit_bytes)}, and "
+                    f"one sample needs {in_words(needed_bytes)}. {_WHAT_HELPS}"
+                )
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
 class _Death:
     """How a rank died of memory.
 
     how: "ran out of memory".  why: what is known or guessed about it.
     doubt: what would speak against memory, or against smaller batches, if it happened once more; empty for nothing.
+    refusal: the request for memory that it died of, where one is known.
     """
 
     rank: int
     how: str
     why: str = ""
     doubt: str = ""
+    refusal: _Refusal | None = None
 
     @classmethod
     def of(cls, attempt: Attempt) -> _Death | None:
@@ -92,11 +142,15 @@ class _Death:
                 return None
             return cls(rank, f"was killed by {signal_name(signal.SIGKILL)}", attempt.host.explain_kill())
         for link in _causes(report.links) if report.status == "failed" else ():
-            match classify(link.type_name, "\n".join(link.headline)):
+            demand = link.demand or Demand()
+            # The class and its text, as where it was raised: a headline begins with the class.
+            text = "\n".join(link.headline).partition(": ")[2]
+            match classify(link.type_name, text, demand.fullness):
                 case Failure.OUT_OF_MEMORY if any(_OPTIMIZERS in place[0] for place in link.places):
-                    return cls(rank, "ran out of memory", "in an optimizer's step", doubt="the optimizer's step")
+                    where = "the optimizer's step"
+                    return cls(rank, "ran out of memory", "in an optimizer's step", where, _Refusal.of(rank, link))
                 case Failure.OUT_OF_MEMORY:
-                    return cls(rank, "ran out of memory")
+                    return cls(rank, "ran out of memory", refusal=_Refusal.of(rank, link))
                 case Failure.DEVICE_LOST:
                     return cls(rank, "lost its device", link.headline[-1], doubt=link.headline[-1])
         return None
@@ -113,6 +167,7 @@ class Restarting:
         self._restarts = 0
         self._left_behind: dict[str, None] = {}  # in their order, each once
         self._doubts: set[str] = set()
+        self._refusals: list[tuple[_Refusal, LoopEntered]] = []
 
     def after(self, attempt: Attempt) -> Again | Over:
         """What follows `attempt`."""
@@ -128,6 +183,8 @@ class Restarting:
             return Over("; ".join([happened, f"not started again: {reason}", *_said_of(held)]) + ".")
         self._restarts += 1
         self._doubts.add(death.doubt)
+        if death.refusal is not None:
+            self._refusals.append((death.refusal, loop))
         spec = _smaller(attempt.spec, attempt.ended, loop, checkpoint)
         return Again(spec, "; ".join([happened, *self._said(attempt, loop, spec), *_said_of(held)]))
 
@@ -151,6 +208,9 @@ class Restarting:
         large = [holding for holding in held if holding.share > _KERNEL_IS_TO_BLAME]
         if large:
             return f"smaller batches do not help where the notebook itself holds {large[0].share:.0%} of the device"
+        hopeless = "" if death.refusal is None else death.refusal.hopeless(loop, self._refusals)
+        if hopeless:
+            return hopeless
         if death.doubt and death.doubt in self._doubts:
             return "it was the same with larger batches, so smaller ones will not help"
         if attempt.spec.stays:
@@ -204,6 +264,11 @@ def _smaller(spec: LaunchSpec, ended: Ended, loop: LoopEntered, checkpoint: str)
     environ = {**spec.environ, **RunSettings(split=2 * loop.parts, resume=checkpoint or None).environ()}
     left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
     return replace(spec, environ=environ, timeout_s=left_s, program_limit=ended.program_limit)
+
+
+def _samples_at_once(loop: LoopEntered) -> float:
+    """Of a forward; where batches have no size, as many as there would be of batches of 1,000."""
+    return max(1.0, (loop.samples or _UNKNOWN_BATCH) / loop.parts)
 
 
 def _at(loop: LoopEntered | None) -> str:

@@ -121,3 +121,68 @@ def test_a_cell_without_a_loop_of_ours_says_why_it_was_not_started_again(noteboo
     assert "not started again: nothing of ours can be cut" in error.text
     error = notebook.run(accelerate("os.kill(os.getpid(), 9)", n=1)).failed("RankDied")
     assert "not started again: nothing of ours can be cut" in error.text
+
+
+TOO_LARGE = """
+import resource
+from pathlib import Path
+
+def limit_to(more_bytes):
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    limit = int(int(line.split()[1]) * 1024 + more_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+def train(accelerator, model, samples, features):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(samples, features), torch.randn(samples, 1)), samples)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with open(attempts, "a") as file:
+        file.write("a")
+    for x, target in loader:
+        accelerator.backward((model(x) - target).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+MLP = """
+limit_to(110e6)  # 20 million parameters, one of whose gradients takes 64 MB
+model = torch.nn.Sequential(
+    torch.nn.Linear(900, 4000), torch.nn.ReLU(), torch.nn.Linear(4000, 4000), torch.nn.ReLU(), torch.nn.Linear(4000, 1)
+)
+train(accelerator, model, 128, 900)
+"""
+
+TABLE = """
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.zeros(11250, 10000))  # 450 MB
+        self.first = torch.nn.Linear(64, 10000)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        for _ in range(22):
+            hidden = hidden.tanh()
+        return (hidden * self.rows[0]).sum(1, keepdim=True)
+
+limit_to(3 * 450e6 + 400e6)
+torch.set_num_threads(1)
+train(accelerator, Table(), 1024, 64)
+"""
+
+
+def test_a_gradient_that_fits_with_no_batch_ends_the_cell_after_two_tries(notebook: RealKernel) -> None:
+    notebook.do(TOO_LARGE)
+    error = notebook.run(accelerate(MLP, n=1)).failed("RuntimeError")
+    assert "not started again: the same 64.0 MB were asked for at the same line as with 128" in error.text
+    assert "and a single sample would not fit either" in error.text
+    assert "gradient checkpointing" in error.text
+    assert notebook.value("open(attempts).read()") == "aa"
+
+
+def test_a_large_gradient_that_fits_with_a_quarter_of_the_batch_is_trained(notebook: RealKernel) -> None:
+    notebook.do(TOO_LARGE)
+    cell = notebook.do(accelerate(TABLE, n=1))
+    assert "ran out of memory at 1024 per rank; started again with 2 x 512" in cell.text
+    assert "ran out of memory at 2 x 512 per rank; started again with 4 x 256" in cell.text
+    assert notebook.value("open(attempts).read()") == "aaa"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nbaccel.demand import WHAT_HELPS, Demand
 from nbaccel.errors import RankDied
 from nbaccel.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory, Progress
 from nbaccel.launch.group import Ended
@@ -26,6 +27,16 @@ GB = 1_000_000_000
 SPEC = LaunchSpec(FunctionTask(print), 2, Start("fork", "a test"), {"NBACCEL_SEED": "7"}, oom="shrink")
 LOOP = LoopEntered(samples=64, batches_per_step=2)
 OOM = Link("OutOfMemoryError", ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"], [])
+
+
+LINE = ("/tmp/cell.py", 9, "<module>", "accelerator.backward(loss)")
+
+
+def refused(used: int, asked: int = 64_000_000, limit: int = 510_000_000, place: Any = LINE, **kept: int) -> Report:
+    """A rank that asked for too much while `used` bytes were in use."""
+    demand = Demand(asked, used, limit, None, **{"parameters_bytes": 80_000_000, **kept})
+    text = f"RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate {asked} bytes."
+    return failed(Link("RuntimeError", [text], [place], demand=demand))
 
 
 def failed(*links: Link) -> Report:
@@ -240,4 +251,63 @@ def test_ranks_that_stay_are_not_started_again_and_it_is_said_what_would_be() ->
     assert report == (
         "rank 1 ran out of memory at 64 per rank; not started again: ranks that stay never are (--oom is for cells "
         "that have ranks of their own: after %accelerate stop this one would go on with 2 x 32)."
+    )
+
+
+@pytest.mark.parametrize("text", ["could not create a primitive", "std::bad_alloc"])
+def test_what_libraries_say_of_memory_that_was_full_starts_again(text: str) -> None:
+    link = Link("RuntimeError", [f"RuntimeError: {text}"], [], demand=Demand(fullness=0.99))
+    assert isinstance(Restarting().after(attempt(failed(link), LOOP)), Again)
+
+
+@pytest.mark.parametrize("demand", [None, Demand(fullness=0.5), Demand()])
+def test_the_same_words_with_memory_to_spare_are_an_error_of_the_program(demand: Demand | None) -> None:
+    link = Link("RuntimeError", ["RuntimeError: could not create a primitive"], [], demand=demand)
+    assert stopped(Restarting().after(attempt(failed(link), LOOP))) == ""
+
+
+def test_a_request_that_no_batch_makes_room_for_is_made_twice_and_the_sentence_has_its_numbers() -> None:
+    restarting = Restarting()
+    assert isinstance(restarting.after(attempt(refused(480_000_000), LOOP)), Again)
+    report = stopped(restarting.after(attempt(refused(479_000_000), replace(LOOP, parts=2))))
+    assert report == (
+        "rank 1 ran out of memory at 2 x 32 per rank; not started again: the same 64.0 MB were asked for at the same "
+        "line as with 64, and a single sample would not fit either: 479.0 MB were in use (with 64: 480.0 MB), the "
+        "limit is 510.0 MB, and one sample needs 542.0 MB. Smaller batches do not help; what does: " + WHAT_HELPS + "."
+    )
+
+
+def test_a_gradient_of_450_mb_that_fits_with_a_quarter_of_the_batch_is_not_given_up() -> None:
+    """Twice it is refused at the same line: in the first part of a batch, and in the second, which finds a gradient."""
+    loop, sizes = replace(LOOP, samples=1024), {"asked": 450_000_000, "limit": 1_950_000_000}
+    restarting = Restarting()
+    whole = refused(1_510_000_000, **sizes)
+    assert isinstance(restarting.after(attempt(whole, loop)), Again)
+    second_part = refused(1_640_000_000, **sizes, gradients_bytes=450_000_000)
+    assert isinstance(restarting.after(attempt(second_part, replace(loop, parts=2))), Again)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        refused(479_000_000, asked=32_000_000),
+        refused(479_000_000, place=("/tmp/cell.py", 3, "<module>", "model(x)")),
+        refused(479_000_000, limit=0),
+        refused(479_000_000, parameters_bytes=0),
+        refused(440_000_000),
+    ],
+    ids=["another request", "another line", "no limit known", "no model seen", "less in use"],
+)
+def test_what_may_fit_yet_is_tried(second: Report) -> None:
+    restarting = Restarting()
+    assert isinstance(restarting.after(attempt(refused(480_000_000), LOOP)), Again)
+    assert isinstance(restarting.after(attempt(second, replace(LOOP, parts=2))), Again)
+
+
+def test_what_exceeds_the_limit_without_any_batch_is_not_tried_again() -> None:
+    report = refused(500_000_000, gradients_bytes=300_000_000, states_bytes=160_000_000)
+    assert stopped(Restarting().after(attempt(report, LOOP))) == (
+        "rank 1 ran out of memory at 64 per rank; not started again: parameters (80.0 MB), gradients (300.0 MB), "
+        "optimizer states (160.0 MB) and the 64.0 MB that were asked for exceed the limit of 510.0 MB without any "
+        "batch. Smaller batches do not help; what does: " + WHAT_HELPS + "."
     )

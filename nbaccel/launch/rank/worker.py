@@ -180,6 +180,7 @@ class _Rank:
 
     def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:
         """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""
+        chain = [] if error is None else describe(error)  # first: it says how full the memory was
         results = Results() if task is None else _results_of(task, self.rank)
         namespace = None if task is None else task.namespace
         anchors = {} if task is None else task.anchors()
@@ -201,7 +202,7 @@ class _Rank:
             "missing": missing,
             "facts": dict(results.facts),
             "exit_code": error.code if isinstance(error, SystemExit) else None,
-            "chain": [] if error is None else describe(error),
+            "chain": chain,
             "snapshot": snapshot.to_json(),
             "names": [] if home is None else list(home.namespace),
             "sequence": _sequence_number(),

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.demand import in_bytes
 from nbaccel.failures import can_retry
+from nbaccel.room import is_shortage
 from nbaccel.train.executable.peak import Peak
 from nbaccel.train.memory import forget_frames
 
@@ -47,6 +49,7 @@ class Attempt:
     """One run of a function: its value, or the error that left it; `forget` lets go of both.
 
     used: the share of the memory that it took at its peak; None where nobody knows.
+    shortage: what was missing, if memory was.
 
     The error is kept outside of any ``except`` block, whose frames would hold the failed attempt while it is
     cleaned up.
@@ -62,12 +65,13 @@ class Attempt:
             self.error = error
 
         self.used = peak.share
+        self.shortage = self._missing()  # now: how full the memory is cannot be told later
 
-    @property
-    def shortage(self) -> Shortage | None:
-        """What was missing, if memory was."""
+    def _missing(self) -> Shortage | None:
         error = self.error
-        return Shortage.of(error) if isinstance(error, Exception) and can_retry(error, self.used) else None
+        if isinstance(error, Exception) and (can_retry(error, self.used) or is_shortage(error)):
+            return Shortage.of(error)
+        return None
 
     def forget(self) -> None:
         """Let go of everything that the attempt made, also where the program has kept the error."""
@@ -91,7 +95,6 @@ def _place(error: BaseException) -> Place:
 
 
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _TOTAL_AND_FREE = re.compile(rf"(?:total capacity of|allows) {_SIZE},? of which {_SIZE} (?:is|are) free")
 
@@ -105,10 +108,6 @@ def _demand(text: str) -> float:
     asked, state = _ASKED.search(text), _TOTAL_AND_FREE.search(text)
     if asked is None or state is None:
         return 1.0
-    total = _bytes(state[1], state[2])
-    used = total - _bytes(state[3], state[4])
-    return max(1.0, (used + _bytes(asked[1], asked[2])) / total)
-
-
-def _bytes(number: str, unit: str) -> float:
-    return float(number) * _UNITS[unit]
+    total = in_bytes(state[1], state[2])
+    used = total - in_bytes(state[3], state[4])
+    return max(1.0, (used + in_bytes(asked[1], asked[2])) / total)

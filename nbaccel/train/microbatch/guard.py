@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from nbaccel.errors import StepCorrupted
 from nbaccel.events import OutOfMemory, emit
-from nbaccel.failures import can_retry
+from nbaccel.room import is_shortage
 from nbaccel.train.memory import release_unused
 
 __all__ = ["guarded_step"]
@@ -45,7 +45,7 @@ def guarded_step(optimizer: Optimizer, take: Callable[[], _T], place: str, step:
         try:
             return take()
         except Exception as error:
-            if can_retry(error):
+            if is_shortage(error):
                 before.bring_back(optimizer, place, step, _first_line(error))
             raise
 
@@ -59,7 +59,7 @@ def _try(take: Callable[[], _T]) -> _T | _Failed:
     try:
         return take()
     except Exception as error:
-        if not can_retry(error):
+        if not is_shortage(error):
             raise
         return _Failed(_first_line(error))
 

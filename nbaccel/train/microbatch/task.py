@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nbaccel.failures import Recovery, can_retry, recovery_of
+from nbaccel.room import is_shortage
 from nbaccel.train.microbatch.sizes import Shapes
 from nbaccel.train.microbatch.slicing import Samples, SplitFunction, sample_shapes
 from nbaccel.train.microbatch.weights import Weight, Weights, make_weights
@@ -113,7 +112,7 @@ class Part:
         try:
             return self._run()
         except Exception as error:
-            if not _is_shortage(error):
+            if not is_shortage(error):
                 raise
             return Shortage(self.phase, (str(error) or type(error).__name__).splitlines()[0])
 
@@ -143,19 +142,3 @@ def mean_loss(loss_fn: LossFunction, micro_batch: Any) -> Tensor:
             f"returned {what}"
         )
     return loss
-
-
-def _is_shortage(error: Exception) -> bool:
-    """Whether less memory would have done."""
-    if recovery_of(error) is Recovery.RETRY_IF_NEARLY_FULL:
-        return can_retry(error, _used_fraction())
-    return can_retry(error)
-
-
-def _used_fraction() -> float | None:
-    """Share of the current device's memory that is in use, by everybody; None without a device."""
-    if not torch.cuda.is_initialized():
-        return None
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return 1 - (free_bytes + unused_bytes) / total_bytes

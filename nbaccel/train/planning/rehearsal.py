@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbaccel.failures import can_retry
+from nbaccel.room import is_shortage
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.memory import release_unused
 from nbaccel.train.microbatch.task import mean_loss
@@ -131,7 +132,7 @@ class Rehearsal:
                 self._steps(size, peaks)
         except Exception as error:
             peaks.note()
-            if not can_retry(error, peaks.share):
+            if not (can_retry(error, peaks.share) or is_shortage(error)):
                 raise
             complaint = str(error)
         else:
