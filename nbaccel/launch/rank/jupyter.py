@@ -140,7 +140,8 @@ def _refuse_input(rank: int) -> None:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NoInput(
             f"rank {rank} asked for keyboard input (input, getpass or a debugger), but nobody can type into a rank. "
-            "Ask in a cell of its own before this one, for example to log in; for a debugger, %%accelerate "
+            "Ask in a cell of its own before this one, for example to log in, or set a key there: "
+            'os.environ["WANDB_API_KEY"] or ["HF_TOKEN"], ["WANDB_MODE"] = "offline". For a debugger, %%accelerate '
             f"--pdb {rank} lets this rank ask, and %%accelerate --start inline -n 1 runs the cell in the kernel."
         )
 

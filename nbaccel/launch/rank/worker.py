@@ -28,6 +28,7 @@ from nbaccel.launch.rank.debugger import debugging
 from nbaccel.launch.rank.farewell import Farewell
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.foreign.existing_world import join_existing_world
+from nbaccel.launch.rank.foreign.logins import refuse_logins
 from nbaccel.launch.rank.foreign.oneprocess import forget_one_process
 from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.inherited import put_aside
@@ -117,6 +118,7 @@ class _Rank:
         refuse_launchers(boot.world)
         forget_one_process(boot.world)
         join_existing_world(boot.world)
+        refuse_logins(self.rank)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self._peers = PeerWatch(self.page, self.rank)
         self.calls = CallLog(self._peers)

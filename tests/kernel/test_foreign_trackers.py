@@ -1,0 +1,86 @@
+"""Trackers and logins in ranks of a real kernel: one run, by rank 0, and no rank waits for somebody to type a key.
+
+Nothing here has a key or asks the net: wandb keeps its run on disk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from kernel.foreign_programs import LIGHTNING, SHARED, TRANSFORMERS
+from kernel.harness import RealKernel, accelerate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def needs(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed; `make test` installs it")
+
+
+NO_KEY = """
+    import os
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "HF_TOKEN"):
+        os.environ.pop(name, None)
+    os.environ["HF_HOME"] = os.environ["WANDB_CONFIG_DIR"] = os.environ["NETRC"] = "nowhere"
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "asks", "variable"),
+    [
+        ("wandb", "import wandb; wandb.login()", 'os.environ["WANDB_API_KEY"]'),
+        ("wandb", "import wandb; wandb.init(project='x')", 'os.environ["WANDB_MODE"] = "offline"'),
+        ("huggingface_hub", "import huggingface_hub; huggingface_hub.login()", 'os.environ["HF_TOKEN"]'),
+        ("huggingface_hub", "import huggingface_hub; huggingface_hub.interpreter_login()", 'os.environ["HF_TOKEN"]'),
+        ("getpass", "import getpass; getpass.getpass('key')", 'os.environ["WANDB_API_KEY"]'),
+        ("builtins", "input('key')", 'os.environ["WANDB_API_KEY"]'),
+    ],
+)
+def test_a_prompt_in_a_rank_is_an_error_with_the_variable_to_set(
+    kernel: RealKernel, package: str, asks: str, variable: str
+) -> None:
+    needs(package)
+    kernel.do(NO_KEY)
+    assert variable in kernel.run(accelerate(asks, "fork")).failed("NoInput").evalue
+
+
+def test_trainers_write_one_run_by_rank_0(kernel: RealKernel) -> None:
+    """A Trainer of an earlier cell, whose callbacks were told there that theirs is the main process."""
+    needs("transformers", "wandb", "tensorboard")
+    kernel.do("import os, tempfile; os.chdir(tempfile.mkdtemp(dir='.'))")
+    kernel.do(SHARED + TRANSFORMERS, timeout_s=120)
+    kernel.do("""
+        os.environ["WANDB_MODE"], os.environ["WANDB_SILENT"] = "offline", "true"
+        arguments = settings()
+        arguments.report_to, arguments.logging_dir = ["wandb", "tensorboard"], "board"
+        os.environ["TENSORBOARD_LOGGING_DIR"] = "board"
+        arguments.logging_strategy, arguments.logging_steps = "steps", 2
+        made = Trainer(model=Net(), args=arguments, train_dataset=Numbers())
+    """)
+    kernel.do(accelerate("seen = train(made)", "fork", flags="--out seen"), timeout_s=120)
+    assert kernel.value("seen") == [2, 8, True]
+    kernel.do("import glob")
+    assert kernel.value("len(glob.glob('**/offline-run-*', recursive=True))") == 1
+    assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 1
+    kernel.do("del os.environ['WANDB_MODE'], os.environ['WANDB_SILENT'], os.environ['TENSORBOARD_LOGGING_DIR']")
+
+
+def test_a_logger_of_lightnings_writes_by_rank_0_alone(kernel: RealKernel) -> None:
+    """Also before a trainer has told it its rank: the logger is of an earlier cell, and is used by itself."""
+    needs("lightning", "tensorboard")
+    kernel.do("import os, tempfile; os.chdir(tempfile.mkdtemp(dir='.'))")
+    kernel.do(SHARED + LIGHTNING, timeout_s=120)
+    kernel.do("from lightning.pytorch.loggers import CSVLogger\nlogger = CSVLogger('rows')")
+    body = """
+        logger.log_metrics({"loss": 1.0}, step=0)
+        logger.save()
+        seen = use_lightning(make_lightning(logger=logger))
+    """
+    kernel.do(accelerate(body, "fork", flags="--out seen"), timeout_s=120)
+    assert kernel.value("seen") == [2, 8, True]
+    kernel.do("import glob")
+    assert kernel.value("len(glob.glob('rows/**/metrics.csv', recursive=True))") == 1
