@@ -183,7 +183,9 @@ def _as_run(outcome: Outcome, values: list[Any], history: History, error: BaseEx
         log_path=outcome.log_path,
         seconds=seconds,
         restarts=outcome.restarts,
-        stopped=outcome.at_the_limit(0.0, "resume=True", "checkpoint_every") if ended.is_own_limit else "",
+        stopped=outcome.at_the_limit(0.0, "resume=True", "checkpoint_every", history.first_step)
+        if ended.is_own_limit
+        else "",
     )
 
 

@@ -10,6 +10,7 @@ from nbaccel.launch.group import Ended
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.spec import Task
 from nbaccel.launch.wire.parcel import unpack_what_can_be_rebuilt
+from nbaccel.view.words import plural
 
 __all__ = ["Outcome"]
 
@@ -50,14 +51,15 @@ class Outcome:
         report.missing |= {name.removeprefix("out:"): why for name, why in refused.items() if name.startswith("out:")}
         return {name.removeprefix("out:"): value for name, value in values.items() if name.startswith("out:")}
 
-    def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str) -> str:
+    def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str, first_step: int) -> str:
         """The line on a run that ended well at a time limit.
 
-        launch_s: that of the launch.  resume, checkpoint_every: what the caller's users call these.
+        launch_s: that of the launch.  resume, checkpoint_every: what the caller's users call these.  first_step: steps
+        that the program had behind it when the run began.
         """
         ended = self.ended
         own = ended.program_limit if ended.is_own_limit else None
-        done = "" if ended.steps is None else f" after {ended.steps} step{'s' * (ended.steps != 1)}"
+        done = "" if ended.steps is None else f" after {plural(max(0, ended.steps - first_step), 'step')}"
         if self.checkpoint:
             then = f"{resume} goes on from its checkpoint"
         elif ended.saves_itself:

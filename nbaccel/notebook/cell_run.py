@@ -82,7 +82,7 @@ class CellRun:
         watching = Watching(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
         self._outcome = host.run(self.spec, watching)
         self.seconds = self.shown.elapsed_s
-        self.error, self.end = _how_it_ended(self._outcome, self.plan, self.seconds)
+        self.error, self.end = _how_it_ended(self._outcome, self.plan, self.seconds, self.shown.history.first_step)
 
     def show_end(self) -> None:
         self.shown.end(self.end, self.seconds, self.error, self.outcome.ended.first_failed)
@@ -105,7 +105,8 @@ class CellRun:
         report = ended.reports[speaker]
         if ended.is_timed_out and error is None:
             limit_s = self.plan.options.time_limit or 0.0
-            say(outcome.at_the_limit(limit_s, "--resume", "--checkpoint-every"))
+            first_step = self.shown.history.first_step
+            say(outcome.at_the_limit(limit_s, "--resume", "--checkpoint-every", first_step))
         if outcome.start.method != self.plan.start.method:
             say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
         values = _values_of(outcome)
@@ -138,8 +139,11 @@ def briefly(error: BaseException) -> BaseException:
     return error
 
 
-def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float) -> tuple[BaseException | None, str]:
-    """What the cell raises, and the run's end in one word."""
+def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int) -> tuple[BaseException | None, str]:
+    """What the cell raises, and the run's end in one word.
+
+    seconds: of all its attempts.  first_step: steps that the program had behind it when the run began.
+    """
     ended = outcome.ended
     limit = plan.options.limit
     if ended.is_timed_out and (ended.is_own_limit or limit is None or limit.ends_well):
@@ -150,7 +154,7 @@ def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float) -> tuple[BaseExc
     has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
     # Peers of a rank that failed are interrupted too: they say nothing about how the run ended.
     if ended.is_interrupted or (has_stopped and ended.first_failed is None):
-        steps = "" if ended.steps is None else f"; every rank had done {ended.steps} steps"
+        steps = "" if ended.steps is None else f"; every rank had done {max(0, ended.steps - first_step)} steps"
         return briefly(KeyboardInterrupt(f"the run was interrupted after {seconds:.1f} s{steps}.")), "stopped"
     return outcome.error, "done" if outcome.error is None else "failed"
 

@@ -244,6 +244,12 @@ class History:
         return sum(phase.steps for phase in self.phases[self._first_phase :]) + self.kept_steps
 
     @property
+    def first_step(self) -> int:
+        """Steps that the program had behind it when this run began: in ranks that stay, or in a checkpoint."""
+        first = self.phases[0].first if self._first is None else self._first
+        return first or 0
+
+    @property
     def kept_steps(self) -> int:
         """Of `steps`, those of earlier attempts."""
         first = self.phases[self._first_phase].first

@@ -67,6 +67,104 @@ def test_the_panel_follows_the_run_at_two_frames_per_second_at_most(kernel: Real
     assert max(len(json.dumps(frame)) for frame in frames) < 15_000
 
 
+SPEED = r"[\d.,]+ steps/s"
+
+EVALUATES = """
+import time, torch
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model, optimizer, loader, held_out = accelerator.prepare(
+    model, optimizer, DataLoader(torch.randn(96, 8), 4), DataLoader(torch.randn(48, 8), 4)
+)
+"""
+EPOCHS = """
+for epoch in {epochs}:
+    for x in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.05)
+    with torch.no_grad():
+        for x in held_out:
+            model(x)
+            time.sleep(0.2)
+"""
+
+
+def bars(cell: Cell) -> list[float]:
+    """How far the bar was, frame by frame."""
+    html = [frame["text/html"] for frame in cell.frames if "text/html" in frame]
+    return [float(value) for frame in html for value in re.findall(r'<progress max="1" value="([\d.]+)"', frame)]
+
+
+@pytest.mark.slow
+def test_an_evaluation_stands_beside_the_place_of_the_training_whose_bar_never_goes_back(kernel: RealKernel) -> None:
+    cell = kernel.do(accelerate(EVALUATES + EPOCHS.format(epochs="accelerator.epochs(2)")))
+    places = [words for frame in cell.frames for words in frame["text/plain"].splitlines() if "evaluating" in words]
+    assert len(places) >= 2, [frame["text/plain"] for frame in cell.frames]
+    for words in places:
+        assert re.match(r"epoch ([12])/2, step (12|24), (50|100) %, evaluating, batch \d/6, ", words), words
+    assert any(" s left" in words for words in places)
+    assert bars(cell) == sorted(bars(cell))
+    assert bars(cell)[-1] == 1.0
+    said = re.search(r"^done in [^,]*, 24 steps, .*$", cell.stdout, re.M)
+    assert said is not None, cell.stdout
+    speeds = re.findall(SPEED, said[0] + cell.panel["text/plain"] + cell.frames[-2]["text/html"])
+    assert len(speeds) == 3
+    assert len(set(speeds)) == 1
+
+
+@pytest.mark.slow
+def test_steps_of_a_cell_in_ranks_that_stay_are_its_own(kernel: RealKernel) -> None:
+    kernel.do("%accelerate start -n 2 --cpu")
+    try:
+        kernel.do("%%accelerate\n" + EVALUATES + EPOCHS.format(epochs="range(1)").replace("0.2", "0"))
+        cell = kernel.do("%%accelerate\n" + EPOCHS.format(epochs="accelerator.epochs(2)").replace("0.2", "0"))
+    finally:
+        kernel.do("%accelerate stop")
+    assert re.search(r"^done in [^,]*, 24 steps, ", cell.stdout, re.M), cell.stdout
+    assert re.search(r": done in [^,]*, 24 steps$", numbers(cell.panel)[0])
+    places = [words for frame in cell.frames for words in frame["text/plain"].splitlines() if "epoch" in words]
+    assert all(re.match(r"epoch [12]/2, (batch|step)", words) for words in places), places
+    assert bars(cell) == sorted(bars(cell))
+
+
+@pytest.mark.slow
+def test_a_run_that_memory_started_again_says_the_seconds_of_all_and_the_steps_of_the_last_attempt(
+    kernel: RealKernel,
+) -> None:
+    kernel.do("import os; attempts = 'attempts.txt'; open(attempts, 'w').close()")
+    body = """
+        import time, torch
+        open(attempts, "a").write("x")
+        model = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, torch.utils.data.DataLoader(torch.randn(48, 8), 4)
+        )
+        time.sleep(1.5)
+        for x in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.05)
+            if len(open(attempts).read()) == 1 and len(x) == 4 and accelerator.process_index == 0:
+                if (steps := globals().get("steps", 0) + 1) == 6:
+                    raise torch.OutOfMemoryError("CPU out of memory. Tried to allocate 9.00 GiB")
+    """
+    cell = kernel.do(accelerate(body, n=1))
+    assert cell.text.count("started again with") == 1, cell.text
+    said = re.search(r"^done in ([\d.:]+)( s)?, 12 steps in the last of 2 attempts, ", cell.stdout, re.M)
+    assert said is not None, cell.stdout
+    assert re.search(
+        rf": done in {said[1]}{said[2] or ''}, 12 steps in the last of 2 attempts$", numbers(cell.panel)[0]
+    )
+    assert float(said[1].rpartition(":")[2]) >= 3.0
+    assert any(words.startswith("attempt 2") for frame in cell.frames for words in frame["text/plain"].splitlines())
+
+
 @pytest.mark.slow
 def test_the_bars_of_all_ranks_are_seen_while_they_run_and_their_last_states_are_kept(kernel: RealKernel) -> None:
     training = """

@@ -48,7 +48,8 @@ def test_a_time_limit_ends_the_cell_well_and_resume_goes_on_at_the_next_batch(ke
     assert 0 < int(steps) < 50
     assert checkpoints(kernel, "limited") == [f"checkpoint_{steps}"]
     cell = kernel.do(accelerate(QUICK, flags=f"{flags} --resume"))
-    assert f"step {steps}, epoch 0, batch {2 * int(steps)}" in cell.stdout
+    assert f"step {steps}, epoch 1, batch {steps}/50\n" in cell.stdout
+    assert re.search(rf"^done in [^,]*, {50 - int(steps)} steps,", cell.stdout, re.M)
     # Rank 0 has every other batch of two rows of three numbers.
     assert kernel.value("rows") == [float(12 * batch + 3 * row) for batch in range(50) for row in range(2)]
 
