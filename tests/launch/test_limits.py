@@ -81,7 +81,7 @@ def test_the_limit_of_an_accelerator_ends_two_ranks_well_with_a_checkpoint_of_th
     prepared(str(tmp_path), resume=True)
     said = capsys.readouterr().out
     assert run.stopped in said
-    assert f"checkpoint_{steps}: step {steps}, epoch 0" in said
+    assert f"checkpoint_{steps}: step {steps}, epoch 1" in said
 
 
 def wait_outside_of_steps(limit: str) -> None:
