@@ -6,8 +6,11 @@ training goes on.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,12 +77,13 @@ class Save:
 class Writer:
     """Does one piece of work at a time in the background; who hands in the next waits for the one before.
 
-    The thread is no daemon: a process that ends regularly waits for its last checkpoint. A pickled copy is idle.
+    A process that ends regularly waits for its last checkpoint, and says what that has met. A pickled copy is idle.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._pid = 0  # of the process that waits at its end
 
     def start(self, work: Callable[[], object]) -> None:
         """
@@ -94,8 +98,18 @@ class Writer:
             except Exception as error:
                 self._error = error
 
+        self._wait_at_the_end()
         self._thread = threading.Thread(target=run, name="nbaccel-checkpoint")
         self._thread.start()
+
+    def _wait_at_the_end(self) -> None:
+        """Let the process wait before it shuts the thread pools down, with which a checkpoint is written.
+
+        It joins threads that are no daemons only after that, and ``atexit`` comes later still.
+        """
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            threading._register_atexit(_finish, weakref.ref(self))  # type: ignore[attr-defined]
 
     def join(self) -> None:
         """Wait until nothing is being written.
@@ -112,3 +126,13 @@ class Writer:
 
     def __reduce__(self) -> tuple[type[Writer], tuple[()]]:
         return Writer, ()
+
+
+def _finish(reference: weakref.ref[Writer]) -> None:
+    writer = reference()
+    if writer is None:
+        return
+    try:
+        writer.join()
+    except Exception as error:
+        warnings.warn(f"the last checkpoint of this process was not written: {error}", stacklevel=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,42 @@ def test_a_pickled_part_is_of_the_moment_of_the_call_too(tmp_path: Path) -> None
     other.accelerator.register_for_checkpointing(loaded)
     other.accelerator.load_state(tmp_path / "last", trust=True)
     assert loaded.state["values"] == [1]
+
+
+_ENDS_BEFORE_ITS_SAVE = """
+import sys, threading, time
+import torch
+from nbaccel import Accelerator
+from nbaccel.train.checkpoint.manifest import Manifest
+
+whole = Manifest.seal
+
+def seal(*args, **options):
+    begun.set()
+    time.sleep(0.2)  # the program is at its end meanwhile
+    if sys.argv[2] == "fails":
+        raise OSError(28, "No space left on device")
+    return whole(*args, **options)
+
+begun, Manifest.seal = threading.Event(), seal
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+accelerator.save_state(sys.argv[1], blocking=False)
+begun.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", ["is written", "fails"])
+def test_a_process_that_ends_waits_for_its_last_checkpoint_and_says_what_that_met(tmp_path: Path, fate: str) -> None:
+    program = [sys.executable, "-c", _ENDS_BEFORE_ITS_SAVE, str(tmp_path / "last"), fate]
+    ended = subprocess.run(program, check=True, capture_output=True, text=True, timeout=60)
+    if fate == "fails":
+        assert "the last checkpoint of this process was not written: cannot write the checkpoint" in ended.stderr
+        assert not (tmp_path / "last").exists()
+    else:
+        assert ended.stderr == ""
+        Manifest.read(tmp_path / "last").verify(tmp_path / "last")
 
 
 def test_work_is_not_begun_when_the_work_before_failed() -> None:
