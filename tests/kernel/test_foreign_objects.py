@@ -8,6 +8,7 @@ tests; the whole product is marked `full`.
 from __future__ import annotations
 
 import importlib.util
+import re
 from itertools import product
 
 import pytest
@@ -252,6 +253,22 @@ def test_an_accelerator_of_the_notebook_keeps_its_settings_and_a_state_finds_the
     kernel.do(accelerate(body, start, flags="--out seen"), timeout_s=120)
     assert kernel.value("seen") == [2, "bf16", 3, 2]
     assert kernel.value("[made.num_processes, state.num_processes]") == [1, 1]
+
+
+def test_accelerates_logger_speaks_in_ranks_where_the_notebook_has_an_accelerator(kernel: RealKernel) -> None:
+    """It wants a state, and the notebook's is forgotten."""
+    bring(kernel, "accelerator")
+    kernel.do("""
+        import logging
+        from accelerate.logging import get_logger
+        logger, made = get_logger("train", log_level="INFO"), make_accelerator()
+        logging.basicConfig(format="%(filename)s %(message)s", force=True)
+    """)
+    cell = kernel.do(accelerate("logger.info('begins'); logger.info('all', main_process_only=False)", "fork"))
+    kernel.do("logging.root.handlers.clear()")
+    said = re.findall(r"(\S+) (\[RANK \d\] \w+)", cell.text)
+    assert sorted(line for _, line in said) == ["[RANK 0] all", "[RANK 0] begins", "[RANK 1] all"]
+    assert {place for place, _ in said} == {f"In[{cell.number}]"}  # the line of the user's
 
 
 def test_arguments_of_the_notebook_keep_their_precision_and_take_that_of_the_cell_where_they_have_none(

@@ -47,6 +47,7 @@ def forget_one_process(world: World) -> None:
             "accelerate.optimizer": lambda module: prepared.watch(module.AcceleratedOptimizer),
             "accelerate.scheduler": lambda module: prepared.watch(module.AcceleratedScheduler),
             "accelerate.data_loader": functools.partial(_watch_loaders, prepared),
+            "accelerate.logging": states.set_up_for_loggers,
             "transformers.training_args": _watch_arguments,
             "transformers.trainer": _watch_trainers,
         }
@@ -93,10 +94,26 @@ class _States:
         def attribute(state: Any, name: str) -> Any:
             if kind._shared_state or name.startswith("__"):
                 return missing(state, name)
-            kind(self._notebooks[kind.__name__].get("_cpu", False))
+            self._set_up(kind)
             return getattr(state, name)
 
         kind.__init__, kind.__getattr__ = begin, attribute
+
+    def _set_up(self, kind: Any) -> None:
+        kind(self._notebooks["PartialState"].get("_cpu", False))
+
+    def set_up_for_loggers(self, module: Any) -> None:
+        """Let accelerate's loggers speak, which want a state, where the notebook had set up one."""
+        logs = module.MultiProcessAdapter.log
+
+        @functools.wraps(logs)
+        def log(adapter: Any, *args: Any, **kwargs: Any) -> None:
+            if self._notebooks["PartialState"] and not module.PartialState._shared_state:
+                self._set_up(module.PartialState)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1  # this frame
+            logs(adapter, *args, **kwargs)
+
+        module.MultiProcessAdapter.log = log
 
 
 def _is_on_cpu() -> bool:
