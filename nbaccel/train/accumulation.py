@@ -387,6 +387,8 @@ class Accumulation:
         if self.window is not window:
             window.ends_too = any(one.is_last and not one.is_spent for one in self._open if one is not window)
             self.window = window
+            if window not in self._open:  # it was given up, and goes on nevertheless
+                self._open.append(window)
             self._handed_out = [one for one in self._handed_out if one is not window] + [window]
 
     def spend(self) -> None:

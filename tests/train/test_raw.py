@@ -279,6 +279,31 @@ def test_batches_in_parts_are_refused_before_a_weight_changes(monkeypatch: pytes
     assert _flat(model).equal(before)
 
 
+def _with_a_scaler_of_its_own(is_prepared: bool) -> Tensor:
+    """The loop as mixed precision is written by hand: its scaler calls the prepared optimizer's step."""
+    accelerator = Accelerator(cpu=True)
+    model, loader = _model(), DataLoader(_rows(2 * BATCHES), 2)
+    optimizer, scaler = _sgd(model), torch.amp.GradScaler("cpu", init_scale=16.0)
+    if is_prepared:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        scaler.scale((model(x) - y).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert accelerator._accumulation.clock.done == BATCHES * is_prepared
+    return _flat(model)
+
+
+def test_a_scaler_of_the_programs_own_steps_a_prepared_optimizer() -> None:
+    with heard() as said:
+        prepared = _with_a_scaler_of_its_own(True)
+    assert prepared.equal(_with_a_scaler_of_its_own(False))
+    assert [message.split(":")[0] for message in said] == ["test_raw.py"]
+
+
 def _orders() -> list[list[float]]:
     _, model, optimizer, loader = _prepared(is_shuffled=True)
     orders = []

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbaccel import Accelerator
-from nbaccel.events import Event, StepEntered, outlet
+from nbaccel import Accelerator, DistributedDataParallelKwargs
+from nbaccel.events import Event, StepEntered, StepsEnded, outlet
 from nbaccel.testing import run_ranks
 
 BLOCKS = 11
@@ -263,9 +263,10 @@ def test_a_batch_for_the_next_block_does_not_change_what_this_one_has_decided() 
         assert (parameter.grad - expected).abs().max() <= 1e-15
 
 
-def _fetched_after_the_forward() -> list[Tensor]:
+def _fetched_after_the_forward(finds_unused: bool) -> list[Tensor]:
     """The block is entered with the last but one batch in hand, and the last one is fetched before the backward."""
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    options = DistributedDataParallelKwargs(find_unused_parameters=finds_unused)
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, kwargs_handlers=[options])
     net = _model()
     rows = _rows(0, 3 * accelerator.num_processes)
     model, loader = accelerator.prepare(net, DataLoader(rows, batch_size=1))  # type: ignore[arg-type]
@@ -280,12 +281,31 @@ def _fetched_after_the_forward() -> list[Tensor]:
     return [parameter.grad for parameter in net.parameters()]
 
 
-def test_ranks_exchange_gradients_of_a_forward_that_ran_before_the_last_batch_came() -> None:
-    one, other = run_ranks(2, _fetched_after_the_forward)
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_ranks_exchange_gradients_of_a_forward_that_ran_before_the_last_batch_came(finds_unused: bool) -> None:
+    one, other = run_ranks(2, _fetched_after_the_forward, finds_unused)
     assert all(mine.equal(theirs) for mine, theirs in zip(one, other, strict=True))
     net, rows = _model(), _rows(0, 6)
     expected = torch.autograd.grad(_loss(net, rows[2:4]), list(net.parameters()))
     assert all((mine - theirs).abs().max() <= 1e-12 for mine, theirs in zip(one, expected, strict=True))
+
+
+def test_a_look_at_the_loader_that_is_iterated_leaves_its_windows_and_its_end_alone() -> None:
+    """As samples are drawn between two steps, with a second generator over the same loader."""
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model, loader = accelerator.prepare(_model(), DataLoader(_rows(0, 5), batch_size=1))  # type: ignore[arg-type]
+    events: list[Event] = []
+    syncs = []
+    with outlet(events.append):
+        for at, rows in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(_loss(model, rows))
+                syncs.append(accelerator.sync_gradients)
+            if at == 2:
+                next(_cycle(loader))
+        assert isinstance(events[-1], StepsEnded)
+    assert syncs == [False, True, False, True, True]
+    assert not accelerator._accumulation.is_iterating
 
 
 def test_models_that_are_trained_in_turn_keep_windows_of_their_own() -> None:

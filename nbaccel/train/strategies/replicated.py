@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -68,6 +69,9 @@ class Replicated(Strategy):
 
     has_peers = True
 
+    _awaiting: tuple[weakref.ref[Module], ...] = ()
+    """Models whose gradients the next backward synchronises, although their forward may have run under `no_sync`."""
+
     def setup(self, model: Module) -> Module:
         if is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a module without gradients, and there is nothing to average
@@ -92,6 +96,8 @@ class Replicated(Strategy):
         return {name: value for name, value in chosen.items() if not name.startswith("comm_")}
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self._awaiting:
+            self._expect_gradients(loss)
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:
@@ -121,11 +127,17 @@ class Replicated(Strategy):
         return _Reduce(module) if isinstance(module, DistributedDataParallel) else nullcontext()
 
     def await_backward(self, model: Module) -> None:
-        module = without_compile(model)
-        if not isinstance(module, DistributedDataParallel) or module.require_forward_param_sync:
-            return  # the last forward has told the reducer to expect gradients
-        if "reducer" in module.__dict__:  # else they are lent
-            module.reducer.prepare_for_backward([])
+        self._awaiting = (*self._awaiting, weakref.ref(without_compile(model)))
+
+    def _expect_gradients(self, loss: Tensor) -> None:
+        """Make up for the forwards of `loss`, if they ran under `no_sync`: then the reducer expects no gradients."""
+        awaiting, self._awaiting = self._awaiting, ()
+        for reference in awaiting:
+            module = reference()
+            if not isinstance(module, DistributedDataParallel) or module.require_forward_param_sync:
+                continue  # the last forward has told the reducer
+            if "reducer" in module.__dict__:  # else gradients are lent
+                module.reducer.prepare_for_backward([loss])  # it looks for unused parameters from there
 
     def reduce_gradients(self, model: Module) -> None:
         for parameter in model.parameters():
