@@ -5,6 +5,18 @@ Each use returns [the world's size, its steps, whether all ranks ended with equa
 
 from __future__ import annotations
 
+import pytest
+
+from environments import ENVIRONMENTS
+
+in_one_environment = pytest.mark.parametrize(
+    "environment",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.full] if at else []) for at, each in enumerate(ENVIRONMENTS)],
+    indirect=True,
+    scope="session",
+)
+"""Marks a test `full` in all environments but the first: front ends differ, and libraries see little of them."""
+
 SHARED = """
 import json, os, sys, torch
 from torch.utils.data import DataLoader

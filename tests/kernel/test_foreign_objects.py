@@ -13,8 +13,7 @@ from itertools import product
 
 import pytest
 
-from environments import ENVIRONMENTS
-from kernel.foreign_programs import ACCELERATE, FABRIC, LIGHTNING, SHARED, TRANSFORMERS
+from kernel.foreign_programs import ACCELERATE, FABRIC, LIGHTNING, SHARED, TRANSFORMERS, in_one_environment
 from kernel.harness import Cell, RealKernel, accelerate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -51,12 +50,6 @@ CASES = [
     if case[1:] != ("notebook_launcher", "zygote")  # which it chooses by itself
 ]
 
-IN_ONE_ENVIRONMENT = [
-    pytest.param(environment, id=environment.name, marks=[pytest.mark.full] if at else [])
-    for at, environment in enumerate(ENVIRONMENTS)
-]
-"""They differ in the front end, of which libraries see little; what they see is tested in both below."""
-
 
 def bring(kernel: RealKernel, library: str) -> None:
     """Define what uses the library, in the notebook."""
@@ -83,7 +76,7 @@ def begun(kernel: RealKernel, library: str, place: str, start: str) -> Cell:
 
 
 @pytest.mark.parametrize(("library", "place", "start"), CASES)
-@pytest.mark.parametrize("environment", IN_ONE_ENVIRONMENT, indirect=True, scope="session")
+@in_one_environment
 def test_both_ranks_train_together_or_the_line_to_move_is_said(
     kernel: RealKernel, library: str, place: str, start: str
 ) -> None:
@@ -116,6 +109,7 @@ def test_lightning_uses_the_ranks_whatever_its_strategy_and_devices(kernel: Real
         kernel.do("%accelerate stop")
 
 
+@in_one_environment
 def test_fabric_uses_the_ranks_whatever_its_strategy_and_devices(kernel: RealKernel) -> None:
     bring(kernel, "fabric")
     body = """
@@ -126,6 +120,7 @@ def test_fabric_uses_the_ranks_whatever_its_strategy_and_devices(kernel: RealKer
     assert kernel.value("seen") == [TOGETHER] * 3
 
 
+@in_one_environment
 @pytest.mark.parametrize(
     ("library", "devices", "error", "sentence"),
     [
@@ -146,6 +141,7 @@ def test_another_number_of_devices_is_refused_before_the_first_step(
     assert "(devices=2), or leave devices out" in said
 
 
+@in_one_environment
 def test_a_launcher_of_lightnings_inside_a_rank_is_refused(kernel: RealKernel) -> None:
     """One that a strategy brings along, and an environment which says that nobody else starts processes."""
     bring(kernel, "fabric")
@@ -167,6 +163,7 @@ def test_a_launcher_of_lightnings_inside_a_rank_is_refused(kernel: RealKernel) -
         assert "ranks do not launch ranks: Lightning's launcher was to start processes here" in sentence
 
 
+@in_one_environment
 def test_a_library_that_asks_accelerate_before_the_arguments_are_asked_trains_together(
     kernel: RealKernel, start: str
 ) -> None:
@@ -178,6 +175,7 @@ def test_a_library_that_asks_accelerate_before_the_arguments_are_asked_trains_to
     assert kernel.value("seen") == [*TOGETHER, 8]
 
 
+@in_one_environment
 def test_a_trainer_that_was_used_in_the_notebook_trains_together_in_the_ranks(kernel: RealKernel) -> None:
     """Its model, optimizer and loaders were prepared there, for one process."""
     bring(kernel, "trainer")
@@ -191,6 +189,7 @@ def test_a_trainer_that_was_used_in_the_notebook_trains_together_in_the_ranks(ke
     assert kernel.value("[made.args.world_size, made.state.global_step]") == [1, 16]
 
 
+@in_one_environment
 def test_what_was_worked_out_for_one_process_is_refused_with_the_line_to_move(kernel: RealKernel) -> None:
     bring(kernel, "trainer")
     kernel.do("""
@@ -215,6 +214,7 @@ def test_what_was_worked_out_for_one_process_is_refused_with_the_line_to_move(ke
         assert f"Move the line `{line}` into this cell" in sentence
 
 
+@in_one_environment
 def test_what_accelerate_prepared_in_the_notebook_is_refused_and_its_model_can_be_prepared_again(
     kernel: RealKernel,
 ) -> None:
@@ -239,6 +239,7 @@ def test_what_accelerate_prepared_in_the_notebook_is_refused_and_its_model_can_b
     assert kernel.value("seen") == TOGETHER
 
 
+@in_one_environment
 def test_an_accelerator_of_the_notebook_keeps_its_settings_and_a_state_finds_the_world(
     kernel: RealKernel, start: str
 ) -> None:
@@ -255,6 +256,7 @@ def test_an_accelerator_of_the_notebook_keeps_its_settings_and_a_state_finds_the
     assert kernel.value("[made.num_processes, state.num_processes]") == [1, 1]
 
 
+@in_one_environment
 def test_accelerates_logger_speaks_in_ranks_where_the_notebook_has_an_accelerator(kernel: RealKernel) -> None:
     """It wants a state, and the notebook's is forgotten."""
     bring(kernel, "accelerator")
@@ -271,6 +273,7 @@ def test_accelerates_logger_speaks_in_ranks_where_the_notebook_has_an_accelerato
     assert {place for place, _ in said} == {f"In[{cell.number}]"}  # the line of the user's
 
 
+@in_one_environment
 def test_arguments_of_the_notebook_keep_their_precision_and_take_that_of_the_cell_where_they_have_none(
     kernel: RealKernel,
 ) -> None:

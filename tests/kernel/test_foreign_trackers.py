@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 
-from kernel.foreign_programs import LIGHTNING, SHARED, TRANSFORMERS
+from kernel.foreign_programs import LIGHTNING, SHARED, TRANSFORMERS, in_one_environment
 from kernel.harness import RealKernel, accelerate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -29,6 +29,7 @@ NO_KEY = """
 """
 
 
+@in_one_environment
 @pytest.mark.parametrize(
     ("package", "asks", "variable"),
     [
@@ -48,6 +49,7 @@ def test_a_prompt_in_a_rank_is_an_error_with_the_variable_to_set(
     assert variable in kernel.run(accelerate(asks, "fork")).failed("NoInput").evalue
 
 
+@in_one_environment
 def test_trainers_write_one_run_by_rank_0(kernel: RealKernel) -> None:
     """A Trainer of an earlier cell, whose callbacks were told there that theirs is the main process."""
     needs("transformers", "wandb", "tensorboard")
@@ -69,6 +71,7 @@ def test_trainers_write_one_run_by_rank_0(kernel: RealKernel) -> None:
     kernel.do("del os.environ['WANDB_MODE'], os.environ['WANDB_SILENT'], os.environ['TENSORBOARD_LOGGING_DIR']")
 
 
+@in_one_environment
 def test_a_logger_of_lightnings_writes_by_rank_0_alone(kernel: RealKernel) -> None:
     """Also before a trainer has told it its rank: the logger is of an earlier cell, and is used by itself."""
     needs("lightning", "tensorboard")
