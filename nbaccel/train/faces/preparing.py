@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nbaccel.train.data.unprepared import watch_loaders
 from nbaccel.train.faces.loading import Loading
 from nbaccel.train.finite import LossWatch
 from nbaccel.train.models import admit, compiled, may_move
@@ -109,6 +110,8 @@ class Preparing(Loading):
             model = self._strategy.setup(model)
         model = compiled(model, self._dynamo_backend)
         self._prepared.models.append(model)
+        if not evaluation_mode:
+            watch_loaders(self.world, self._accumulation)
         return model
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
