@@ -66,10 +66,14 @@ DIFFERENCES = """
 | `break` out of a prepared loader | the loader stays the active one | the loop is over, its window too |
 | several processes on a CPU machine | train separately unless `cpu=True` | form one group |
 | a model that was not prepared, in several ranks | N separate trainings | an error before the first step, with the `prepare` line |
+| a loader that was not prepared beside a model that was | each rank trains on all batches, without a word | the same, with one warning at the line of the loop |
 | `save_state` on the main process only | the other ranks' random states are missing, or a deadlock | works; ranks without a state begin derived ones, and it says so |
 | resuming inside an epoch | dropout draws other numbers than it would have | the next loss is bit for bit the one of the uninterrupted run |
 | `split_between_processes` of ranges, arrays, sets, strings | not split: every rank does all | split, or an error that says why not |
-| shuffling in several ranks | rank 0's generator is sent around at every epoch | follows from (seed, epoch), without a message; `use_seedable_sampler=True` gives Accelerate's order |
+| shuffling in several ranks | rank 0's generator is sent around at every epoch | follows from the seed, the epoch and how often it was begun, without a message; `use_seedable_sampler=True` gives Accelerate's order |
+| a prepared loader that one rank begins alone | waits for the others, or is answered by another collective | `next(iter(loader))` and loops without gradients leave the order of the training as it is; after a loop that may train, the next one of all ranks is an error |
+| random numbers that a dataset draws in the main process | shift against the loop's: one batch is read ahead | come in the order of raw PyTorch |
+| `even_batches=False`, and ranks with different numbers of batches | waits in the last backward | may be iterated; the first backward is an error with the numbers, unless inside `join_uneven_inputs` |
 | collectives with other shapes or in another order | a hang, or garbage, unless in debug mode | the first 16 of each group are compared: an error on every rank that names both sides |
 | `destroy_process_group` | the state goes on to claim two processes | a later use forms a new group |
 | `device` of a CPU rank | `cpu:0`, which no tensor's device equals | `cpu` |

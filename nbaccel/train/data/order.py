@@ -63,7 +63,9 @@ class SharedOrder(Sampler[Any]):
         return SharedOrder(batches, self.seed, is_seedable, at_once)
 
     def set_epoch(self, epoch: int) -> None:
-        seed = drawn_seed(self.seed + epoch * self._stride, self.draw)
+        # Accelerate does not know looks: there the first one has the order of the first loop.
+        draw = max(self.draw, -1 - self.draw) if self._stride == _SEEDABLE_STRIDE else self.draw
+        seed = drawn_seed(self.seed + epoch * self._stride, draw)
         for generator in self._generators:
             generator.manual_seed(seed)
         if self._private is not None:

@@ -370,3 +370,17 @@ def test_a_break_leaves_nothing_behind() -> None:
     assert not loader.end_of_dataloader
     assert loader.state_dict()["batches"] == 0
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def _seedable(looks: bool) -> list[list[int]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3))
+    loader = accelerator.prepare(DataLoader(range(16), 2, shuffle=True))  # type: ignore[arg-type, var-annotated]
+    with torch.set_grad_enabled(not looks):
+        return [[index for batch in loader for index in batch.tolist()] for _ in range(2)]
+
+
+def test_accelerates_order_is_the_same_with_gradients_and_without() -> None:
+    assert _seedable(looks=False) == _seedable(looks=True)
+    first, second = run_ranks(2, _seedable, True)
+    assert (first, second) == tuple(run_ranks(2, _seedable, False))
+    assert first[0] != first[1]
