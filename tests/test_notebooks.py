@@ -123,6 +123,23 @@ def test_what_ranks_do_is_watched_and_steered(environment: Environment, tmp_path
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environment, tmp_path: Path) -> None:
+    notebook = run("08_six_traps.ipynb", environment, tmp_path, num_processes=2)
+    said = text(notebook)
+    unprepared, too_large = [output for output in outputs(notebook) if output.output_type == "error"]
+    assert unprepared.ename == "NotPrepared"
+    assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in unprepared.evalue
+    assert said.count("the loop calls loss.backward() itself") == 1
+    assert float(re.search(r"raw backward: accuracy (\d\.\d+)", said)[1]) > 0.8
+    assert said.count("was not prepared: each of 2 ranks reads all 40 batches") == 1
+    assert "batch inside of accumulate: weights are equal: True" in said
+    assert "holds 2 checkpoint(s) of earlier runs, left as they are; this run goes on with checkpoint_2" in said
+    assert "saved: checkpoint_0 checkpoint_1 checkpoint_2 checkpoint_3" in said
+    assert "and a single sample would not fit either" in "\n".join(too_large.traceback)
+    assert "gradient checkpointing" in "\n".join(too_large.traceback)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_what_it_costs_is_drawn_from_the_measurements(environment: Environment, tmp_path: Path) -> None:
     measured = "what_it_costs.json"
     bench = json.loads((NOTEBOOKS / measured).read_text())
