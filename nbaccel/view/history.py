@@ -7,7 +7,7 @@ rank is, how full, and what happened on the way. It draws nothing and knows no p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -59,8 +59,8 @@ class History:
 
     rows: what rank 0 logged, one dict per `accelerator.log`; thinned evenly where there are very many.
     phases: stretches with curves of their own, oldest first; the last one is the present one.
-    memory: by rank, now.  memory_bytes: in use by rank over time.  speed: optimizer steps per second over time. The
-        steps of these two series are milliseconds.
+    memory: by rank, now; peaks are those of all attempts.  memory_bytes: in use by rank over time.
+    speed: optimizer steps per second over time. The steps of these two series are milliseconds.
     marks: what happened once (memory ran out, a checkpoint was saved), oldest first.
     attempts: how often its ranks were started: after each restart for memory there is one more.
     lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
@@ -178,7 +178,10 @@ class History:
             self.speed.add(rank, round(at_s * 1000), steps_per_s)
 
     def _take_memory(self, rank: int, at_s: float, event: Memory) -> None:
-        self.memory[rank] = usage = Usage.of(event)
+        usage, before = Usage.of(event), self.memory.get(rank)
+        if before is not None and before.is_device == usage.is_device and before.peak_bytes > usage.peak_bytes:
+            usage = replace(usage, peak_bytes=before.peak_bytes)  # of an earlier attempt
+        self.memory[rank] = usage
         self.memory_bytes.add(rank, round(at_s * 1000), usage.used_bytes)
 
     def _take_out_of_memory(self, rank: int, at_s: float, event: OutOfMemory) -> None:

@@ -106,6 +106,14 @@ def test_memory_is_that_of_the_device_or_of_the_host() -> None:
     assert history.memory_bytes.line(1).step == (1500,)
 
 
+def test_the_peak_of_memory_is_that_of_all_attempts() -> None:
+    history = History(1)
+    history.feed(0, 1.0, Memory(5, 9, 100))
+    history.feed(0, 2.0, Restarted("memory ran out"))
+    history.feed(0, 3.0, Memory(4, 6, 100))
+    assert history.memory == {0: Usage(False, 4, 9, 100)}
+
+
 def test_what_happened_once_is_a_mark_in_words() -> None:
     history = History(2)
     history.feed(1, 2.0, OutOfMemory(step=12, phase="backward", micro_batch_size=64, next_size=32, batch_size=64))

@@ -68,13 +68,14 @@ class Boundaries:
 class Shown:
     """A loop of a foreign trainer, shown until it is closed.
 
-    look: where it stands; called from another thread.  step: the trainer's own when the loop began.
+    look: where it stands; called from another thread.  step: the trainer's own when the loop began.  began: when that
+    was, by `time.monotonic()`; None for now.
     """
 
-    def __init__(self, look: Callable[[], Progress], step: int) -> None:
+    def __init__(self, look: Callable[[], Progress], step: int, began: float | None = None) -> None:
         self._look = look
         self._first = step
-        self._began = time.monotonic()
+        self._began = time.monotonic() if began is None else began
         self._is_open = True
         emit(Gauge(self._read))
 

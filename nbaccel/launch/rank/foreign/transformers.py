@@ -6,6 +6,7 @@ come is looked at a few times per second. `evaluate` and `predict` are shown as 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from nbaccel.events import Loss, Metric, Progress, emit
@@ -31,12 +32,15 @@ class Reports:
     _training: Shown | None = None
     _evaluation: Shown | None = None
     _evaluated = 0
+    _heard_at: float | None = None
+    """When the training was heard of last: an evaluation inside of it began right then, and says so batches later."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._boundaries = Boundaries(state.global_step)
         self._training = Shown(lambda: _progress(args, state), state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hear()
         if self._boundaries is not None and self._boundaries.enter(state.global_step):
             control.should_training_stop = True
             control.should_evaluate = False  # whoever stops a run does not wait for that
@@ -49,6 +53,7 @@ class Reports:
         numbers = dict(logs or {})
         if "loss" in numbers:
             emit(Loss(float(numbers["loss"]), state.global_step))
+        self._hear()
         emit(Metric(numbers, state.global_step))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -57,7 +62,9 @@ class Reports:
         if self._evaluation is None:
             self._evaluated, batches = 0, _length(kwargs.get("eval_dataloader"))
             self._evaluation = Shown(
-                lambda: Progress(state.global_step, self._evaluated, batches, is_training=False), state.global_step
+                lambda: Progress(state.global_step, self._evaluated, batches, is_training=False),
+                state.global_step,
+                self._heard_at,
             )
         self._evaluated += 1
         self._boundaries.enter_evaluation()
@@ -66,6 +73,7 @@ class Reports:
         if self._evaluation is not None:
             self._evaluation.close()
             self._evaluation = None
+            self._hear()
         if self._training is None:
             self._leave()
 
@@ -75,8 +83,11 @@ class Reports:
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training is not None:
             self._training.close()
-            self._training = None
+            self._training = self._heard_at = None
         self._leave()
+
+    def _hear(self) -> None:
+        self._heard_at = None if self._training is None else time.monotonic()
 
     def _leave(self) -> None:
         if self._boundaries is not None:
@@ -85,12 +96,15 @@ class Reports:
 
 
 def _progress(args: Any, state: Any) -> Progress:
-    """By the trainer's steps, which are what it counts its end in. Whole epochs are told apart where there are some."""
+    """By the trainer's steps, which are what it counts its end in. Whole epochs are told apart where there are some.
+
+    Behind the last step of an epoch, where it is evaluated, that epoch is at its end.
+    """
     epochs = int(args.num_train_epochs)
     if args.max_steps > 0 or epochs != args.num_train_epochs or state.max_steps % max(1, epochs):
         epochs = 1
     steps = state.max_steps // max(1, epochs)
-    epoch = min(state.global_step // max(1, steps), epochs - 1)
+    epoch = max(0, min((state.global_step - 1) // max(1, steps), epochs - 1))
     return Progress(
         step=state.global_step,
         batch=state.global_step - epoch * steps,
