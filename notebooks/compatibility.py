@@ -68,6 +68,9 @@ DIFFERENCES = """
 | a model that was not prepared, in several ranks | N separate trainings | an error before the first step, with the `prepare` line |
 | a loader that was not prepared beside a model that was | each rank trains on all batches, without a word | the same, with one warning at the line of the loop |
 | `save_state` on the main process only | the other ranks' random states are missing, or a deadlock | works; ranks without a state begin derived ones, and it says so |
+| `save_state()` with automatic names, in a folder that has some | an error: the number exists | goes on behind the newest, and a line says so; a number that is set by hand and exists is refused |
+| `total_limit` | deletes whatever has the lowest number, or no number | deletes checkpoints of this run, and of those that it goes on from |
+| `release_memory(model)` | the `Accelerator` holds the model | nothing of ours holds it |
 | resuming inside an epoch | dropout draws other numbers than it would have | the next loss is bit for bit the one of the uninterrupted run |
 | `split_between_processes` of ranges, arrays, sets, strings | not split: every rank does all | split, or an error that says why not |
 | shuffling in several ranks | rank 0's generator is sent around at every epoch | follows from the seed, the epoch and how often it was begun, without a message; `use_seedable_sampler=True` gives Accelerate's order |
@@ -146,7 +149,8 @@ GROUPS = (
         load_state | differs | reads Accelerate's folders too; pickles only with `trust=True`
         register_for_checkpointing, register_save_state_pre_hook, register_load_state_pre_hook | yes
         get_state_dict | differs | the names of a compiled model come without `_orig_mod.`
-        save, save_model, unwrap_model, save_iteration, project_dir, logging_dir | yes
+        save, save_model, unwrap_model, project_dir, logging_dir | yes
+        save_iteration | differs | behind the newest that is there, unless it is set by hand
         free_memory, clear | yes
         end_training | yes
         init_trackers | differs | a missing package is an error with the command that installs it
