@@ -1,6 +1,7 @@
 """Programs of other libraries for tests in real kernels: `make_X()` makes an object, `use_X(made)` trains with it.
 
-Each use returns [the world's size, its steps, whether all ranks ended with equal weights]. Nothing is downloaded.
+Each use returns [the world's size, its steps, whether all ranks ended with equal weights, whether they were given each
+sample once]. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ SHARED = """
 import json, os, sys, torch
 from torch.utils.data import DataLoader
 
+ROWS = []
+
 class Numbers(torch.utils.data.Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, index):
+        ROWS.append(index)
         generator = torch.Generator().manual_seed(index)
         return {"x": torch.randn(8, generator=generator), "labels": torch.tensor(float(index % 2))}
 
@@ -39,8 +43,9 @@ class Net(torch.nn.Module):
 def found(world, steps, model):
     weights = [torch.cat([p.detach().double().flatten() for p in model.parameters()]).tolist()]
     everywhere = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everywhere, weights)
-    return [world, steps, all(each == weights for each in everywhere)]
+    torch.distributed.all_gather_object(everywhere, (weights, ROWS))
+    rows = sorted(index for _, each in everywhere for index in each)
+    return [world, steps, all(each == weights for each, _ in everywhere), rows == list(range(64))]
 """
 
 TRANSFORMERS = """
@@ -53,6 +58,7 @@ def settings(kind=TrainingArguments, **kwargs):
                 save_strategy="no", logging_strategy="no", disable_tqdm=True, **kwargs)
 
 def train(trainer):
+    ROWS.clear()
     trainer.train()
     return found(trainer.args.world_size, trainer.state.global_step, trainer.model)
 
@@ -87,8 +93,9 @@ def make_accelerator():
 def use_accelerator(accelerator):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return loop(accelerator, *accelerator.prepare(model, optimizer, DataLoader(Numbers(), 4)))
+    return loop(accelerator, *accelerator.prepare(model, optimizer, DataLoader(Numbers(), 4, shuffle=True)))
 def loop(accelerator, model, optimizer, loader):
+    ROWS.clear()
     for steps, batch in enumerate(loader, 1):
         accelerator.backward(model(**batch)["loss"])
         optimizer.step()
@@ -102,10 +109,11 @@ from lightning.fabric import Fabric
 def make_fabric(**settings):
     return Fabric(accelerator="cpu", **{"devices": 2, **settings})
 def use_fabric(fabric):
+    ROWS.clear()
     fabric.launch()
     model = Net()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-    for steps, batch in enumerate(fabric.setup_dataloaders(DataLoader(Numbers(), 4)), 1):
+    for steps, batch in enumerate(fabric.setup_dataloaders(DataLoader(Numbers(), 4, shuffle=True)), 1):
         fabric.backward(model(**batch)["loss"])
         optimizer.step()
         optimizer.zero_grad()
@@ -130,7 +138,8 @@ def make_lightning(**settings):
         accelerator="cpu", max_epochs=1, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **{"devices": 2, "strategy": "ddp_notebook", "logger": False, **settings})
 def use_lightning(trainer):
+    ROWS.clear()
     module = Module()
-    trainer.fit(module, DataLoader(Numbers(), 4))
+    trainer.fit(module, DataLoader(Numbers(), 4, shuffle=True))
     return found(trainer.world_size, trainer.global_step, module)
 """

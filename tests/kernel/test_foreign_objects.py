@@ -34,8 +34,8 @@ NEEDS = {
     "lightning": (LIGHTNING, "lightning"),
 }
 
-TOGETHER = [2, 8, True]
-"""64 samples in batches of 4 on 2 ranks."""
+TOGETHER = [2, 8, True, True]
+"""64 samples in batches of 4 on 2 ranks; see `foreign_programs.py`."""
 
 
 def _is_selected(library: str, place: str, start: str) -> bool:

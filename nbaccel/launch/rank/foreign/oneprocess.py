@@ -223,7 +223,7 @@ def _states_stay() -> Iterator[None]:
 
 def _watch_trainers(module: Any) -> None:
     kind = module.Trainer
-    anew = SetUpAnew(("accelerator",), functools.partial(_renew_trainer, kind))
+    anew = SetUpAnew(("accelerator",), functools.partial(_renew_trainer, module))
     anew.watch(kind)
     for name in ("train", "evaluate", "predict"):
         setattr(kind, name, _after_meeting(anew, getattr(kind, name)))
@@ -246,11 +246,13 @@ def _after_meeting(anew: SetUpAnew, method: Callable[..., Any]) -> Callable[...,
     return called
 
 
-def _renew_trainer(kind: type, trainer: Any) -> None:
+def _renew_trainer(module: Any, trainer: Any) -> None:
     """Give `trainer` an accelerator of this rank, and what its constructor worked out from the notebook's."""
-    if _asks_for_the_world(type(trainer), kind, "__init__"):
+    if _asks_for_the_world(type(trainer), module.Trainer, "__init__"):
         refuse(trainer, "its constructor worked out numbers, or prepared models, for one process")
     arguments = trainer.args
+    # The constructor seeds: the order of samples follows from this, and each rank has a seed of its own by now.
+    (module.enable_full_determinism if arguments.full_determinism else module.set_seed)(arguments.seed)
     vars(trainer).pop("accelerator", None)
     trainer.create_accelerator_and_postprocess()
     trainer._train_batch_size = arguments.train_batch_size
