@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -202,7 +201,7 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
 
 
 def _launch_inline(spec: LaunchSpec, check: bool, shown: ShownRun, launcher: Launcher, title: str) -> Run:
-    began, error, stopped = time.monotonic(), None, ""
+    error, stopped = None, ""
     try:
         with shown.until_its_end(), left_for_why(launcher, title, spec.task):
             run_inline(spec, [shown])
@@ -214,9 +213,8 @@ def _launch_inline(spec: LaunchSpec, check: bool, shown: ShownRun, launcher: Lau
             raise
         error = failure
     assert isinstance(spec.task, FunctionTask)
-    seconds = time.monotonic() - began
     start = spec.start
-    return Run([spec.task.value], shown.history, error, start.method, start.reason, "", seconds, stopped=stopped)
+    return Run([spec.task.value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

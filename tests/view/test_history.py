@@ -145,6 +145,18 @@ def test_a_phase_has_curves_of_its_own_though_ranks_are_read_in_turn() -> None:
     assert history.steps == 2
 
 
+def test_steps_of_phases_are_counted_once_where_one_accelerator_counts_on() -> None:
+    history = History(1)
+    for fold in (0, 1):
+        history.feed(0, 10.0 * fold, Phase(f"fold {fold}"))
+        history.feed(0, 10.0 * fold + 1, Progress(64 * fold + 32, 32, 32, first=64 * fold, began=10.0 * fold + 0.5))
+        history.feed(
+            0, 10.0 * fold + 2, Progress(64 * fold + 64, 32, 32, first=64 * fold + 32, began=10.0 * fold + 1.5)
+        )
+    assert [phase.steps for phase in history.phases] == [64, 64]
+    assert history.steps == 128
+
+
 def test_a_loss_that_was_waited_for_belongs_to_the_phase_that_computed_it() -> None:
     history = History(1)
     history.feed(0, 1.0, Phase("fold 1"))

@@ -29,7 +29,7 @@ TICK_SLACK_S = 0.1
 class ShownRun(Listener):
     """The run of `world_size` ranks on `screen`.
 
-    history: what was reported so far.
+    history: what was reported so far.  seconds: how long it took, once it is over.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ShownRun(Listener):
         self._screen = screen
         self._clock = clock
         self._began = clock()
+        self.seconds = 0.0
         self.history = History(world_size, self._began)
 
     # --- a screen for the output of ranks ------------------------------------------------------------------------
@@ -80,6 +81,7 @@ class ShownRun(Listener):
         word: "done", "failed" or "stopped".  seconds: `elapsed_s` by then.  error: what it raises, which began in
         `rank`.
         """
+        self.seconds = seconds
         why = "" if error is None or word != "failed" else f"{_who(rank)}{type(error).__name__}{_first_line(error)}"
         try:
             history = self.history
