@@ -105,8 +105,10 @@ class PreparedLoader(DataLoader[Any]):
         length = None if lengths is None else self._own(lengths)
         joint_ends = frozenset(lengths or ()) if self.is_joined else frozenset()
         meetings = Meetings(self.world, counts_anyway=length == 0)
-        is_resumed = progress.resume is position
+        resume, is_resumed = progress.resume, progress.resume is position
         progress.begin(position, clock.done)
+        if not is_resumed:
+            progress.resume = resume  # of a loop that is still to come: this is a look
         may_train = torch.is_grad_enabled()
         is_compared = source.is_drawn_apart and not (position.is_first or takes_one) and self._comparison.is_possible
         if is_compared:
@@ -159,7 +161,8 @@ class PreparedLoader(DataLoader[Any]):
                 if has_trained or (position.goes_on and is_whole):  # resumed at its end it has nothing left to train
                     clock.end_pass()
                     progress.ended = (self.state_dict(), clock.passes)
-                progress.end(counts=has_trained or (has_met if meetings.are_counted else is_whole))
+                is_epoch = has_trained or (has_met if meetings.are_counted else is_whole)
+                progress.end(counts=is_epoch and progress.resume is None)
                 if is_resumed and not (has_trained or has_met or is_whole):
                     progress.resume = position  # a look: the training that goes on there is still to come
             accumulation.close(window, is_whole)
@@ -168,7 +171,7 @@ class PreparedLoader(DataLoader[Any]):
         """Where an iteration that starts now begins."""
         progress = self._progress
         resumed = progress.resume
-        if resumed is not None:
+        if resumed is not None and not (is_look and self._is_through(resumed)):
             return resumed
         batches, epoch = self._skip * self._source.stride, progress.epoch
         counts = (progress.loops, progress.looks, is_look)
@@ -176,6 +179,11 @@ class PreparedLoader(DataLoader[Any]):
         if first is not None and first.epoch == epoch and not is_look:
             return replace(first, batches=batches, dataset=None)
         return Position(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size, *counts)
+
+    def _is_through(self, position: Position) -> bool:
+        """Whether a loop that may train has nothing left there: it yields nothing, where a look yields what it did."""
+        lengths = self._source.lengths(position.batches)
+        return not position.is_look and lengths is not None and not max(lengths)
 
     # -- how long
 

@@ -449,3 +449,17 @@ def test_a_state_of_before_loops_and_looks_were_counted_is_still_read() -> None:
     loader.load_state_dict(state)
     assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in rest]
     assert first.tolist() not in [batch.tolist() for batch in rest]
+
+
+def test_a_look_at_a_loop_that_is_through_sees_a_batch_and_leaves_the_loop_through() -> None:
+    loader = _seedable()
+    for _ in loader:
+        state = loader.state_dict()
+    loader = _seedable()
+    loader.load_state_dict(state)
+    batch = next(iter(loader))  # inside an assert, pytest makes two lines of it
+    assert len(batch) == 2
+    with torch.no_grad():
+        assert len(list(loader)) == 24
+    assert list(loader) == []
+    assert len(list(loader)) == 24
