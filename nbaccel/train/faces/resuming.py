@@ -169,6 +169,6 @@ class Resuming(Checkpointing):
         resumed, self._resumed = self._resumed, None
         if resumed is not None and self._epochs.under_way > 0 and not self._epochs.is_used:
             raise CannotResume(
-                f"the training continues in epoch {self._epochs.under_way + 1}, and this loop over epochs begins at its "
-                f"first one. Two lines make the program resumable:\n{_TWO_LINES}"
+                f"the training continues in epoch {self._epochs.under_way + 1}, and this loop over epochs begins at "
+                f"the first. Two lines make the program resumable:\n{_TWO_LINES}"
             )
