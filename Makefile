@@ -10,7 +10,7 @@ INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 
-.PHONY: demo test test-torch format lint types unit soak coverage bench bench-gpu screenshot clean
+.PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench bench-gpu screenshot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -53,6 +53,29 @@ $(TORCH_ENV)/.stamp: pyproject.toml constraints.txt
 	$(TORCH_ENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_ENV)/constraints.txt \
 	    -e '.[demo]' 'torch$(addprefix ==,$(TORCH))' accelerate hypothesis jupyter_client pytest pytest-timeout tensorboard
 	touch $@
+
+# Everything that one machine without a GPU can show: `make test`, more environments and settings of what it shows, memory
+# and resumption as other processors would have them, and the soak. A few hours on two cores.
+test-all: test full processors soak
+
+full: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
+	$(VENV)/bin/python tests/suite.py -m "full and not gpu and not soak"
+
+# oneDNN, torch and MKL choose their kernels by the processor, and what is refused under a limit of memory, and which bits
+# a sum has, differ with them. Three settings of what they look at; the processor at hand is a fourth one, in `make test`.
+PROCESSORS := avx512 avx2 sse
+avx512 := ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_CBWR=AUTO MALLOC_ARENA_MAX=1
+avx2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2
+sse := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MALLOC_PERTURB_=165
+PROCESSOR_TESTS ?= tests/test_room.py tests/launch/test_out_of_memory.py tests/kernel/test_out_of_memory.py \
+    tests/train/test_resumption.py tests/train/microbatch \
+    tests/test_notebooks.py::test_training_goes_on_where_memory_runs_out \
+    tests/test_notebooks.py::test_a_training_that_is_ended_twice_ends_like_one_that_never_was
+
+processors: $(PROCESSORS:%=processor-%)
+
+processor-%: $(VENV)/.dev $(COLAB)/.stamp
+	$($*) $(VENV)/bin/python tests/suite.py -m "not gpu and not soak and not full" $(PROCESSOR_TESTS)
 
 # What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels, and a
 # training notebook under random faults for so many minutes: `make soak MINUTES=30`.

@@ -27,6 +27,9 @@ from nbaccel.train.checkpoint.tensors import knows_dtypes_of, write_tensors
 
 __all__ = ["Part", "load_pickle", "load_tensors", "numbered", "read_part"]
 
+_MODEL = "model"
+"""How the names of parts begin that hold weights; see `numbered`."""
+
 
 def numbered(name: str, index: int) -> str:
     """Accelerate's way to count: model, model_1, model_2, ..."""
@@ -101,9 +104,22 @@ def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
     try:
         for file in (f"{name}.safetensors", frozen_file(name)):
             tensors |= load_tensors(folder / file) if file in manifest.files else {}
+        if not name.startswith(_MODEL):
+            _move_into_torchs_memory(tensors)
         return unpack(json.loads(structure.read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointCorrupt(f"{structure} cannot be read: {error!r}", str(structure)) from error
+
+
+def _move_into_torchs_memory(tensors: dict[str, torch.Tensor]) -> None:
+    """Copy each tensor, which lies in the mapped file at any address, to one that torch has chosen.
+
+    An optimizer keeps the very tensors that it is given. torch's lie at multiples of 64 bytes, and on some processors
+    MKL computes other bits for others (https://www.intel.com, "Getting reproducible results with Intel MKL"): a
+    training that is continued would drift from one that never stopped. Weights are copied into the model's own.
+    """
+    for key, tensor in tensors.items():
+        tensors[key] = tensor.clone()
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
