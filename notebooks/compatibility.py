@@ -61,6 +61,7 @@ DIFFERENCES = """
 | last, shorter window of accumulation | its m batches weigh m/N of a step | they weigh a whole step; `GradientAccumulationPlugin(scale_last_window=False)` for Accelerate's numbers |
 | a batch that is taken inside `accumulate` | the loader's last batch ends the window of the block after it | it ends the window of the block that trains on it |
 | several loaders in turn under `accumulate` | the last batch of the loader begun last ends a window | that of any of them does |
+| two models with a block of `accumulate` each, on the same batch | each block counts as a batch: with N = 2 the first model never steps | each model has windows of its own |
 | `loss.backward()` in place of `accelerator.backward(loss)` | trains, not divided where batches accumulate; fails in the scaler under fp16 | trains, with its steps counted and one warning of what is missed; refused in a sentence under fp16 |
 | two `Accelerator()` in one process | share their accumulation; another precision is an error that asks for a restart | do not know each other |
 | `break` out of a prepared loader | the loader stays the active one | the loop is over, its window too |

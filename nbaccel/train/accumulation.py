@@ -192,6 +192,7 @@ class Window:
     is_spent: that one was trained on.  ends_too: the last batch of another loader is trained on with the one in hand.
     position: batches of the open window that went before; 0 when no window is open.
     divisor: what losses of the open window are divided by.
+    about: the ids of the models that these two are about.
     sync: whether this batch's backward synchronises gradients and optimizers step.
     is_scaled: a window is divided by its real length, not by what it should have had.
     ends_with_source: the loader's last batch ends the window.
@@ -202,6 +203,8 @@ class Window:
     """
 
     __slots__ = (
+        "_apart",
+        "about",
         "batches_left",
         "began",
         "divisor",
@@ -238,6 +241,8 @@ class Window:
         self.is_last = self.is_spent = self.ends_too = False
         self.position = 0
         self.divisor = 1
+        self.about: tuple[int, ...] = ()
+        self._apart: dict[tuple[int, ...], tuple[int, int]] = {}  # position and divisor of windows of other models
         self.began = 0
         self.sync = True
         self.loop = _NO_LOOP
@@ -246,6 +251,13 @@ class Window:
     def unfinished(self) -> int:
         """Batches of the open window whose gradients no optimizer has taken yet."""
         return self.position
+
+    def turn_to(self, models: tuple[int, ...]) -> None:
+        """Count for other models from now on: a batch on which two are trained, in a block each, is one of each."""
+        if self.about:  # else the window was carried over from an iteration before, and goes on with these
+            self._apart[self.about] = (self.position, self.divisor)
+            self.position, self.divisor = self._apart.pop(models, (0, 1))
+        self.about = models
 
     def weighed(self, divisor: float, in_accumulate: bool) -> float:
         """What the loss in hand is divided by, where that of a whole batch is divided by `divisor`."""

@@ -77,7 +77,6 @@ class Accumulating:
         "_factor",
         "_has_peers",
         "_held",
-        "_models_begun",
         "_strategy",
         "is_settled",
         "models",
@@ -91,7 +90,6 @@ class Accumulating:
         self._before = (0, 1, True)  # position, divisor and sync of the window, before the block
         self._factor = 1.0  # what gradients are multiplied with at the first backward
         self.is_settled = True
-        self._models_begun: tuple[int, ...] = ()  # the ids of those that the window in hand is about, if it is begun
         self.models: Sequence[Module] = ()
 
     def __enter__(self) -> None:
@@ -101,11 +99,13 @@ class Accumulating:
             accumulation.clock.enter()  # may raise RunStopped; nothing is held by then
         if window is not accumulation.counted:
             self._count_on(window)
+        if accumulation.steps != 1 or window.position:
+            about = tuple(map(id, self.models))
+            if about != window.about:
+                window.turn_to(about)
         self._before = (window.position, window.divisor, window.sync)
         self._factor = window.advance(accumulation.steps)
         self.is_settled = self._factor == 1.0
-        if window.position:
-            self._models_begun = tuple(map(id, self.models))
         if self._has_peers:
             self._held.append(() if window.sync or accumulation.rules.sync_each_batch else self._hold())
         accumulation.depth += 1
@@ -143,11 +143,12 @@ class Accumulating:
         window = accumulation.window
         if window is not accumulation.counted:
             self._count_on(window)
+        about = tuple(map(id, self.models))
+        if about != window.about:
+            window.turn_to(about)
         self._before = (window.position, window.divisor, window.sync)
         self._factor = window.advance(accumulation.steps)
         self.is_settled = self._factor == 1.0 and not self._has_peers
-        if window.position:
-            self._models_begun = tuple(map(id, self.models))
         if self._has_peers and not (window.sync or accumulation.rules.sync_each_batch):
             self._held[-1] = self._hold()
 
@@ -169,7 +170,9 @@ class Accumulating:
         """Count on `window` from now on; what another one has begun with the same models goes on there."""
         accumulation = self._accumulation
         last, accumulation.counted = accumulation.counted, window
-        if accumulation.may_go_on(last) and self._models_begun == tuple(map(id, self.models)):
+        if accumulation.may_go_on(last) and last.about == tuple(map(id, self.models)):
+            if window.about != last.about:
+                window.turn_to(last.about)
             window.position, window.divisor, last.position = last.position, last.divisor, 0
 
     def _hold(self) -> Sequence[AbstractContextManager[Any]]:

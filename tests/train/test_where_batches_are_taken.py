@@ -327,6 +327,45 @@ def test_models_that_are_trained_in_turn_keep_windows_of_their_own() -> None:
     assert seen == [("outer", False), *inner_loop, ("outer", True), *inner_loop] * 2
 
 
+def _two_networks(steps: int, ranks: int, is_prepared: bool) -> list[Tensor]:
+    """Two networks trained on each batch, in a block each; the second one leaves out every third batch."""
+    accelerator = Accelerator(gradient_accumulation_steps=steps, cpu=True)
+    nets = [_model(), _model()]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1 * at, momentum=0.9) for at, net in enumerate(nets, 1)]
+    rows = _rows(0, 7 * ranks)
+    models: Sequence[Module] = nets
+    loader: Any = rows.split(ranks)
+    if is_prepared:
+        *models, loader = accelerator.prepare(*nets, DataLoader(rows, batch_size=1))  # type: ignore[arg-type]
+        optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
+    losses: list[list[Tensor]] = [[], []]
+    for at, batch in enumerate(batch for _ in range(2) for batch in loader):
+        for turn, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if turn and at % 7 % 3 == 1:
+                continue
+            if is_prepared:
+                with accelerator.accumulate(model):
+                    accelerator.backward(_loss(model, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                continue
+            losses[turn].append(_loss(model, batch))
+            if len(losses[turn]) == steps or at % 7 == 6:
+                torch.stack(losses[turn]).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[turn] = []
+    return [_flat(net) for net in nets]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_two_networks_that_are_trained_on_each_batch_have_windows_of_their_own(steps: int, ranks: int) -> None:
+    expected = _two_networks(steps, ranks, False)
+    for found in run_ranks(ranks, _two_networks, steps, ranks, True):
+        assert all((one - other).abs().max() <= 1e-12 for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_batch_that_memory_cuts_in_parts_may_be_taken_inside(ranks: int, steps: int) -> None:

@@ -63,7 +63,8 @@ class Stepping(ProcessControl):
         It is the batch in hand at the block's first backward, whether that was taken before the block or inside of it.
         The last batch of a prepared loader ends its window, unless the `GradientAccumulationPlugin` says otherwise.
         Batches of several loaders that the same models train on in turn share one window; the last batch of any of
-        these loaders ends it. Without `models` all prepared ones are meant.
+        these loaders ends it. Models that have a block each on the same batch have windows of their own. Without
+        `models` all prepared ones are meant.
         """
         if not self._is_ready:
             self._make_ready("accumulate", models)
