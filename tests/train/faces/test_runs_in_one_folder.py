@@ -124,18 +124,20 @@ def test_ranks_agree_on_the_first_number_when_the_first_model_is_prepared(tmp_pa
 
 
 def _goes_back(folder: str) -> list[str]:
-    """The same step comes twice, at the same line, and one rank is late each time."""
+    """Two steps come twice, each with a save at the same line; rank 0 is first, then last."""
     training = Trained.start(project_config=numbered(folder))
     accelerator = training.accelerator
     names = []
     for turn in range(2):
-        training.epoch()
-        if accelerator.process_index == 1:
-            _wait_for(Path(folder, f"turn_{turn}"))
-        names.append(Path(accelerator.save_state()).name)
-        if accelerator.is_main_process:
-            Path(folder, f"turn_{turn}").touch()
-        accelerator.wait_for_everyone()
+        is_first = accelerator.process_index == turn
+        for number in range(2):
+            training.epoch()
+            if not is_first:
+                _wait_for(Path(folder, f"saved_{turn}_{number}"))
+            names.append(Path(accelerator.save_state()).name)
+            if is_first:
+                Path(folder, f"saved_{turn}_{number}").touch()
+            accelerator.wait_for_everyone()
         if turn == 0:
             before = Path(folder, "checkpoints", "checkpoint_0", "generators_1.json").read_text()
             accelerator.load_state(Path(folder, "start"))
@@ -149,9 +151,10 @@ def _begin(folder: str) -> None:
 
 def test_a_step_that_comes_again_is_another_save(tmp_path: Path) -> None:
     run_ranks(2, _begin, str(tmp_path / "start"))
-    assert run_ranks(2, _goes_back, str(tmp_path)) == [["checkpoint_0", "checkpoint_1"]] * 2
-    for number, manifest in saved(tmp_path).items():
-        assert manifest.step == 2
+    names = [f"checkpoint_{number}" for number in range(4)]
+    assert run_ranks(2, _goes_back, str(tmp_path)) == [names] * 2
+    assert [manifest.step for _, manifest in sorted(saved(tmp_path).items())] == [2, 4, 2, 4]
+    for number in range(4):
         assert ranks_in(tmp_path, number) == ["generators_0.json", "generators_1.json"]
 
 
