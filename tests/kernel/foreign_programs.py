@@ -135,8 +135,8 @@ class Module(lightning.pytorch.LightningModule):
 
 def make_lightning(**settings):
     return lightning.pytorch.Trainer(
-        accelerator="cpu", max_epochs=1, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, **{"devices": 2, "strategy": "ddp_notebook", "logger": False, **settings})
+        accelerator="cpu", max_epochs=1, enable_checkpointing=False, enable_model_summary=False,
+        **{"devices": 2, "strategy": "ddp_notebook", "logger": False, "enable_progress_bar": False, **settings})
 def use_lightning(trainer):
     ROWS.clear()
     module = Module()

@@ -297,3 +297,17 @@ def test_inline_cells_leave_the_notebooks_libraries_as_they_are(kernel: RealKern
     body = "print(hasattr(sys, 'ps1'), sys.modules['lightning.fabric.connector']._IS_INTERACTIVE)"
     assert kernel.do(accelerate(body, "fork")).printed == "[all] False False\n"
     assert kernel.value("[hasattr(sys, 'ps1'), there._IS_INTERACTIVE]") == [True, True]
+
+
+def test_bars_of_rich_are_text_in_ranks(kernel: RealKernel) -> None:
+    """Lightning draws with it; the widget of a forked rank would speak on the kernel's sockets."""
+    bring(kernel, "lightning")
+    if importlib.util.find_spec("rich") is None:
+        pytest.skip("rich is not installed")
+    kernel.do("import rich.console; console = rich.get_console(); there = console.is_jupyter")
+    body = """
+        seen = [console.is_jupyter, rich.console.Console().is_jupyter]
+        trained = use_lightning(make_lightning(enable_progress_bar=True))
+    """
+    kernel.do(accelerate(body, "fork", flags="--out seen,trained"))
+    assert kernel.value("[there, seen, trained]") == [True, [False, False], TOGETHER]

@@ -31,6 +31,7 @@ def join_existing_world(world: World) -> None:
     vars(sys).pop("ps1", None)
     actions: dict[str, Callable[[ModuleType], None]] = {
         "lightning_utilities.core.rank_zero": partial(_set_rank, world),
+        "rich.console": _write_text,
     }
     for package in _FABRICS:
         actions |= {
@@ -60,6 +61,14 @@ def join_existing_world(world: World) -> None:
 def _set_rank(world: World, module: Any) -> None:
     """What says "only on rank 0" asks the function itself, which the notebook may have told 0."""
     module.rank_zero_only.rank = world.rank
+
+
+def _write_text(module: Any) -> None:
+    """Let rich, which draws Lightning's bars, write text: its widgets would speak on the kernel's sockets."""
+    module._is_jupyter = lambda: False
+    console = getattr(sys.modules.get("rich"), "_console", None)
+    if console is not None:
+        console.is_jupyter = False
 
 
 def _not_interactive(module: Any) -> None:
