@@ -24,7 +24,16 @@ from nbaccel.train.checkpoint.files import aside, sync
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.recycling import disposal_in
 
-__all__ = ["complete_leftovers", "delete_dead", "delete_whole", "in_units", "may_write_below", "replacing", "sayable"]
+__all__ = [
+    "complete_leftovers",
+    "delete_dead",
+    "delete_whole",
+    "in_units",
+    "is_alive",
+    "may_write_below",
+    "replacing",
+    "sayable",
+]
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -72,7 +81,7 @@ def delete_whole(folder: Path) -> None:
 def delete_dead(leftovers: Iterable[Path]) -> None:
     """Delete those of `leftovers` whose process, the number at the end of the name, is gone."""
     for leftover in leftovers:
-        if not _is_alive(leftover.name.rpartition("-")[2]):
+        if not is_alive(leftover.name.rpartition("-")[2]):
             disposal_in(leftover.parent).clear(leftover)
 
 
@@ -173,7 +182,7 @@ def _put_right(target: Path) -> None:
     delete_dead([*aside(target, "tmp-*"), *aside(target, "old-*")])
 
 
-def _is_alive(pid: str) -> bool:
+def is_alive(pid: str) -> bool:
     """Whether another process of this number runs. One of ours that still has a leftover failed earlier."""
     if not pid.isdigit() or int(pid) == os.getpid():
         return False

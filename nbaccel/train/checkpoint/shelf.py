@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.files import aside
-from nbaccel.train.checkpoint.folder import complete_leftovers, delete_dead, delete_whole
+from nbaccel.train.checkpoint.folder import complete_leftovers, delete_dead, delete_whole, is_alive
 from nbaccel.train.checkpoint.foreign import is_foreign
 from nbaccel.train.checkpoint.generators import drop_outdated
 from nbaccel.train.checkpoint.lineage import Lineage
@@ -30,8 +30,8 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 
 _STEP = re.compile(r"checkpoint_(\d+)(?:_\d+)?")
 
-_TAKEN = re.compile(r"(?:checkpoint_(\d+)|\.checkpoint_(\d+)\.(?:tmp|old)-\d+)")
-"""Names that have a number: also what killed processes left, which gets its name back when that is saved to."""
+_TAKEN = re.compile(r"(?:checkpoint_(\d+)|\.checkpoint_(\d+)\.(?:tmp|old)-(\d+))")
+"""Names that have a number, and the process: what a killed one left gets its name back when that is saved to."""
 
 _LOOK_BACK = 100
 """How many of the newest checkpoints a rank looks through for that of its own save: so far it may be behind rank 0."""
@@ -92,19 +92,20 @@ class Shelf:
         """
         if output_dir is not None:
             return place_for(output_dir)
-        if not writes and (committed := self.committed(stamp)) is not None:
-            return committed
         number = self.project.iteration
         folder = self._numbered("save_state", "output_dir") / f"checkpoint_{number}"
-        if not folder.exists():
-            return folder
-        if not isinstance(number, Counted):
+        is_taken, is_counted = folder.exists(), isinstance(number, Counted)
+        expected = folder.with_name(f"checkpoint_{self.free()}") if is_taken and is_counted else folder
+        # Looked for last: what rank 0 commits from here on has the name that is expected.
+        if not writes and (committed := self.committed(stamp)) is not None:
+            return committed
+        if is_taken and not is_counted:
             raise ValueError(
                 f"the checkpoint folder {folder} exists already, and iteration {number} was set by hand; {self.free()} "
                 "is free. Where no number is set, save_state goes on behind the newest; accelerator.load_state() "
                 "continues that one."
             )
-        return folder.with_name(f"checkpoint_{self.free()}")
+        return expected
 
     def committed(self, stamp: str) -> Path | None:
         """The checkpoint that rank 0 has made of the save `stamp`, if it is there already."""
@@ -117,7 +118,8 @@ class Shelf:
             return None
         place = self._numbered("save_state", "output_dir")
         names = map(_TAKEN.fullmatch, os.listdir(place) if place.is_dir() else ())
-        return 1 + max((int(said[1] or said[2]) for said in names if said), default=-1)
+        taken = [int(said[1] or said[2]) for said in names if said and not (said[3] and is_alive(said[3]))]
+        return 1 + max(taken, default=-1)
 
     def go_on_at(self, number: int | None) -> None:
         """Let the numbering go on at `number`, unless one was set by hand."""
