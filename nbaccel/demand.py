@@ -58,13 +58,16 @@ class Demand:
 
     @classmethod
     def of(cls, error: BaseException) -> Demand | None:
-        """Return the numbers of `error`; None where it is not about memory."""
+        """Return the numbers of `error`; None where it is not about memory, or nobody can tell."""
         if recovery_of(error) not in (Recovery.RETRY, Recovery.RETRY_IF_NEARLY_FULL):
             return None
-        text = str(error)
-        room = _stated(text) or (_live_on_host() if is_of_host(error) else None) or Room(0, 0)
-        device_types = {"cpu"} if is_of_host(error) or "CPU out of memory" in text else {"cuda", "xpu"}
-        return cls(_asked(text), room.used_bytes, room.limit_bytes, fullness(error), *_held(error, device_types))
+        try:
+            text = str(error)
+            room = _stated(text) or (_live_on_host() if is_of_host(error) else None) or Room(0, 0)
+            device_types = {"cpu"} if is_of_host(error) or "CPU out of memory" in text else {"cuda", "xpu"}
+            return cls(_asked(text), room.used_bytes, room.limit_bytes, fullness(error), *_held(error, device_types))
+        except Exception:  # memory is short, and it asks objects of foreign classes: what follows goes on without
+            return None
 
     @property
     def kept_bytes(self) -> int:
@@ -100,7 +103,7 @@ class Demand:
             0 < self.asked_bytes == larger.asked_bytes
             and self.limit_bytes > 0
             and 0 < self.parameters_bytes == larger.parameters_bytes
-            and samples < larger_samples
+            and 2 * samples <= larger_samples  # a line through two that lie near each other is drawn by noise
         )
         needed_bytes = self.needed_for_one(samples, larger, larger_samples) if are_comparable else 0
         return needed_bytes > self.limit_bytes + _NOISE * self.asked_bytes

@@ -53,7 +53,7 @@ class Link:
         headline = _headline(error)
         places = _users_places(error.__traceback__)
         worker = dead_worker(error, "\n".join(headline))
-        return cls(type(error).__qualname__, headline, places, relation, worker, _demand(error))
+        return cls(type(error).__qualname__, headline, places, relation, worker, Demand.of(error))
 
     @classmethod
     def from_json(cls, link: dict[str, Any]) -> Link:
@@ -87,13 +87,6 @@ def describe(error: BaseException) -> list[dict[str, Any]]:
         else:
             current = None
     return links[::-1]
-
-
-def _demand(error: BaseException) -> Demand | None:
-    try:
-        return Demand.of(error)
-    except Exception:  # memory is short, and it asks objects of foreign classes: the report goes out all the same
-        return None
 
 
 def _headline(error: BaseException, indent: str = "") -> list[str]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import enum
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.demand import in_bytes
+from nbaccel.demand import Demand, in_bytes
 from nbaccel.failures import can_retry
 from nbaccel.room import is_shortage
 from nbaccel.train.executable.peak import Peak
@@ -34,15 +35,30 @@ class Shortage:
 
     text: the error, in one line.  place: where it was raised.
     demand: what was in use and asked for over what there is, > 1; 1.0 where the error has no such numbers.
+    request: the numbers of what was asked for, and the lines that led to it.
     """
 
     text: str
     place: Place = Place.ELSEWHERE
     demand: float = 1.0
+    request: Demand | None = None
+    lines: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, error: BaseException) -> Shortage:
-        return cls(f"{type(error).__name__}: {error}".partition("\n")[0], _place(error), _demand(str(error)))
+        return cls(
+            f"{type(error).__name__}: {error}".partition("\n")[0],
+            _place(error),
+            _demand(str(error)),
+            Demand.of(error),
+            tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)),
+        )
+
+    def is_hopeless(self, size: int, larger: Shortage, larger_size: int) -> bool:
+        """Return whether one sample would not fit either, as far as this and an earlier, larger attempt tell."""
+        if self.request is None or larger.request is None or self.lines != larger.lines:
+            return False
+        return self.request.is_hopeless(size, larger.request, larger_size)
 
 
 class Attempt:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from nbaccel.demand import WHAT_HELPS
 from nbaccel.errors import NoBatchSizeFits
 from nbaccel.events import OutOfMemory, emit
 from nbaccel.train.executable.attempt import Attempt
@@ -112,7 +113,7 @@ class _Search:
             f"{_name(self._function)} fits in memory at no batch size: {_listed(tried)} were tried.\n"
             f"  the last error: {shortage}\n"
             "  What does not depend on the batch (the model, the optimizer's state, what the notebook still holds) "
-            "takes the memory: make that smaller, or free it.",
+            f"takes the memory: make that smaller, or free it. What helps: {WHAT_HELPS}.",
             tuple(tried),
         )
 

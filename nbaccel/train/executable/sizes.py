@@ -12,6 +12,8 @@ of it costs a started training. The rule by default, against Accelerate's x 0.9 
   a >= 0, so with `demand` times the memory needed at n, m is at most n / demand. A single request of seven times the
   device costs one attempt and not three.
 - A size that did fit in an earlier call is not passed by on the way down.
+- When the same bytes were refused at the same line twice, and the line through what was in use says that one sample
+  would not fit either, there is no further attempt.
 
 Later calls start from the size that fitted. They start higher where the allocator's peak of that run says that more
 fits; see `grown`.
@@ -40,6 +42,7 @@ class ByRule:
     def __init__(self, known_to_fit: int = 0) -> None:
         self._known_to_fit = known_to_fit
         self._near_misses = 0
+        self._earlier: list[tuple[int, Shortage]] = []
 
     def after(self, batch_size: int, shortage: Shortage | None) -> int:
         """The size to try when `batch_size` did not fit; 0 when there is none.
@@ -52,6 +55,10 @@ class ByRule:
         """
         if shortage is None:
             return batch_size
+        is_hopeless = any(shortage.is_hopeless(batch_size, larger, size) for size, larger in self._earlier)
+        if is_hopeless and not self._known_to_fit:
+            return 0
+        self._earlier.append((batch_size, shortage))
         factor = _HALF
         if shortage.place is not Place.ELSEWHERE:
             factor = (*_NEAR, _HALF)[min(self._near_misses, len(_NEAR))]

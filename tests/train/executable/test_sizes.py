@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from nbaccel.demand import Demand
 from nbaccel.train.executable.attempt import Attempt, Place, Shortage
 from nbaccel.train.executable.sizes import ByRule, ByUser, Sizes, grown
 
@@ -34,6 +35,33 @@ def test_a_backward_that_ran_out_means_that_nine_tenths_are_tried_first(start: i
     tried = _search(start, fits, Place.BACKWARD)
     assert len(tried) <= 3
     assert tried[-1] >= 0.9 * fits
+
+
+def _refused(used: int, line: int = 9) -> Shortage:
+    """64 MB were asked for in a place with a limit of 510 MB and a model of 80."""
+    request = Demand(64_000_000, used, 510_000_000, parameters_bytes=80_000_000)
+    return Shortage("RuntimeError", Place.BACKWARD, 1.0, request, (("train.py", line),))
+
+
+def test_a_request_that_no_batch_makes_room_for_ends_the_way_down() -> None:
+    rule = ByRule()
+    sizes = [128]
+    while sizes[-1]:
+        sizes.append(rule.after(sizes[-1], _refused(480_000_000)))
+    assert sizes == [128, 115, 103, 77, 38, 0]  # the first that is at most half of another one
+
+
+@pytest.mark.parametrize("second", [_refused(440_000_000), _refused(480_000_000, line=3), Shortage("MemoryError")])
+def test_what_may_fit_yet_is_tried(second: Shortage) -> None:
+    rule = ByRule()
+    rule.after(128, _refused(480_000_000))
+    assert rule.after(64, second) > 0
+
+
+def test_a_size_that_did_fit_once_is_tried_again_whatever_the_numbers_say() -> None:
+    rule = ByRule(known_to_fit=16)
+    rule.after(128, _refused(480_000_000))
+    assert rule.after(64, _refused(480_000_000)) >= 16
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))
