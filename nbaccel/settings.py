@@ -35,6 +35,7 @@ class RunSettings:
     seed: shared seed of the data order; rank r's generators start at seed + r.
     cpu: stay on the CPU although the machine has devices.
     debug: check every collective, not only the first ones.
+    independent: each rank trains a model of its own, and that is meant.
     split: parts that each batch of a training loop is cut into, after a run that ran out of memory.
     checkpoint_every: when the training saves itself, "10min" or "500steps".  checkpoint_dir: where to.
     keep: how many of those checkpoints stay.
@@ -50,6 +51,7 @@ class RunSettings:
     seed: int | None = None
     cpu: bool | None = None
     debug: bool | None = None
+    independent: bool | None = None
     split: int | None = None
     checkpoint_every: str | None = None
     checkpoint_dir: str | None = None
@@ -81,6 +83,7 @@ class RunSettings:
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": self.gradient_accumulation_steps,
             "ACCELERATE_USE_CPU": None if self.cpu is None else str(self.cpu).lower(),
             "ACCELERATE_DEBUG_MODE": None if self.debug is None else str(int(self.debug)),
+            "NBACCEL_INDEPENDENT": None if self.independent is None else str(int(self.independent)),
             "NBACCEL_SEED": self.seed,
             "NBACCEL_SPLIT": self.split,
             "NBACCEL_CHECKPOINT_EVERY": self.checkpoint_every,
@@ -107,6 +110,7 @@ class RunSettings:
             seed=number("NBACCEL_SEED"),
             cpu=flag("ACCELERATE_USE_CPU"),
             debug=flag("ACCELERATE_DEBUG_MODE"),
+            independent=flag("NBACCEL_INDEPENDENT"),
             split=number("NBACCEL_SPLIT"),
             checkpoint_every=env.get("NBACCEL_CHECKPOINT_EVERY"),
             checkpoint_dir=env.get("NBACCEL_CHECKPOINT_DIR"),

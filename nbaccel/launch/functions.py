@@ -64,6 +64,7 @@ def launch(
     devices: str | None = None,
     cpu: bool = False,
     debug: bool | None = None,
+    independent: bool = False,
     start_method: str = "auto",
     setup: str | None = None,
     timeout_s: float | None = None,
@@ -78,6 +79,7 @@ def launch(
     devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after so many seconds.
     hang_timeout_s: end it when no rank has entered a step or a collective for so long; the error says where each is.
     setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
+    independent: each rank trains a model of its own, and that is meant: nothing compares what optimizers step.
     oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
     into parts, see the README. Everything before the loop is then done again.
     check: raise the run's error; with False it is in `Run.error`.
@@ -102,6 +104,7 @@ def launch(
         seed=seed,
         cpu=None if chosen.gpus else True,
         debug=debug,
+        independent=independent or None,
     )
     here = ProcessState.now()
     start = choose_start(

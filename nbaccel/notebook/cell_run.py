@@ -117,6 +117,12 @@ class CellRun:
         if arrivals := install(values, namespace, facts.get("sizes", {})):
             whence = "" if error is None else f" from the {self.end} run"
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")
+        if not self.plan.settings.independent and (apart := _apart(ended.reports, speaker)):
+            say(
+                f"{', '.join(apart)} {'differ' if len(apart) > 1 else 'differs'} between the ranks, and what came back "
+                f"is rank {speaker}'s: nothing kept {_them(apart)} in step. accelerator.prepare does, before the loop; "
+                "--independent, if that is meant"
+            )
         if error is not None:
             if missing:
                 say(f"not brought back: {with_reasons(missing)}")
@@ -157,6 +163,13 @@ def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int)
         steps = "" if ended.steps is None else f"; every rank had done {max(0, ended.steps - first_step)} steps"
         return briefly(KeyboardInterrupt(f"the run was interrupted after {seconds:.1f} s{steps}.")), "stopped"
     return outcome.error, "done" if outcome.error is None else "failed"
+
+
+def _apart(reports: Sequence[Any], speaker: int) -> list[str]:
+    """Models and optimizers of `--out` whose parameters are not the same in all ranks that came to the end."""
+    sums = [report.facts.get("checksums", {}) for report in reports if report is not None and report.status == "ok"]
+    own = reports[speaker].facts.get("checksums", {}) if reports[speaker] is not None else {}
+    return [name for name, number in own.items() if any(each.get(name, number) != number for each in sums)]
 
 
 def _values_of(outcome: Outcome) -> dict[str, Any]:

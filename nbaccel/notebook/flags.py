@@ -68,6 +68,8 @@ _SETTINGS = (
           help="shared seed, rank r computes with N + r; default drawn for each run, and printed"),
     _flag("--debug", action="store_true", default=None,
           help="check every collective, not only the first ones; default off"),
+    _flag("--independent", action="store_true", default=None,
+          help="each rank trains a model of its own, and that is meant; default off: separate trainings are an error"),
     _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=one_of("what follows", *OOM_CHOICES),
           help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
     _flag("--checkpoint-every", metavar="T", type=checked(parse_interval, keeps_text=True),

@@ -54,6 +54,7 @@ class Options:
     plain: bool | None = None
     seed: int | None = None
     debug: bool | None = None
+    independent: bool | None = None
     oom: str | None = None
     checkpoint_every: str | None = None
     checkpoint_dir: str | None = None

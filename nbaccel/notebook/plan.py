@@ -151,6 +151,7 @@ def settings_of(options: Options, precision: str | None) -> RunSettings:
         seed=options.seed,
         cpu=options.cpu,
         debug=options.debug,
+        independent=options.independent,
         checkpoint_every=options.checkpoint_every,
         checkpoint_dir=options.checkpoint_dir,
         keep=options.keep_checkpoints,

@@ -20,6 +20,7 @@ OF_THE_START = {
     "start": "--start",
     "seed": "--seed",
     "debug": "--debug",
+    "independent": "--independent",
     "oom": "--oom",
     "checkpoint_every": "--checkpoint-every",
     "checkpoint_dir": "--checkpoint-dir",

@@ -60,6 +60,7 @@ WRONG = {
     "--plain": [("--plain=1", "--plain takes no value; got '1'.")],
     "--seed": [("--seed -1", "a seed lies in 0..4294867295; got '-1'")],
     "--debug": [("--debug=1", "--debug takes no value; got '1'.")],
+    "--independent": [("--independent=1", "--independent takes no value; got '1'.")],
     "--oom": [("--oom ignore", "what follows is shrink or stop; got 'ignore'")],
     "--checkpoint-every": [("--checkpoint-every often", "an interval is steps or a time, as in 500, 500steps, 10min")],
     "--checkpoint-dir": [

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from nbaccel.errors import CannotSend
 from nbaccel.launch.home import Home, anchors_of
+from nbaccel.launch.rank.one_training import checksum
 from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack_what_can_be_rebuilt
 from nbaccel.launch.wire.weight import size_of, sizes_of
@@ -154,11 +155,17 @@ class CellTask(Task):
             print(f"Wall time: {time.monotonic() - began:.3g} s")
 
     def results(self, rank: int) -> Results:
+        checksums = {
+            name: number
+            for name in self.out
+            if name in self.namespace and (number := checksum(plain(self.namespace[name]))) is not None
+        }
         if rank != self.speaker:
-            return Results()
+            return Results(facts={"checksums": checksums})
         values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
         facts: dict[str, Any] = {
             "sizes": sizes_of(values),
+            "checksums": checksums,
             "not_asked": self._data_not_asked_for() if self.home is None else [],
         }
         if self._has_last:

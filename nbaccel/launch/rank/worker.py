@@ -36,6 +36,7 @@ from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.rank.look import left_behind, scenes
 from nbaccel.launch.rank.lost_threads import LostThreads
 from nbaccel.launch.rank.nested import refuse_launchers
+from nbaccel.launch.rank.one_training import OneTraining
 from nbaccel.launch.rank.oomscore import volunteer
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
@@ -51,6 +52,7 @@ from nbaccel.launch.wire.channel import Channel
 from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate
 from nbaccel.launch.wire.parcel import pack_what_can_travel
 from nbaccel.launch.wire.ring import RingWriter
+from nbaccel.settings import RunSettings
 
 __all__ = ["BROKEN", "run_rank"]
 
@@ -122,12 +124,16 @@ class _Rank:
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self._peers = PeerWatch(self.page, self.rank)
         self.calls = CallLog(self._peers)
+        self._one_training = OneTraining(self.page, boot.world, self._collectives)
         self._gate = StepGate(self.page, self.rank)
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
         attach_to_foreign_trainers()
+        if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
+            self._one_training.watch()
         self.is_fork = is_fork
         self._watch = watch
+        self._outsiders: Sequence[int] = ()
 
     def live(self, make_task: Callable[[], Task]) -> int:
         """Run the task and report, again while the kernel has more; then say farewell; returns the exit code."""
@@ -151,6 +157,7 @@ class _Rank:
             task = make_task()
             if setup is not None:
                 load_named(setup)(task.namespace)
+            self._one_training.begin(self._outsiders)
             with debugging(task.debugged, self.rank, self._voice.ask, self._voice.tell) as debugger:
                 try:
                     with self._children, self.interrupt:
@@ -212,6 +219,10 @@ class _Rank:
         self.channel.send(message, [parcel.fd])
         os.close(parcel.fd)
 
+    def _collectives(self) -> int:
+        """How many collectives this rank has entered: of ours and of torch's default group."""
+        return self.page.collectives(self.rank) + (_sequence_number() or 0)
+
     def _await_order(self) -> tuple[dict[str, Any], int] | None:
         """The kernel's word: the next task, or None to leave.
 
@@ -232,6 +243,7 @@ class _Rank:
         self.reporter.wake()
         self.interrupt.forget()
         self._gate.begin()
+        self._outsiders = message["outsiders"]
         self._peers.begin(message["outsiders"])
         self.reporter.route(Loss, self._peers.refuse_backward if message["outsiders"] else None)
         return message, fds[0]

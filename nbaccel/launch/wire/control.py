@@ -62,6 +62,9 @@ _TIME_LIMIT = struct.Struct("@dd")  # when it is over, and how long it was, in s
 _TIME_LIMIT_AT = 56
 _STOPPED = struct.Struct("@q")  # training steps that were complete when it left, and one more; 0: it has not
 _STOPPED_AT = 72
+_LAID = struct.Struct("@qq")  # what is compared, and the rank's fingerprint of it; 0: nothing
+_LAID_AT = 80
+_LAID_COUNT = 3
 _SUBSTEPS = 1 << 24
 SAVE_GRACE_S = 20.0
 """For the last checkpoint of a run that is stopped. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
@@ -186,6 +189,21 @@ class ControlPage:
     def leave(self, rank: int, steps: int) -> None:
         """Say that `rank` leaves at a step boundary, with so many training steps complete."""
         _STOPPED.pack_into(self._map, _HEADER + rank * _SLOT + _STOPPED_AT, steps + 1)
+
+    def lay(self, rank: int, count: int, key: int, value: int) -> None:
+        """Lay the fingerprint `value` of `key` where the other ranks see it. count: what `rank` has laid before.
+
+        The last three of each rank are kept.
+        """
+        where = _HEADER + rank * _SLOT + _LAID_AT + count % _LAID_COUNT * _LAID.size
+        _LAID.pack_into(self._map, where, 0, value)
+        _LAID.pack_into(self._map, where, key, value)
+
+    def laid(self, rank: int) -> dict[int, int]:
+        """The fingerprints that `rank` has laid last, by key."""
+        start = _HEADER + rank * _SLOT + _LAID_AT
+        entries = (_LAID.unpack_from(self._map, start + number * _LAID.size) for number in range(_LAID_COUNT))
+        return {int(key): int(value) for key, value in entries if key}
 
     def limit_time(self, rank: int, at: float, seconds: float) -> None:
         """Have the kernel end the run at `at`, unless `rank` has named an earlier time."""

@@ -1,0 +1,358 @@
+"""What an optimizer steps is the same training in all ranks, or the run says so before it changes anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from nbaccel import Accelerator, LocalSGD, launch
+from nbaccel.errors import NotPrepared
+from nbaccel.launch.rank.one_training import checksum
+from nbaccel.launch.wire.control import ControlPage
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches(count: int = 3) -> Iterator[torch.Tensor]:
+    """Other ones in each rank."""
+    draw = torch.Generator().manual_seed(dist.get_rank() + 1)
+    for _ in range(count):
+        yield torch.randn(8, 4, generator=draw)
+
+
+def train(model: nn.Module, optimizer: Any, between: Callable[[], object] = lambda: None) -> None:
+    for x in batches():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        between()
+        optimizer.step()
+
+
+def average(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def told(program: Callable[[], None]) -> list[str]:
+    """What the program is told in this rank."""
+    dist.init_process_group("gloo")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            program()
+        return [str(warning.message) for warning in caught if "steps" in str(warning.message)]
+    finally:
+        dist.destroy_process_group()
+
+
+# -- programs that train one model
+
+
+def ddp() -> None:
+    model = DistributedDataParallel(make())
+    train(model, torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def ddp_whose_steps_are_not_synchronised() -> None:
+    model = DistributedDataParallel(make())
+    with model.no_sync():
+        train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def a_part_of_a_model_in_ddp() -> None:
+    model = make()
+    model[0].requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    train(wrapped, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+
+
+def zero() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(make())
+    train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1))
+
+
+def a_scaler_that_skips() -> None:
+    model = DistributedDataParallel(make())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    for x in batches(8):
+        optimizer.zero_grad()
+        scaler.scale(model(x * 1e3).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def local_sgd() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
+        for x in batches(4):
+            optimizer.zero_grad()
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            local.step()
+
+
+def models_that_are_averaged() -> None:
+    model = DistributedDataParallel(make())
+    averager = PeriodicModelAverager(period=2)
+    train(model, torch.optim.SGD(model.parameters(), 0.1), lambda: averager.average_parameters(model.parameters()))
+
+
+def nothing_to_step() -> None:
+    torch.optim.SGD(make().parameters(), 0.1).step()
+
+
+# -- programs that train several
+
+
+def raw() -> None:
+    model = make()
+    train(model, torch.optim.AdamW(model.parameters()))
+
+
+def raw_and_fused() -> None:
+    model = make()
+    train(model, torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def raw_with_a_closure() -> None:
+    model = make()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for x in batches():
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+class Sam(torch.optim.Optimizer):
+    """Steps uphill by hand first, and then with another optimizer, as sharpness-aware minimisation does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, 0.1)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=0.05)
+
+    def step(self) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def raw_with_two_steps_each() -> None:
+    model = make()
+    optimizer = Sam(model.parameters())
+    train(model, optimizer, optimizer.first_step)
+
+
+def a_gan_with_one_network_unprepared() -> None:
+    first, second = DistributedDataParallel(make()), make()
+    train(first, torch.optim.SGD(first.parameters(), 0.1))
+    train(second, torch.optim.SGD(second.parameters(), 0.1))
+
+
+def one_configuration_per_rank() -> None:
+    model = nn.Linear(4, 1 + dist.get_rank())
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+GOES_ON = [
+    ddp,
+    ddp_whose_steps_are_not_synchronised,
+    a_part_of_a_model_in_ddp,
+    zero,
+    a_scaler_that_skips,
+    models_that_are_averaged,
+    nothing_to_step,
+]
+IS_REFUSED = [
+    raw,
+    raw_and_fused,
+    raw_with_a_closure,
+    raw_with_two_steps_each,
+    a_gan_with_one_network_unprepared,
+    one_configuration_per_rank,
+]
+
+
+@pytest.mark.parametrize("program", GOES_ON, ids=lambda program: program.__name__)
+def test_what_is_synchronised_trains_without_a_word(program: Callable[[], None]) -> None:
+    assert launch(told, 2, (program,), cpu=True).values == [[], []]
+
+
+def test_what_our_local_sgd_averages_trains_without_a_word() -> None:
+    run = launch(local_sgd, 2, cpu=True, setup="nbaccel.train.setup:setup_rank")
+    assert run.error is None
+    assert "nothing synchronises" not in Path(run.log_path).read_text()
+
+
+@pytest.mark.parametrize("program", IS_REFUSED, ids=lambda program: program.__name__)
+def test_separate_trainings_are_refused_before_the_first_step(program: Callable[[], None]) -> None:
+    with pytest.raises(NotPrepared, match="nothing synchronises what it steps") as caught:
+        launch(told, 2, (program,), cpu=True)
+    assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in str(caught.value)
+    assert "independent=True" in str(caught.value)
+
+
+@pytest.mark.parametrize("program", IS_REFUSED[:1], ids=lambda program: program.__name__)
+def test_nothing_has_changed_when_a_training_is_refused(program: Callable[[], None]) -> None:
+    def untouched() -> bool:
+        dist.init_process_group("gloo")
+        model = make()
+        with pytest.raises(NotPrepared):
+            train(model, torch.optim.SGD(model.parameters(), 0.1))
+        return all(torch.equal(new, old) for new, old in zip(model.parameters(), make().parameters(), strict=True))
+
+    assert launch(untouched, 2, cpu=True).values == [True, True]
+
+
+def test_separate_trainings_that_are_meant_are_left_alone() -> None:
+    assert launch(told, 2, (raw,), cpu=True, independent=True).values == [[], []]
+
+
+def test_gradients_that_were_averaged_by_hand_train_with_one_notice() -> None:
+    def by_hand() -> None:
+        model = make()
+        train(model, torch.optim.SGD(model.parameters(), 0.1), lambda: average(model))
+
+    (notice,), others = launch(told, 2, (by_hand,), cpu=True).values
+    assert others == []
+    assert "equal gradients in all 2 ranks: it is taken for synchronised by hand" in notice
+
+
+def test_the_same_work_in_all_ranks_is_one_notice() -> None:
+    def twice() -> None:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(8, 4)).square().mean().backward()
+            optimizer.step()
+
+    (notice,), others = launch(told, 2, (twice,), cpu=True).values
+    assert others == []
+    assert "each does the same work on the same data" in notice
+
+
+def test_a_rank_that_steps_alone_says_so_and_goes_on() -> None:
+    def calibrate() -> None:
+        if dist.get_rank() == 0:
+            raw()
+        dist.barrier()
+
+    (notice,), others = launch(told, 2, (calibrate,), cpu=True).values
+    assert others == []
+    assert notice.startswith("rank 0 of 2 steps AdamW alone: rank 1 took no such step within 5 s")
+
+
+def test_a_rank_that_comes_late_is_compared_with_what_the_other_has_left() -> None:
+    """The other one waited for five seconds, and has stepped."""
+
+    def late() -> None:
+        warnings.simplefilter("ignore")  # rank 0 says that it steps alone
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            dist.recv(torch.zeros(1), 0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in batches(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+        if dist.get_rank() == 0:
+            dist.send(torch.zeros(1), 1)
+            dist.barrier()
+
+    with pytest.raises(NotPrepared, match="in rank 1 of 2"):
+        launch(late, 2, cpu=True, timeout_s=60.0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+def test_a_model_of_fabric_trains_without_a_word() -> None:
+    def fabric() -> None:
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=2)
+        fabric.launch()
+        model = make()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+        for x in batches():
+            optimizer.zero_grad()
+            fabric.backward(model(x).square().mean())
+            optimizer.step()
+
+    assert launch(told, 2, (fabric,), cpu=True).values == [[], []]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_adapters_of_a_prepared_model_train_without_a_word() -> None:
+    def lora() -> None:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(make(), LoraConfig(target_modules=["0", "2"], r=2))
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for x in batches():
+            optimizer.zero_grad()
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+
+    assert launch(told, 2, (lora,), cpu=True).values == [[], []]
+
+
+# -- parts
+
+
+def test_what_a_rank_has_laid_last_is_seen_by_the_others() -> None:
+    page = ControlPage.create(2)
+    try:
+        for count in range(5):
+            page.lay(1, count, 10 + count, 100 + count)
+        assert page.laid(1) == {12: 102, 13: 103, 14: 104}
+        assert page.laid(0) == {}
+        assert page.read(1).entered == -1
+        page.begin()
+        assert page.laid(1) == {}
+    finally:
+        page.close()
+
+
+def test_checksums_follow_the_bits_of_parameters() -> None:
+    model, other = make(), make()
+    assert checksum(model) == checksum(other) is not None
+    assert checksum(torch.optim.SGD(model.parameters(), 0.1)) == checksum(model)
+    with torch.no_grad():
+        other[0].weight[0, 0] = torch.nextafter(other[0].weight[0, 0], torch.tensor(9.0))
+    assert checksum(model) != checksum(other)
+    assert checksum(model.half()) is not None
+    assert checksum(model.bfloat16()) is not None
+    assert checksum(nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])) is not None
+    assert checksum([1, 2]) is None
