@@ -104,7 +104,9 @@ def _nbconverts() -> list[object]:
 def test_nbconvert_shows_the_picture_and_the_numbers(of_500_steps: Path, folder: str) -> None:
     page = as_html(of_500_steps, folder)
     assert len(re.findall(r"<img[^>]+src=\"?data:image/png;base64,", page)) == 1
-    assert re.search(r"done in \d[^,]*, 500 steps, loss 0\.\d+, acc 0\.5000, .* peak memory \S+ GB", html.unescape(page))
+    assert re.search(
+        r"done in \d[^,]*, 500 steps, loss 0\.\d+, acc 0\.5000, .* peak memory \S+ GB", html.unescape(page)
+    )
 
 
 def test_nbconvert_that_executes_leaves_lines_of_text_and_the_picture(tmp_path: Path) -> None:
