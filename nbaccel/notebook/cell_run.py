@@ -118,10 +118,10 @@ class CellRun:
             whence = "" if error is None else f" from the {self.end} run"
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")
         if not self.plan.settings.independent and (apart := _apart(ended.reports, speaker)):
+            came = f", and what came back is rank {speaker}'s" if set(apart) & set(values) else ""
             say(
-                f"{', '.join(apart)} {'differ' if len(apart) > 1 else 'differs'} between the ranks, and what came back "
-                f"is rank {speaker}'s: nothing kept {_them(apart)} in step. accelerator.prepare does, before the loop; "
-                "--independent, if that is meant"
+                f"{', '.join(apart)} {'differ' if len(apart) > 1 else 'differs'} between the ranks{came}: nothing kept "
+                f"{_them(apart)} in step. accelerator.prepare does, before the loop; --independent, if that is meant"
             )
         if error is not None:
             if missing:
@@ -166,7 +166,7 @@ def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int)
 
 
 def _apart(reports: Sequence[Any], speaker: int) -> list[str]:
-    """Models and optimizers of `--out` whose parameters are not the same in all ranks that came to the end."""
+    """Names whose parameters are not the same in all ranks that came to the end."""
     sums = [report.facts.get("checksums", {}) for report in reports if report is not None and report.status == "ok"]
     own = reports[speaker].facts.get("checksums", {}) if reports[speaker] is not None else {}
     return [name for name, number in own.items() if any(each.get(name, number) != number for each in sums)]

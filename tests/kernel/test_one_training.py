@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kernel.harness import RealKernel, accelerate
@@ -77,7 +79,17 @@ def test_separate_trainings_that_are_meant_run_to_their_end(kernel: RealKernel) 
 def test_what_no_step_shows_is_compared_when_the_cell_ends(kernel: RealKernel, body: str) -> None:
     kernel.do(MAKES)
     cell = kernel.do(accelerate(body, flags="--out model"))
-    assert "model differs between the ranks, and what came back is rank 0's" in cell.stdout
+    assert re.search(
+        r"^model(, optimizer)? differs? between the ranks, and what came back is rank 0's", cell.stdout, re.M
+    )
+
+
+def test_models_that_nobody_asked_for_are_compared_too(kernel: RealKernel) -> None:
+    """As with fastai's optimizers, and with loops that update lists of tensors by hand."""
+    kernel.do(MAKES)
+    kernel.do("class Learner: pass\nlearn = Learner()\nlearn.model = model\nweights = list(model.parameters())")
+    cell = kernel.do(accelerate(BY_HAND + "learn, weights"))
+    assert "learn, model, weights differ between the ranks: nothing kept them in step" in cell.stdout
 
 
 def test_what_was_prepared_is_the_same_in_all_ranks(kernel: RealKernel) -> None:

@@ -18,6 +18,7 @@ import time
 import types
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -155,11 +156,7 @@ class CellTask(Task):
             print(f"Wall time: {time.monotonic() - began:.3g} s")
 
     def results(self, rank: int) -> Results:
-        checksums = {
-            name: number
-            for name in self.out
-            if name in self.namespace and (number := checksum(plain(self.namespace[name]))) is not None
-        }
+        checksums = self._checksums()
         if rank != self.speaker:
             return Results(facts={"checksums": checksums})
         values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
@@ -174,6 +171,21 @@ class CellTask(Task):
                 values[RESULT] = self._last
         missing = {name: "the cell ended without assigning it" for name in self.out if name not in self.namespace}
         return Results(values, missing, optional=frozenset({RESULT}), facts=facts)
+
+    def _checksums(self) -> dict[str, int]:
+        """Numbers by which ranks compare the parameters that they have trained.
+
+        Of what `--out` names, and of what the notebook had before and the cell mentions: that was equal in all ranks.
+        """
+        names = set(self.out)
+        if self.home is None:
+            names |= (names_read(self._parts) | names_assigned(self._parts)) & self._started_with.keys()
+        found: dict[str, int] = {}
+        for name in sorted(names):
+            with suppress(Exception):  # a class of the user's that answers in a way of its own
+                if name in self.namespace and (number := checksum(plain(self.namespace[name]))) is not None:
+                    found[name] = number
+        return found
 
     def _data_not_asked_for(self) -> list[str]:
         """Names the cell bound to data that `--out` did not list; no modules, functions or loop variables."""

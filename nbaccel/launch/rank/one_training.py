@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -38,11 +38,16 @@ _POLL_S = 0.001
 _SYNCHRONISE = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
 }
-"""Modules of torch and their classes that synchronise the gradients of the model inside."""
+"""Modules, and their classes that synchronise the gradients of the model inside."""
 
 _INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 """Types of torch by their bytes. Sums of integers do not depend on the order of the summands, so not on the device."""
+
+
+_MOST_PARTS = 1000
+"""Elements of a container that are looked at for parameters."""
 
 
 class OneTraining:
@@ -139,7 +144,7 @@ class OneTraining:
         self._laid += 1
         apart, missing = self._compare(key, found)
         if apart:
-            self._refuse(optimizer, apart)
+            self._refuse(optimizer, parameters, apart)
         self._settle(optimizer)
         if missing:
             self._say_alone(optimizer, missing)
@@ -164,7 +169,7 @@ class OneTraining:
 
     def _alone(self, optimizer: Any) -> list[Any]:
         """Parameters that nothing is known to synchronise."""
-        known = {id(parameter) for wrapper in self._wrappers for parameter in wrapper.parameters()}
+        known = {id(parameter) for wrapper in self._wrappers for parameter in _kept_together(wrapper)}
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         sharded = () if tensors is None else (tensors.DTensor,)
         return [
@@ -179,12 +184,14 @@ class OneTraining:
 
     # -- what is said
 
-    def _refuse(self, optimizer: Any, apart: Sequence[int]) -> None:
+    def _refuse(self, optimizer: Any, parameters: Sequence[Any], apart: Sequence[int]) -> None:
         world = self._world
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        what = "what it steps" if len(parameters) == count else f"{len(parameters)} of the {count} tensors it steps"
         who = " and ".join(f"rank {peer}" for peer in sorted(apart))
         raise NotPrepared(
-            f"{type(optimizer).__name__}.step in rank {world.rank} of {world.world_size}: nothing synchronises what it "
-            f"steps, and {who} would step with other gradients. Each rank would train a model of its own, and one of "
+            f"{type(optimizer).__name__}.step in rank {world.rank} of {world.world_size}: nothing synchronises "
+            f"{what}, and {who} would step with other gradients. Each rank would train a model of its own, and one of "
             f"{world.world_size} would come back. Prepare what is trained, before the loop:\n"
             "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
             "Separate trainings that are meant: %%accelerate --independent, or launch(..., independent=True)."
@@ -214,25 +221,41 @@ class OneTraining:
 
 
 def checksum(value: Any) -> int | None:
-    """Return a number that is equal for equal parameters of a model or an optimizer; None for anything else.
+    """Return a number that is equal for equal parameters in `value`; None where there are none.
 
-    Also None where ranks hold different parts of them: FSDP, DTensors.
+    Parameters are those of a model or an optimizer, tensors that want a gradient, and such in a list, a dictionary or
+    the attributes of an object. Also None where ranks hold different parts of them: FSDP, DTensors.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    if issubclass(type(value), torch.nn.Module):
-        weights = list(torch.nn.Module.parameters(value))
-        if any(type(part).__name__ == "FullyShardedDataParallel" for part in torch.nn.Module.modules(value)):
-            return None
-    elif issubclass(type(value), torch.optim.Optimizer):
-        weights = [weight for group in value.param_groups for weight in group["params"]]
-    else:
-        return None
+    weights = list(_weights(value, torch))
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and any(isinstance(weight, tensors.DTensor) for weight in weights):
         return None
     return _fingerprint(weights)
+
+
+def _weights(value: Any, torch: Any, depth: int = 1) -> Iterator[Any]:
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        if value.is_leaf and value.requires_grad:
+            yield value
+    elif issubclass(kind, torch.nn.Module):
+        if not any(type(part).__name__ == "FullyShardedDataParallel" for part in torch.nn.Module.modules(value)):
+            yield from torch.nn.Module.parameters(value)
+    elif issubclass(kind, torch.optim.Optimizer):
+        for group in value.param_groups:
+            yield from group["params"]
+    elif depth:
+        if issubclass(kind, (list, tuple)):
+            parts = list(kind.__iter__(value))
+        elif issubclass(kind, dict):
+            parts = list(dict.values(value))
+        else:
+            parts = list(getattr(value, "__dict__", {}).values()) if kind.__module__ != "builtins" else []
+        for part in parts[:_MOST_PARTS]:
+            yield from _weights(part, torch, depth - 1)
 
 
 def _fingerprint(tensors: Iterable[Any]) -> int | None:
@@ -251,6 +274,13 @@ def _fingerprint(tensors: Iterable[Any]) -> int | None:
     if not any(numbers):
         return None
     return _number(repr(numbers).encode())
+
+
+def _kept_together(wrapper: Any) -> Iterator[Any]:
+    """Parameters that `wrapper` synchronises; also the parts of them that its own optimizer steps (ZeRO)."""
+    yield from wrapper.parameters()
+    for group in getattr(getattr(wrapper, "optimizer", None), "param_groups", ()):
+        yield from group["params"]
 
 
 def _remember(value: Any, known: dict[int, weakref.ref[Any]]) -> None:

@@ -71,6 +71,11 @@ def may_write_below(folder: Path) -> bool:
     return os.access(_existing(folder), os.W_OK | os.X_OK)
 
 
+def free_bytes(folder: Path) -> int:
+    """What the disk of `folder`, which may not exist yet, has left."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
 def delete_whole(folder: Path) -> None:
     """Delete `folder`; a process killed meanwhile leaves no half folder of that name."""
     outdated = _own_name(folder, "old")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.files import aside
-from nbaccel.train.checkpoint.folder import complete_leftovers, delete_dead, delete_whole, is_alive
+from nbaccel.train.checkpoint.folder import complete_leftovers, delete_dead, delete_whole, free_bytes, is_alive
 from nbaccel.train.checkpoint.foreign import is_foreign
 from nbaccel.train.checkpoint.generators import drop_outdated
 from nbaccel.train.checkpoint.lineage import Lineage
@@ -32,6 +32,9 @@ _STEP = re.compile(r"checkpoint_(\d+)(?:_\d+)?")
 
 _TAKEN = re.compile(r"(?:checkpoint_(\d+)|\.checkpoint_(\d+)\.(?:tmp|old)-(\d+))")
 """Names that have a number, and the process: what a killed one left gets its name back when that is saved to."""
+
+_FEWEST = 3
+"""Checkpoints for which there should be room where no limit was set."""
 
 _LOOK_BACK = 100
 """How many of the newest checkpoints a rank looks through for that of its own save: so far it may be behind rank 0."""
@@ -62,7 +65,7 @@ class Shelf:
         self.latest: Path | None = None
         self._saves: Counter[str] = Counter()
         self._saves_of: tuple[int, int] | None = None
-        self._has_told = False
+        self._has_told = self._has_weighed = False
         self.lineage = Lineage()
 
     def begin(self, lineage: Lineage) -> None:
@@ -146,6 +149,26 @@ class Shelf:
         return (
             f"{folder.parent} holds {len(others)} checkpoint(s) of earlier runs, left as they are; this run goes on "
             f"with {folder.name}"
+        )
+
+    def shortage(self, folder: Path, nbytes: int) -> str:
+        """Once: that the disk has no room for as many checkpoints as are kept; else an empty text.
+
+        folder: the checkpoint that is about to be made.  nbytes: of it.
+        """
+        if self._has_weighed or not nbytes:
+            return ""
+        self._has_weighed = True
+        limit = self.project.total_limit
+        own = sum(1 for _, name in self._all() if self._is_own(name)) if limit is not None else 0
+        wanted = _FEWEST if limit is None else max(1, limit + 1 - own)  # the oldest goes when the next is complete
+        free = free_bytes(folder.parent)
+        if free >= wanted * nbytes:
+            return ""
+        kept = "and none is deleted" if limit is None else f"and {limit} are kept while the next is written"
+        return (
+            f"a checkpoint takes {nbytes / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB left: room for "
+            f"{free // nbytes}, {kept}. Keep fewer (total_limit, --keep-checkpoints) or save to another disk."
         )
 
     # -- limits

@@ -276,7 +276,7 @@ class Checkpointing(Exporting):
         """This rank's share of a checkpoint.  shelf: what tidies up, in rank 0, once it is complete."""
         training = self._training()
         if self._writes:
-            self._write(target, training, stamp, blocking, None if shelf is None else shelf.tidy)
+            self._write(target, training, stamp, blocking, shelf)
             return
         if self._registered.save_hooks:
             self._run_save_hooks(training, training.weights(), target)
@@ -287,10 +287,9 @@ class Checkpointing(Exporting):
         except CannotSave as error:
             self._go_on_without(error)
 
-    def _write(
-        self, target: Path, training: Training, stamp: Stamp, blocking: bool, then: Callable[[], None] | None
-    ) -> None:
-        """In rank 0: the whole folder, now or in the background; `then` once it is complete."""
+    def _write(self, target: Path, training: Training, stamp: Stamp, blocking: bool, shelf: Shelf | None) -> None:
+        """In rank 0: the whole folder, now or in the background; then `shelf` tidies up."""
+        then = None if shelf is None else shelf.tidy
         if unseen := training.accumulation.window.unfinished:
             warnings.warn(
                 f"save_state inside an accumulation window: the gradients of its {unseen} batch(es) are not saved, "
@@ -302,6 +301,8 @@ class Checkpointing(Exporting):
         state = training.generators()
         weights = training.weights()
         content = training.content(weights, self._registered.objects)
+        if shelf is not None and (news := shelf.shortage(target, content.nbytes)):
+            self.print(news)
         parts = content.ready(staging)
         save = Save(
             target,

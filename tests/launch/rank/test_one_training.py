@@ -123,6 +123,16 @@ def nothing_to_step() -> None:
     torch.optim.SGD(make().parameters(), 0.1).step()
 
 
+def parts_of_a_sharded_optimizer() -> None:
+    """What an engine steps may be a rank's own part of the parameters, as with DeepSpeed's ZeRO."""
+    engine = DistributedDataParallel(make())
+    mine = list(make().parameters())[dist.get_rank() :: 2]
+    engine.optimizer = torch.optim.SGD(mine, 0.1)
+    for part in mine:
+        part.grad = torch.full_like(part, dist.get_rank() + 1.0)
+    engine.optimizer.step()
+
+
 # -- programs that train several
 
 
@@ -191,6 +201,7 @@ GOES_ON = [
     zero,
     a_scaler_that_skips,
     models_that_are_averaged,
+    parts_of_a_sharded_optimizer,
     nothing_to_step,
 ]
 IS_REFUSED = [
@@ -232,6 +243,16 @@ def test_nothing_has_changed_when_a_training_is_refused(program: Callable[[], No
         return all(torch.equal(new, old) for new, old in zip(model.parameters(), make().parameters(), strict=True))
 
     assert launch(untouched, 2, cpu=True).values == [True, True]
+
+
+def test_parameters_beside_a_prepared_model_are_counted_in_the_error() -> None:
+    def head_of_the_loss() -> None:
+        model, head = DistributedDataParallel(make()), nn.Linear(1, 3)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.1)
+        train(nn.Sequential(model, head), optimizer)
+
+    with pytest.raises(NotPrepared, match="nothing synchronises 2 of the 6 tensors it steps"):
+        launch(told, 2, (head_of_the_loss,), cpu=True)
 
 
 def test_separate_trainings_that_are_meant_are_left_alone() -> None:
@@ -356,3 +377,15 @@ def test_checksums_follow_the_bits_of_parameters() -> None:
     assert checksum(model.bfloat16()) is not None
     assert checksum(nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])) is not None
     assert checksum([1, 2]) is None
+
+
+def test_parameters_are_found_in_lists_and_in_objects_that_hold_a_model() -> None:
+    class Learner:
+        def __init__(self, model: nn.Module) -> None:
+            self.model, self.name = model, "learner"
+
+    model = make()
+    assert checksum(Learner(model)) == checksum(model)
+    assert checksum([*model.parameters()]) == checksum(dict(model.named_parameters())) == checksum(model)
+    assert checksum(torch.ones(2)) is None, "data wants no gradient"
+    assert checksum(make()(torch.ones(1, 4))) is None, "nor is a result a parameter"

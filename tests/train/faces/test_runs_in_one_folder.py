@@ -43,6 +43,32 @@ def run_once(folder: Path, saves: int = 1, **options: Any) -> list[str]:
     return [Path(training.accelerator.save_state()).name for _ in range(saves)]
 
 
+# -- room
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "said"),
+    [
+        (3, 3.5, "room for 3, and 3 are kept while the next is written"),
+        (None, 2.5, "room for 2, and none is deleted"),
+        (3, 4.5, ""),
+        (None, 3.5, ""),
+    ],
+)
+def test_a_disk_without_room_for_what_is_kept_is_said_at_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, limit: int | None, free: float, said: str
+) -> None:
+    training = Trained.start(project_config=numbered(tmp_path / "runs", total_limit=limit))
+    state = training.accelerator._training()
+    content = state.content(state.weights(), [])
+    monkeypatch.setattr("nbaccel.train.checkpoint.shelf.free_bytes", lambda folder: int(free * content.nbytes))
+    training.accelerator.save_state()
+    training.accelerator.save_state()
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert printed.count("a checkpoint takes") == bool(said)
+
+
 # -- ranks
 
 
