@@ -59,9 +59,9 @@ class Demand:
     @classmethod
     def of(cls, error: BaseException) -> Demand | None:
         """Return the numbers of `error`; None where it is not about memory, or nobody can tell."""
-        if recovery_of(error) not in (Recovery.RETRY, Recovery.RETRY_IF_NEARLY_FULL):
-            return None
         try:
+            if recovery_of(error) not in (Recovery.RETRY, Recovery.RETRY_IF_NEARLY_FULL):
+                return None
             text = str(error)
             room = _stated(text) or (_live_on_host() if is_of_host(error) else None) or Room(0, 0)
             device_types = {"cpu"} if is_of_host(error) or "CPU out of memory" in text else {"cuda", "xpu"}

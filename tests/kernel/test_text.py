@@ -132,4 +132,4 @@ def test_asking_for_input_is_one_sentence_with_the_way_out(kernel: RealKernel, s
         error = kernel.run(accelerate(ask, start)).failed("NoInput")
         assert "nobody can type into a rank" in error.evalue
         assert "--start inline" in error.evalue
-        assert re.search(r"for a debugger, %%accelerate --pdb [01] lets this rank ask", error.evalue)
+        assert re.search(r"For a debugger, %%accelerate --pdb [01] lets this rank ask", error.evalue)
