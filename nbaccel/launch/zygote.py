@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.process import RankProcess
+from nbaccel.launch.rank.loaded import when_loaded
 from nbaccel.launch.rank.worker import run_rank
 from nbaccel.launch.spec import RankBoot, load_named
 from nbaccel.launch.wire.channel import Channel
@@ -274,7 +275,7 @@ def _load_once(message: dict[str, Any]) -> None:
 def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> NoReturn:
     *boot_fds, task_fd, state_fd = fds
     Surroundings(**message["surroundings"]).apply()
-    unpack(state_fd)["state"].apply()
+    unpack(state_fd)["state"].apply(when_loaded)
     fields = message["boot"] | dict(zip(RankBoot.FDS, boot_fds, strict=True))
     boot = RankBoot(**fields | {"world": World(**fields["world"])})
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

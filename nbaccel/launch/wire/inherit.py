@@ -6,16 +6,23 @@ carried over by hand. `tests/launch/test_parity.py` runs one program under both 
 
 from __future__ import annotations
 
+import functools
 import linecache
 import multiprocessing
 import os
 import random
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["KernelState", "Surroundings"]
+
+_WhenLoaded = Callable[[Mapping[str, Callable[[Any], None]]], None]
+
+_EVERYWHERE = sys.stdlib_module_names | {"builtins", "__main__", "torch", "numpy"}
+"""Where a category of warnings may come from that is sent as it is."""
 
 _CELL_FILES = ("ipykernel_", "<ipython-input-", "Cell In[")
 
@@ -63,15 +70,25 @@ class KernelState:
             numpy_rng=numpy.random.get_state() if numpy else None,
             torch_rng=bytes(torch.random.get_rng_state().numpy()) if torch else None,
             torch_flags=_torch_flags(torch) if torch else {},
-            warning_filters=list(warnings.filters),
+            warning_filters=[_without_its_package(one) for one in warnings.filters],
             sources=_cell_sources(),
             start_method=multiprocessing.get_start_method(allow_none=True),
         )
 
-    def apply(self) -> None:
+    def apply(self, when_loaded: _WhenLoaded) -> None:
+        """Be as the kernel was.  when_loaded: calls a function with each named module, now or when it is imported."""
         random.setstate(self.python_rng)
-        warnings.filters[:] = self.warning_filters  # type: ignore[index]  # typeshed: a Sequence; CPython: a list
-        warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
+        filters: list[Any] = []
+        later: dict[str, list[Any]] = {}
+        for one in self.warning_filters:
+            home = one[2].partition(":")[0] if isinstance(one[2], str) else ""
+            if home and home not in sys.modules:
+                later.setdefault(home, []).append(one)
+            else:
+                filters += [one] if not home else _with_its_category(one, sys.modules[home])
+        warnings.filters[:] = filters  # type: ignore[index]  # typeshed: a Sequence; CPython: a list
+        _forget_shown_warnings()
+        when_loaded({name: functools.partial(_add_filters, filters) for name, filters in later.items()})
         if self.start_method is not None:
             multiprocessing.set_start_method(self.start_method, force=True)
         linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
@@ -84,6 +101,41 @@ class KernelState:
 
             torch.random.set_rng_state(torch.frombuffer(bytearray(self.torch_rng), dtype=torch.uint8))
             _set_torch_flags(torch, self.torch_flags)
+
+
+def _without_its_package(one: Any) -> Any:
+    """A warning filter, with "module:name" for a category of a package that not every process has loaded.
+
+    The class itself would have each rank import the package: transformers and Lightning take seconds.
+    """
+    action, message, category, module, line = one
+    home = category.__module__
+    if home.partition(".")[0] in _EVERYWHERE:
+        return one
+    return action, message, f"{home}:{category.__qualname__}", module, line
+
+
+def _with_its_category(one: Any, package: Any) -> list[Any]:
+    """The filter `one` with the class that `package` has for its category; nothing where it has none."""
+    action, message, category, module, line = one
+    try:
+        kind = functools.reduce(getattr, category.partition(":")[2].split("."), package)
+    except AttributeError:  # another version
+        return []
+    return [(action, message, kind, module, line)]
+
+
+def _add_filters(filters: list[Any], package: Any) -> None:
+    """Put `filters`, whose categories are of `package`, before all others, in their order."""
+    added = [each for one in filters for each in _with_its_category(one, package)]
+    warnings.filters[:0] = added  # type: ignore[index]
+    _forget_shown_warnings()
+
+
+def _forget_shown_warnings() -> None:
+    """Have every warning judged by the filters as they are now."""
+    if hasattr(warnings, "_filters_mutated"):
+        warnings._filters_mutated()
 
 
 def _cell_sources() -> dict[str, list[str]]:
