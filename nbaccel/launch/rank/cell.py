@@ -29,6 +29,7 @@ from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack_what_can_be_rebuilt
 from nbaccel.launch.wire.weight import size_of, sizes_of
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
+from nbaccel.world import World
 
 __all__ = [
     "RESULT",
@@ -176,7 +177,10 @@ class CellTask(Task):
         """Numbers by which ranks compare the parameters that they have trained.
 
         Of what `--out` names, and of what the notebook had before and the cell mentions: that was equal in all ranks.
+        None where this rank is the only one.
         """
+        if not World.from_env().is_distributed:
+            return {}
         names = set(self.out)
         if self.home is None:
             names |= (names_read(self._parts) | names_assigned(self._parts)) & self._started_with.keys()

@@ -62,12 +62,10 @@ class OneTraining:
         self._collectives = collectives
         self._peers: Sequence[int] = [rank for rank in range(world.world_size) if rank != world.rank]
         self._settled: dict[int, weakref.ref[Any]] = {}  # by id: the user's class may have no hash
-        self._waits: dict[
-            int, weakref.ref[Any]
-        ] = {}  # those that have stepped once, where ranks had exchanged something
+        self._waits: dict[int, weakref.ref[Any]] = {}  # stepped once, after ranks had exchanged something
         self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._judged: Counter[int] = Counter()  # optimizers by their kind and shapes
-        self._laid = 0
+        self._laid: list[int] = []  # keys of this rank, in their order
         self._begun_with = 0
 
     def watch(self) -> None:
@@ -83,7 +81,7 @@ class OneTraining:
         """A task begins.  outsiders: ranks that take no part in it."""
         self._peers = [rank for rank in range(self._world.world_size) if rank not in (self._world.rank, *outsiders)]
         self._judged.clear()
-        self._laid = 0
+        self._laid.clear()
         self._begun_with = self._collectives()
 
     def _hook(self, module: Any) -> None:
@@ -140,8 +138,8 @@ class OneTraining:
         kind = _kind(optimizer)
         self._judged[kind] += 1
         key = _number(kind.to_bytes(8, "big") + self._judged[kind].to_bytes(4, "big"))
-        self._page.lay(self._world.rank, self._laid, key, found)
-        self._laid += 1
+        self._page.lay(self._world.rank, len(self._laid), key, found)
+        self._laid.append(key)
         apart, missing = self._compare(key, found)
         if apart:
             self._refuse(optimizer, parameters, apart)
@@ -163,7 +161,9 @@ class OneTraining:
             if apart or not waits or time.monotonic() > until:
                 break
             time.sleep(_POLL_S)  # ended by the peers' entries, by their end, or by the limit
-        return apart + [peer for peer in missing if laid[peer]], [peer for peer in missing if not laid[peer]]
+        # A peer that steps what this rank never did trains something else; one that is late, or through, does not.
+        elsewhere = [peer for peer in missing if laid[peer].keys() - set(self._laid)]
+        return apart + elsewhere, [peer for peer in missing if peer not in elsewhere]
 
     # -- what is known
 

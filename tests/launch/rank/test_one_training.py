@@ -294,6 +294,20 @@ def test_a_rank_that_steps_alone_says_so_and_goes_on() -> None:
     assert notice.startswith("rank 0 of 2 steps AdamW alone: rank 1 took no such step within 5 s")
 
 
+def test_a_rank_that_steps_one_of_its_optimizers_alone_is_not_refused_for_the_one_before() -> None:
+    def calibrate_after_training() -> None:
+        model = make()
+        train(model, torch.optim.SGD(model.parameters(), 0.1), lambda: average(model))
+        if dist.get_rank() == 0:
+            raw()
+            raw()
+        dist.barrier()
+
+    notices, others = launch(told, 2, (calibrate_after_training,), cpu=True).values
+    assert others == []
+    assert any(notice.startswith("rank 0 of 2 steps AdamW alone") for notice in notices)
+
+
 def test_a_rank_that_comes_late_is_compared_with_what_the_other_has_left() -> None:
     """The other one waited for five seconds, and has stepped."""
 
