@@ -5,7 +5,8 @@ is busy or stopped; the kernel counts what it missed. What a rank wrote stays re
 it died. This file does not know what the records mean.
 
 Each slot carries the number of its record in front and behind, written by one call. So the reader needs no shared
-counter and no lock: the number it expects says "new", an older one "not yet", a newer one "overwritten". In the rank
+counter and no lock: the number it expects says "new", an older one "not yet", a newer one "overwritten". It looks
+behind before it copies a slot, and in front after it: so the slot was whole, and stayed whole. In the rank
 several threads may write: they draw numbers from one iterator, which is atomic, and a number that was drawn and never
 written (its thread was interrupted in between) is given up when later ones are there.
 """
@@ -28,7 +29,8 @@ TEXT_BYTES = 80
 
 _SLOT = struct.Struct(f"@QdqdHHHH{TEXT_BYTES}sQ")  # number, at, step, value, kind, bytes of text, part, parts after, …
 _NUMBER = struct.Struct("@Q")
-_NUMBER_OF_SLOT = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")
+_FIRST_NUMBER = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")  # of a slot: written first, and wiped first
+_LAST_NUMBER = struct.Struct(f"@{_SLOT.size - _NUMBER.size}xQ")  # written when all the rest is there
 _SLOTS = 8192  # 4 s of 2000 records; 1 MiB, shared with the kernel
 _SLOTS_PER_COPY = 512
 _LOOK_AHEAD = 64  # slots in which a record shows that the one before it will not come
@@ -151,20 +153,27 @@ class RingReader:
 
     def _take(self) -> list[_Slot]:
         """The slots that are there, in a row from the next one on. They are copied: the rank may write over them."""
-        first = self._next
-        if self._number_at(first) != first:
-            return []
+        first, start = self._next, self._next % self._slots
+        count = self._in_a_row(_LAST_NUMBER, first, min(_SLOTS_PER_COPY, self._slots - start))
+        block = self._map[start * _SLOT.size : (start + count) * _SLOT.size]
+        count = self._in_a_row(_FIRST_NUMBER, first, count)  # fewer: the rank has come round while we copied
+        self._next += count
+        return list(itertools.islice(_SLOT.iter_unpack(block), count))
+
+    def _in_a_row(self, layout: struct.Struct, first: int, count: int) -> int:
+        """How many slots from `first` on have their own number there; at most `count`, which may not go round."""
+        if count == 0 or layout.unpack_from(self._map, first % self._slots * _SLOT.size)[0] != first:
+            return 0  # most often: no copy for that
+        numbers = layout.iter_unpack(self._copied(first, count))
+        return next((row for row, (number,) in enumerate(numbers) if number != first + row), count)
+
+    def _copied(self, first: int, count: int) -> bytes:
         start = first % self._slots
-        block = self._map[start * _SLOT.size : min(start + _SLOTS_PER_COPY, self._slots) * _SLOT.size]
-        if self._number_at(first) != first:
-            return []  # the rank has come round while we copied
-        slots = []
-        for number, slot in enumerate(_SLOT.iter_unpack(block), first):
-            if slot[0] != number or slot[-1] != number:
-                break
-            slots.append(slot)
-        self._next += len(slots)
-        return slots
+        end = start + min(count, self._slots)
+        block = self._map[start * _SLOT.size : end * _SLOT.size]
+        if end > self._slots:
+            block += self._map[: (end - self._slots) * _SLOT.size]
+        return block
 
     def _gave_up_one(self, is_last: bool) -> bool:
         """Go on behind what can never be read; False if the next record is only not there yet."""
@@ -197,12 +206,8 @@ class RingReader:
     def _is_any_there(self, first: int, count: int) -> bool:
         """Whether one of `count` records from `first` on is there. In one piece: most often there is none, and a short
         run would spend more on asking for each than on all it has to read."""
-        start = first % self._slots
-        end = start + min(count, self._slots)
-        block = self._map[start * _SLOT.size : end * _SLOT.size]
-        if end > self._slots:
-            block += self._map[: (end - self._slots) * _SLOT.size]
-        return any(number == later for later, (number,) in enumerate(_NUMBER_OF_SLOT.iter_unpack(block), first))
+        numbers = _FIRST_NUMBER.iter_unpack(self._copied(first, count))
+        return any(number == later for later, (number,) in enumerate(numbers, first))
 
     def _number_at(self, number: int) -> int:
         return int(_NUMBER.unpack_from(self._map, number % self._slots * _SLOT.size)[0])
