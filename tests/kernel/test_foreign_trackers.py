@@ -87,3 +87,42 @@ def test_a_logger_of_lightnings_writes_by_rank_0_alone(kernel: RealKernel) -> No
     assert kernel.value("seen") == [2, 8, True, True]
     kernel.do("import glob")
     assert kernel.value("len(glob.glob('rows/**/metrics.csv', recursive=True))") == 1
+
+
+RAW = """
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+    run = wandb.init(project="raw", mode="offline", config={"lr": 0.1}, settings=wandb.Settings(silent=True))
+    writer = SummaryWriter("board")
+    writer.add_scalar("loss", 1.0, 0)
+    wandb.log({"loss": 1.0})
+    writer.close()
+    wandb.finish()
+    print("lr", run.config["lr"])
+"""
+
+
+@in_one_environment
+def test_trackers_of_a_raw_cell_write_one_run_by_rank_0(kernel: RealKernel, start: str) -> None:
+    needs("wandb", "tensorboard")
+    kernel.do("import glob, os, tempfile; os.chdir(tempfile.mkdtemp(dir='.'))")
+    cell = kernel.do(accelerate(RAW, start), timeout_s=120)
+    assert "[all] lr 0.1" in cell.stdout
+    assert cell.text.count("wandb.init makes one run, by rank 0 of 2; what other ranks log goes nowhere.") == 1
+    assert kernel.value("len(glob.glob('**/offline-run-*', recursive=True))") == 1
+    assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 1
+
+
+@in_one_environment
+def test_runs_of_each_rank_that_are_meant_are_written(kernel: RealKernel) -> None:
+    """A group of runs, a folder for each rank; and all of them with `--independent`."""
+    needs("wandb", "tensorboard")
+    apart = RAW.replace('project="raw"', 'project="raw", group="ranks"').replace(
+        '"board"', '"board" + str(accelerator.process_index)'
+    )
+    for body, flags in ((apart, ""), (RAW, "--independent")):
+        kernel.do("import glob, os, tempfile; os.chdir(tempfile.mkdtemp(dir='.'))")
+        cell = kernel.do(accelerate(body, "fork", flags=flags), timeout_s=120)
+        assert "makes one run" not in cell.text
+        assert kernel.value("len(glob.glob('**/offline-run-*', recursive=True))") == 2
+        assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 2

@@ -29,6 +29,7 @@ from nbaccel.launch.rank.farewell import Farewell
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.foreign.existing_world import join_existing_world
 from nbaccel.launch.rank.foreign.logins import refuse_logins
+from nbaccel.launch.rank.foreign.one_run import write_one_run
 from nbaccel.launch.rank.foreign.oneprocess import forget_one_process
 from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.inherited import put_aside
@@ -131,6 +132,7 @@ class _Rank:
         attach_to_foreign_trainers()
         if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
             self._one_training.watch()
+            write_one_run(boot.world, boot.store_path)
         self.is_fork = is_fork
         self._watch = watch
         self._outsiders: Sequence[int] = ()

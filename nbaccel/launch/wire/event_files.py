@@ -14,7 +14,7 @@ from typing import Any
 
 from nbaccel.world import World
 
-__all__ = ["open_again_at_first_use", "reduce_writer"]
+__all__ = ["SilentFile", "open_again_at_first_use", "reduce_writer"]
 
 
 def open_again_at_first_use(rank: int, kept: list[Any]) -> None:
@@ -64,11 +64,11 @@ def _without_file(writer: Any, rank: int) -> Any:
     """Leave `writer` as after its `close`: in rank 0 the next event opens a file, in others it goes nowhere."""
     writer.file_writer = writer.all_writers = None
     if rank:
-        writer._get_file_writer = functools.partial(_SilentFile, writer.log_dir)
+        writer._get_file_writer = functools.partial(SilentFile, writer.log_dir)
     return writer
 
 
-class _SilentFile:
+class SilentFile:
     """Takes the place of TensorBoard's FileWriter in ranks that write nothing."""
 
     def __init__(self, log_dir: str) -> None:
