@@ -25,11 +25,12 @@ from nbaccel.launch.guardian import kill_session, session_members
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.rank.loaded import when_loaded
 from nbaccel.launch.rank.worker import run_rank
-from nbaccel.launch.spec import RankBoot, load_named
+from nbaccel.launch.spec import RankBoot, Task, load_named
 from nbaccel.launch.wire.channel import Channel
 from nbaccel.launch.wire.control import SAVE_GRACE_S
 from nbaccel.launch.wire.inherit import KernelState, Surroundings
-from nbaccel.launch.wire.parcel import Parcel, pack, unpack
+from nbaccel.launch.wire.parcel import Parcel, pack, packages_in, unpack
+from nbaccel.launch.wire.patches import PatchFinder
 from nbaccel.world import World
 
 __all__ = ["Zygote", "torch_fingerprint"]
@@ -64,6 +65,7 @@ class Zygote:
         self._is_ready = False
         self._is_broken = False
         self._exits: dict[int, int] = {}
+        self._patches = PatchFinder()
         code = _BOOTSTRAP.format(path=list(sys.path), fd=theirs.fileno(), pidfd=kernel_pidfd, shell=has_shell)
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -93,7 +95,7 @@ class Zygote:
             LaunchRefused: the zygote could not start, or died.
         """
         self.get_ready()
-        state = pack({"state": KernelState.capture()})
+        state = pack({"state": KernelState.capture(), "patches": self._patches.find()})
         try:
             surroundings = dataclasses.asdict(Surroundings.capture())
             for boot in boots:
@@ -275,8 +277,15 @@ def _load_once(message: dict[str, Any]) -> None:
 def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> NoReturn:
     *boot_fds, task_fd, state_fd = fds
     Surroundings(**message["surroundings"]).apply()
-    unpack(state_fd)["state"].apply(when_loaded)
+    kernel = unpack(state_fd)
+    kernel["state"].apply(when_loaded)
     fields = message["boot"] | dict(zip(RankBoot.FDS, boot_fds, strict=True))
     boot = RankBoot(**fields | {"world": World(**fields["world"])})
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    run_rank(boot, lambda: load_named(message["task"]).unpack(task_fd), zygote_fds, is_fork=False)
+
+    def make_task() -> Task:
+        kernel["patches"].make(packages_in(task_fd))
+        task: Task = load_named(message["task"]).unpack(task_fd)
+        return task
+
+    run_rank(boot, make_task, zygote_fds, is_fork=False)

@@ -26,7 +26,15 @@ from nbaccel.launch.wire.refusal import in_words, reason
 from nbaccel.launch.wire.salvage import salvaged
 from nbaccel.launch.wire.weight import size_of
 
-__all__ = ["Parcel", "pack", "pack_what_can_travel", "size_of", "unpack", "unpack_what_can_be_rebuilt"]
+__all__ = [
+    "Parcel",
+    "pack",
+    "pack_what_can_travel",
+    "packages_in",
+    "size_of",
+    "unpack",
+    "unpack_what_can_be_rebuilt",
+]
 
 _PAGE = mmap.PAGESIZE
 _CACHE_LINE = 64
@@ -137,12 +145,23 @@ def unpack_what_can_be_rebuilt(
     return values, {name: f"it cannot be rebuilt here: {in_words(error)}" for name, error in errors.items()}
 
 
-def _contents(fd: int, namespace: dict[str, Any] | None, anchored: Callable[[str], Any] | None) -> Contents:
+def packages_in(fd: int) -> list[str]:
+    """The packages that the parcel behind `fd` refers to, which a user installed; in the order of their import."""
+    _, (_, _, packages) = _opened(fd)
+    return packages
+
+
+def _opened(fd: int) -> tuple[mmap.mmap, tuple[list[tuple[int, int]], list[int], list[str]]]:
+    """The parcel behind `fd`, and its table: places, buffers and packages."""
     mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
     if magic != _MAGIC:
         raise ValueError("this file descriptor does not hold a parcel")
-    places, buffers, packages = pickle.loads(memoryview(mapping)[table:])
+    return mapping, pickle.loads(memoryview(mapping)[table:])
+
+
+def _contents(fd: int, namespace: dict[str, Any] | None, anchored: Callable[[str], Any] | None) -> Contents:
+    mapping, (places, buffers, packages) = _opened(fd)
     for name in packages:
         if name not in sys.modules:
             with suppress(Exception):  # where it is needed, the pickle says so better
