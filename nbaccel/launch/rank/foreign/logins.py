@@ -2,6 +2,7 @@
 
 Nobody can type into a rank. `input` and `getpass` say so by themselves (`jupyter.py`); what is here asks in other
 ways: wandb looks for a terminal, and the Hugging Face hub shows a code and waits minutes for somebody to enter it.
+Where Kaggle's internet is off, wandb knows that, says so, and then tries for 90 s: that is an error at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def refuse_logins(rank: int) -> None:
     when_loaded(
         {
             "wandb.sdk.lib.wbauth": partial(_refuse_wandbs, rank),
+            "wandb.sdk.wandb_login": partial(_refuse_without_internet, rank),
             "huggingface_hub._login": partial(_refuse_the_hubs, rank),
         }
     )
@@ -43,6 +45,22 @@ def _refuse_wandbs(rank: int, module: Any) -> None:
             ) from error
 
     module.authenticate_session = authenticate_session
+
+
+def _refuse_without_internet(rank: int, module: Any) -> None:
+    logs_in, util = module._login, module.wandb.util
+
+    @functools.wraps(logs_in)
+    def login(*args: Any, **kwargs: Any) -> Any:
+        if util._is_kaggle() and not util._has_internet():
+            raise ConnectionError(
+                f"rank {rank} cannot reach Weights & Biases: Kaggle's internet is off, see the notebook's settings. "
+                'With os.environ["WANDB_MODE"] = "offline" in a cell before this one the run stays on disk, for '
+                "`wandb sync`."
+            )
+        return logs_in(*args, **kwargs)
+
+    module._login = login
 
 
 def _refuse_the_hubs(rank: int, module: Any) -> None:
