@@ -6,6 +6,7 @@ PYTEST_ARGS ?= -m "not gpu and not soak and not full"
 
 VENV := .venv
 COLAB := .venv-colab
+KAGGLE := .venv-kaggle
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
@@ -28,7 +29,7 @@ types: $(VENV)/.dev
 	$(VENV)/bin/mypy
 
 # pytest itself fails when it finds no test; a handful of failed tests is tried once more, see tests/suite.py.
-unit: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
+unit: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py $(PYTEST_ARGS)
 
 # The core with another Python or torch, in an environment of its own: `make test-torch PYTHON=python3.14 TORCH=2.15.0`.
@@ -58,7 +59,7 @@ $(TORCH_ENV)/.stamp: pyproject.toml constraints.txt
 # and resumption as other processors would have them, and the soak. A few hours on two cores.
 test-all: test full processors soak
 
-full: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
+full: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py -m "full and not gpu and not soak"
 
 # oneDNN, torch and MKL choose their kernels by the processor, and what is refused under a limit of memory, and which bits
@@ -105,7 +106,7 @@ screenshot: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m pytest -q tests/browser/test_readme.py --basetemp=build/screenshot
 	cp build/screenshot/test_*0/panel.png notebooks/panel.png
 
-coverage: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
+coverage: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV)/bin/python -m coverage combine --quiet
 	$(VENV)/bin/python -m coverage report --skip-covered
@@ -132,6 +133,14 @@ $(COLAB)/.stamp: $(VENV)/.dev constraints-colab.txt
 	$(COLAB)/bin/python $(INSTALL) -r constraints-colab.txt -e .
 	touch $@
 
+# Kaggle's image is built on Colab's. What differs in a kernel is ipywidgets: a folder that stands before the packages of
+# Colab's environment, two seconds. Its nbconvert, which runs batches there, is not installed: notebooks run by nbclient.
+$(KAGGLE)/.stamp: $(COLAB)/.stamp constraints-kaggle.txt
+	rm -rf $(KAGGLE)
+	$(COLAB)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target $(KAGGLE) \
+	    -c constraints-kaggle.txt ipywidgets widgetsnbextension jupyterlab_widgets
+	touch $@
+
 # The browser tests drive the system's Chromium. Root on Debian gets it here, once; where it is missing those tests
 # are skipped and say so, and nothing else depends on it.
 $(VENV)/.chromium: $(VENV)/.dev
@@ -145,4 +154,4 @@ $(VENV)/.chromium: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COLAB) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(COLAB) $(KAGGLE) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

@@ -23,7 +23,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 class Environment:
     """A Python with its own front-end packages.
 
-    name: "newest" or "colab".  python: its interpreter.  before: a folder of packages that stand before its own.
+    name: "newest", "colab" or "kaggle".  python: its interpreter.  before: a folder of packages that stand before its
+    own.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Environment:
 
     @property
     def exists(self) -> bool:
-        return self.python.exists()
+        return self.python.exists() and (self.before is None or self.before.exists())
 
     @property
     def kernel_argv(self) -> list[str]:
@@ -66,6 +67,9 @@ class Environment:
 
 NEWEST = Environment("newest", Path(sys.executable))
 COLAB = Environment("colab", REPOSITORY / ".venv-colab" / "bin" / "python")
+KAGGLE = Environment("kaggle", COLAB.python, REPOSITORY / ".venv-kaggle")
+"""Colab's with Kaggle's ipywidgets; for notebooks on hosted machines alone."""
+
 _MORE = tuple(
     Environment(Path(folder).name, NEWEST.python, Path(folder))
     for folder in os.environ.get("NBACCEL_IPYKERNELS", "").split(os.pathsep)

@@ -19,7 +19,7 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
-from environments import COLAB, Environment
+from environments import COLAB, KAGGLE as KAGGLE_PACKAGES, Environment
 from hosted.without_network import DENIED
 
 _HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ class Machine:
 
     name: str
     variables: tuple[tuple[str, str], ...]
-    environment: Environment = COLAB
+    environment: Environment
 
     def run(self, cells: list[str], folder: Path, *, goes_on: bool = False, **variables: str) -> Ran:
         """Execute `cells` in a fresh kernel in `folder`; what fails ends the notebook, as Run All does.
@@ -49,9 +49,9 @@ class Machine:
         if not self.environment.exists:
             pytest.skip(f"{self.environment.python} is not there; `make test` builds it")
         asked = folder / "asked_the_net"
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(_HERE / "site"), os.environ.get("PYTHONPATH")])),
+        environ = self.environment.environ()
+        environ |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_HERE / "site"), environ.get("PYTHONPATH")])),
             "NBACCEL_TEST_NET": str(asked),
             "OMP_NUM_THREADS": "1",
             **dict(self.variables),
@@ -105,7 +105,7 @@ class Ran:
         return [f"{output.ename}: {output.evalue}" for output in outputs if output.output_type == "error"]
 
 
-KAGGLE = Machine("Kaggle, interactive", (("KAGGLE_KERNEL_RUN_TYPE", "Interactive"),))
-KAGGLE_BATCH = Machine("Kaggle, batch", (("KAGGLE_KERNEL_RUN_TYPE", "Batch"),))
-COLABS = Machine("Colab", (("COLAB_RELEASE_TAG", "release-colab_20260819"), ("COLAB_GPU", "0")))
+KAGGLE = Machine("Kaggle, interactive", (("KAGGLE_KERNEL_RUN_TYPE", "Interactive"),), KAGGLE_PACKAGES)
+KAGGLE_BATCH = Machine("Kaggle, batch", (("KAGGLE_KERNEL_RUN_TYPE", "Batch"),), KAGGLE_PACKAGES)
+COLABS = Machine("Colab", (("COLAB_RELEASE_TAG", "release-colab_20260819"), ("COLAB_GPU", "0")), COLAB)
 MACHINES = (KAGGLE, KAGGLE_BATCH, COLABS)

@@ -76,7 +76,7 @@ def needs(*packages: str) -> None:
 def test_nothing_asks_the_net(machine: Machine, tmp_path: Path) -> None:
     ran = machine.run(
         [
-            MAKES,
+            f"{MAKES}import ipywidgets\nprint('ipywidgets', ipywidgets.__version__)",
             f"%%accelerate -n 2 --out model\n{TRAINS}",
             IS_RIGHT,
             f"%%accelerate -n 2 --start zygote --checkpoint-every 4 --out history\nhistory = []\n{TRAINS}",
@@ -87,6 +87,7 @@ def test_nothing_asks_the_net(machine: Machine, tmp_path: Path) -> None:
     )
     assert ran.errors == []
     assert "right: True" in ran.text
+    assert f"ipywidgets {'7.7.1' if machine is COLABS else '8.1.5'}\n" in ran.text, "the service's own"
     assert ran.asked == ""
 
 
