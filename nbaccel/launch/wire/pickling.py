@@ -232,7 +232,7 @@ def _reduce_standard(obj: Any) -> Any:
             return getattr, (sys, name)
     if issubclass(type(obj), types.ModuleType) and type(obj) is not types.ModuleType:
         return _reduce_odd_module(obj)
-    return _reduce_shell(obj) or reduce_writer(obj) or _reduce_loader(obj)
+    return _reduce_shell(obj) or reduce_writer(obj) or _reduce_loader(obj) or _reduce_scheduler(obj)
 
 
 def _reduce_odd_module(module: types.ModuleType) -> Any:
@@ -258,6 +258,41 @@ def _reduce_loader(obj: Any) -> Any:
     alone = copy.copy(obj)
     alone._iterator = None
     return _itself, (alone,)
+
+
+def _reduce_scheduler(obj: Any) -> Any:
+    """A scheduler, with the method of its optimizer that counts steps: torch warns where a pickle left that behind."""
+    schedulers = sys.modules.get("torch.optim.lr_scheduler")
+    if schedulers is None or not issubclass(type(obj), schedulers.LRScheduler) or hasattr(type(obj), "__setstate__"):
+        return None
+    if not hasattr(getattr(vars(obj).get("optimizer"), "step", None), _COUNTED):
+        return None
+    match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
+        case (make, args, dict(state), None, None):
+            return make, args, state, None, None, _set_scheduler_state
+    return None
+
+
+def _set_scheduler_state(scheduler: Any, state: dict[str, Any]) -> None:
+    """Complete a scheduler, and let its optimizer note that it has stepped, as the scheduler's constructor does."""
+    vars(scheduler).update(state)
+    optimizer = scheduler.optimizer
+    if hasattr(optimizer.step, _COUNTED):
+        return
+    steps, known = optimizer.step.__func__, weakref.ref(optimizer)
+
+    @functools.wraps(steps)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        owner: Any = known()
+        owner._opt_called = True
+        return steps(owner, *args, **kwargs)
+
+    setattr(step, _COUNTED, True)
+    optimizer.step = step
+
+
+_COUNTED = "_wrapped_by_lr_sched"
+"""Mark of torch's on the `step` of an optimizer that a scheduler watches (torch/optim/lr_scheduler.py)."""
 
 
 def _cached_property(function: Any, name: str) -> Any:

@@ -578,3 +578,20 @@ def test_packages_are_imported_over_there_in_the_order_of_here(tmp_path: Path, m
         assert in_child(lambda: unpack(fd)["a"].was_patched) is True
     finally:
         os.close(fd)
+
+
+def test_an_optimizer_of_a_scheduler_counts_its_steps_over_there_too() -> None:
+    """Else torch says at the scheduler's first step that the order of the two is wrong."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    there = travel({"scheduler": scheduler, "optimizer": optimizer, "weight": weight})
+    assert there["scheduler"].optimizer is there["optimizer"]
+    there["weight"].grad = torch.ones(1)
+    there["optimizer"].step()
+    there["scheduler"].step()  # warnings are errors
+    assert (there["weight"].item(), there["scheduler"].get_last_lr()) == (0.5, [0.05])
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        travel({"scheduler": scheduler})["scheduler"].step()
