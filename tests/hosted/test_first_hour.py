@@ -347,6 +347,7 @@ def test_a_raw_loop_is_refused_before_its_first_step_and_is_right_with_the_line_
     assert PREPARES.strip() in error
     assert ran.text.count("zygote (CUDA is initialised in the notebook") == 2
     assert "right: True" in ran.text
+    assert "has been overridden" not in ran.text, "torch says it of the scheduler of a cell above"
 
 
 @on(KAGGLE)
