@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(
         ["configfile", "errors", "events", "failures", "gpu_driver", "hardware", "intervals", "settings"], 0
     ),
-    **dict.fromkeys(["demand", "room", "storage", "tracking", "view", "world"], 0),
+    **dict.fromkeys(["demand", "notices", "room", "storage", "tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py
@@ -41,6 +41,7 @@ READS_ENVIRONMENT = {
     "launch/inline.py": "puts back the variables that it changed",
     "launch/start.py": "sets a variable around the start, unless the user has",
     "launch/rank/foreign/oneprocess.py": "the variables by which transformers and accelerate speak to each other",
+    "launch/rank/foreign/one_run.py": "the variables by which wandb's user chooses a mode and a group",
     "train/logs.py": "the level that programs written for Accelerate choose",
 }
 
@@ -51,6 +52,7 @@ PRINTS = {
     "cli/launch.py": "a command answers by printing",
     "launch/rank/debugger.py": "a debugger speaks beside the lines of pdb",
     "launch/rank/cell.py": "`%%time` inside a cell answers in the rank's output",
+    "launch/wire/patches.py": "a line of the rank before its cell",
     "notebook/basic_config.py": "answers as Accelerate's does",
     "train/faces/control.py": "`accelerator.print` is print",
 }

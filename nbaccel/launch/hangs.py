@@ -4,6 +4,9 @@ A rank gets on when it enters a step or a collective of ours, which the control 
 for a while the ranks are asked where they are. Which one is to blame: the rank that has entered fewer
 collectives or steps than the others; where all stand alike, one that is not waiting itself. It is a guess, and all
 stacks are shown beside it. A long computation without a step looks the same: so nothing is ended unless asked for.
+
+But for one case, which is no guess: a rank has done its work, and all that are left wait in collectives, without using
+a processor. It will not come, and torch would wait for half an hour.
 """
 
 from __future__ import annotations
@@ -26,9 +29,16 @@ ASK = signal.SIGURG
 """Asks a rank for its stacks. By default it is ignored: where a program has taken the handler away, it ends nothing."""
 
 _NOTICE_S = 30.0
+_ALONE_S = 10.0  # ranks that wait for one that has finished: so long, the second half of it without computing
+_IDLE = 0.1  # of a processor
 _ANSWER_S = 0.6  # a rank needs a millisecond; a machine that swaps may need this
 _PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _WAITS = (f"{os.sep}nbaccel{os.sep}train{os.sep}talk{os.sep}", f"{os.sep}torch{os.sep}distributed{os.sep}")
+_COLLECTIVES = (
+    _WAITS[0],
+    *(os.path.join("torch", *path) for path in (("distributed", "distributed_c10d.py"), ("distributed", "utils.py"))),
+    os.path.join("torch", "nn", "parallel", "distributed.py"),
+)
 _WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the end of backward
 
 
@@ -71,6 +81,12 @@ class _Stack:
         return any(part in file for file, _, _ in self.places for part in _WAITS) or any(
             function in _WAITS_IN for _, _, function in self.places
         )
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether nothing but a collective holds it up: as `waits`, by the innermost place alone."""
+        file, _, function = self.places[0] if self.places else ("", 0, "")
+        return any(part in file for part in _COLLECTIVES) or function in _WAITS_IN
 
     def words(self) -> str:
         """The user's innermost line, and what it is inside of."""
@@ -167,14 +183,25 @@ def _catches(pid: int, number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """No rank got on for `seconds`.  rank: the one to blame, as a guess.  lines: where each rank is."""
+    """No rank got on for `seconds`.
+
+    rank: the one to blame.  lines: where each rank is.  is_certain: it has finished, and is waited for; else a guess.
+    """
 
     rank: int
     seconds: float
     lines: Sequence[str]
+    is_certain: bool = False
 
     def __str__(self) -> str:
         places = "\n".join(f"  {line}" for line in self.lines)
+        if self.is_certain:
+            return (
+                f"rank {self.rank} has come to its end, and the others have waited for it in a collective for "
+                f"{self.seconds:.0f} s:\n{places}\n  All ranks have to leave a loop after the same step. Where each "
+                "decides by numbers of its own, as with early stopping, decide by one: loss = accelerator.reduce(loss, "
+                '"mean"), or accelerator.set_trigger() and check_trigger().'
+            )
         quiet = f"no rank has entered a step or a collective for {self.seconds:.0f} s"
         return f"{quiet}; rank {self.rank} seems to hold up the others:\n{places}"
 
@@ -203,29 +230,47 @@ class HangWatch:
         self._since = now
         self._question: _Question | None = None
         self._has_told = False
+        self._used: dict[int, float] = {}  # seconds of a processor by rank, when half of `_ALONE_S` was over
+        self._was_alone = False
 
     def tick(self, now: float) -> Hang | None:
         """Look at the ranks; the hang that ends the run, if it does."""
         beats = [self._page.beat(member.rank) for member in self._members]
         working = [member for member in self._members if member.is_working]
         if beats != self._beats or not working:
-            self._beats, self._since, self._question, self._has_told = beats, now, None, False
+            self._beats, self._since, self._question = beats, now, None
+            self._has_told = self._was_alone = False
+            self._used.clear()
             return None
         quiet = now - self._since
-        due = min(_NOTICE_S if not self._has_told else float("inf"), self._limit_s or float("inf"))
+        gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
+        if gone and not self._used and quiet >= _ALONE_S / 2:
+            self._used = {member.rank: _seconds_used(member) for member in working}
+        due = min(
+            _NOTICE_S if not self._has_told else float("inf"),
+            self._limit_s or float("inf"),
+            _ALONE_S if gone and not self._was_alone else float("inf"),
+        )
         if quiet < due:
             return None
         if self._question is None:
             self._question = _Question(working, self._store_path, now)
         if not self._question.is_over(now):
             return None
-        hang = self._hang(self._question.answers(), quiet)
+        stacks = self._question.answers()
         self._question = None
+        if gone and not self._was_alone:
+            self._was_alone = True
+            idle = all(_seconds_used(member) - self._used[member.rank] < _IDLE * _ALONE_S / 2 for member in working)
+            if idle and stacks and all(stack.is_in_collective for stack in stacks.values()):
+                return Hang(gone[0], quiet, self._lines(stacks), is_certain=True)
         if self._limit_s is not None and quiet >= self._limit_s:
-            return hang
+            return self._hang(stacks, quiet)
+        if quiet < _NOTICE_S:
+            return None
         self._has_told = True
-        if len({beats[member.rank] for member in working}) > 1:  # some are ahead, and wait
-            self._notice(str(hang))
+        if gone or len({beats[member.rank] for member in working}) > 1:  # some are ahead, and wait
+            self._notice(str(self._hang(stacks, quiet, gone)))
         return None
 
     def excuse(self, seconds: float) -> None:
@@ -236,12 +281,26 @@ class HangWatch:
         """Seconds until `tick` may have something to do, beyond the half second of telemetry."""
         return None if self._question is None else max(0.0, self._question.due_at - now)
 
-    def _hang(self, stacks: Mapping[int, _Stack], seconds: float) -> Hang:
-        guilty = min(stacks, key=lambda rank: (self._beats[rank], stacks[rank].waits, rank))
-        lines = [
+    def _hang(self, stacks: Mapping[int, _Stack], seconds: float, gone: Sequence[int] = ()) -> Hang:
+        """gone: ranks that have finished, which are to blame before all others."""
+        guilty = min(gone or stacks, key=lambda rank: (self._beats[rank], rank in stacks and stacks[rank].waits, rank))
+        return Hang(guilty, seconds, self._lines(stacks))
+
+    def _lines(self, stacks: Mapping[int, _Stack]) -> list[str]:
+        return [
             f"rank {member.rank}: {stacks[member.rank].words()}"
             if member.rank in stacks
             else f"rank {member.rank}: has finished"
             for member in self._members
         ]
-        return Hang(guilty, seconds, lines)
+
+
+def _seconds_used(member: Member) -> float:
+    """Of processors, by the rank so far."""
+    import psutil  # 10 ms, and only where ranks stand still
+
+    try:
+        times = psutil.Process(member.process.pid).cpu_times()
+    except psutil.Error:  # it has just ended
+        return 0.0
+    return float(times.user + times.system)

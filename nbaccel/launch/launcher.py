@@ -193,7 +193,8 @@ def refuse_nested_launch() -> None:
     if world.launch_id:
         raise NestedLaunch(
             f"this is rank {world.rank} of a run already, and ranks do not launch ranks. "
-            "Call the launcher in the notebook or the main program, not inside the function that it runs."
+            "In a cell under %%accelerate the processes are there already: call the function directly, or leave "
+            "%%accelerate out. Elsewhere call the launcher in the main program, not inside the function that it runs."
         )
 
 

@@ -33,7 +33,9 @@ def verdict(
     if rank is None or ended.is_interrupted or ended.is_timed_out:
         return None
     if ended.hang is not None:
-        text = f"{ended.hang}\nThe run was ended by its hang timeout. Every rank must come to the same calls."
+        text = str(ended.hang)
+        if not ended.hang.is_certain:
+            text += "\nThe run was ended by its hang timeout. Every rank must come to the same calls."
         return RanksFailed(text, rank, len(ended.reports))
     report = ended.reports[rank]
     peers = _peers(ended, rank)

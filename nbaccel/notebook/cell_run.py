@@ -22,6 +22,7 @@ from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.watching import Watching
+from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.results import install
 
@@ -114,21 +115,18 @@ class CellRun:
         facts = {} if report is None else report.facts
         missing = dict.fromkeys(self.task.out, f"rank {speaker} had ended") if report is None else report.missing
         missing.pop(RESULT, None)  # its display is there
+        left = LeftInRanks(ended.reports, speaker, namespace)
         if arrivals := install(values, namespace, facts.get("sizes", {})):
             whence = "" if error is None else f" from the {self.end} run"
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")
-        if not self.plan.settings.independent and (apart := _apart(ended.reports, speaker)):
-            came = f", and what came back is rank {speaker}'s" if set(apart) & set(values) else ""
-            say(
-                f"{', '.join(apart)} {'differ' if len(apart) > 1 else 'differs'} between the ranks{came}: nothing kept "
-                f"{_them(apart)} in step. accelerator.prepare does, before the loop; --independent, if that is meant"
-            )
+        if not self.plan.settings.independent and (doubt := left.not_one_training(values)):
+            say(doubt)
         if error is not None:
             if missing:
                 say(f"not brought back: {with_reasons(missing)}")
             raise error
-        if not_asked := facts.get("not_asked"):
-            say(f"not brought back: {', '.join(not_asked)}; add {_them(not_asked)} to --out")
+        for line in left.not_brought_back(values):
+            say(line)
         if not ended.is_timed_out:  # a run that was planned to end somewhere may not have got to the name
             raise_if_missing(missing, self.task.out)
         elif missing:
@@ -165,13 +163,6 @@ def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int)
     return outcome.error, "done" if outcome.error is None else "failed"
 
 
-def _apart(reports: Sequence[Any], speaker: int) -> list[str]:
-    """Names whose parameters are not the same in all ranks that came to the end."""
-    sums = [report.facts.get("checksums", {}) for report in reports if report is not None and report.status == "ok"]
-    own = reports[speaker].facts.get("checksums", {}) if reports[speaker] is not None else {}
-    return [name for name, number in own.items() if any(each.get(name, number) != number for each in sums)]
-
-
 def _values_of(outcome: Outcome) -> dict[str, Any]:
     try:
         return outcome.values()
@@ -195,7 +186,3 @@ def raise_if_missing(missing: Mapping[str, str], out: Collection[str]) -> None:
 
 def with_reasons(missing: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({reason})" for name, reason in missing.items())
-
-
-def _them(names: Collection[str]) -> str:
-    return "it" if len(names) == 1 else "them"

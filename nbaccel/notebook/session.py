@@ -274,11 +274,11 @@ class Session:
         try:
             with shown.until_its_end(), self._only_out_changes(task), left_for_why(self.launcher, title, task):
                 run_inline(spec, [shown])
-            results = task.results(0)
+            results = task.results_here()
             raise_if_missing(results.missing, task.out)
         except RunStopped as stop:
             self.say(str(stop))
-            results = task.results(0)
+            results = task.results_here()
             if results.missing:
                 self.say(f"not brought back: {with_reasons(results.missing)}")
         return _value_of(results)
@@ -290,7 +290,7 @@ class Session:
         try:
             yield
         finally:
-            after = task.results(0).values
+            after = task.results_here().values
             before |= {name: after[name] for name in task.out if name in after}
             for name in namespace.keys() - before.keys():
                 del namespace[name]

@@ -9,6 +9,8 @@ from types import FrameType
 
 import torch
 
+from nbaccel.notices import unignored
+
 __all__ = ["users_line", "warn_user"]
 
 _PASSED_BY = (
@@ -18,8 +20,13 @@ _PASSED_BY = (
 
 
 def warn_user(message: str) -> None:
-    """A `UserWarning` at the line that called this package. A depth that is counted holds for one way alone."""
-    warnings.warn(message, stacklevel=_callers()[1])
+    """A `UserWarning` at the line that called this package, whatever the program's filters ignore.
+
+    A depth that is counted holds for one way alone.
+    """
+    depth = _callers()[1]
+    with unignored():
+        warnings.warn(message, stacklevel=depth)
 
 
 def users_line() -> str:

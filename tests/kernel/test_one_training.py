@@ -75,13 +75,16 @@ def test_separate_trainings_that_are_meant_run_to_their_end(kernel: RealKernel) 
     assert "differ" not in cell.text
 
 
-@pytest.mark.parametrize("body", [BY_HAND, WITHOUT_SUPER + LOOP], ids=["by hand", "without super"])
-def test_what_no_step_shows_is_compared_when_the_cell_ends(kernel: RealKernel, body: str) -> None:
+def test_an_optimizer_that_never_calls_torchs_is_refused_before_its_second_step(kernel: RealKernel) -> None:
     kernel.do(MAKES)
-    cell = kernel.do(accelerate(body, flags="--out model"))
-    assert re.search(
-        r"^model(, optimizer)? differs? between the ranks, and what came back is rank 0's", cell.stdout, re.M
-    )
+    cell = kernel.run(accelerate(WITHOUT_SUPER + LOOP, flags="--out model"))
+    assert "has trained one model, and rank" in cell.failed("NotPrepared").text
+
+
+def test_what_neither_a_step_nor_a_backward_shows_is_compared_when_the_cell_ends(kernel: RealKernel) -> None:
+    kernel.do(MAKES)
+    cell = kernel.do(accelerate(BY_HAND, flags="--out model"))
+    assert re.search(r"^model differs between the ranks, and what came back is rank 0's", cell.stdout, re.M)
 
 
 def test_models_that_nobody_asked_for_are_compared_too(kernel: RealKernel) -> None:
@@ -89,7 +92,86 @@ def test_models_that_nobody_asked_for_are_compared_too(kernel: RealKernel) -> No
     kernel.do(MAKES)
     kernel.do("class Learner: pass\nlearn = Learner()\nlearn.model = model\nweights = list(model.parameters())")
     cell = kernel.do(accelerate(BY_HAND + "learn, weights"))
-    assert "learn, model, weights differ between the ranks: nothing kept them in step" in cell.stdout
+    assert "model differs between the ranks: nothing kept it in step" in cell.stdout
+    assert "trained in the ranks, and in the notebook as before: model; add model to --out" in cell.stdout
+
+
+TRAINER = """
+class Trainer:
+    def __init__(self, model):
+        self.model, self.log = model, []
+
+    def train(self):
+        from torch.nn.parallel import DistributedDataParallel
+        import torch.distributed as dist
+        model = DistributedDataParallel(self.model) if dist.is_initialized() else self.model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for a, b in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(a), b).backward()
+            optimizer.step()
+        self.log.append("trained")
+
+trainer = Trainer(model)
+"""
+
+
+@pytest.mark.parametrize(("start", "n"), [("fork", 2), ("fork", 1), ("zygote", 2)])
+def test_a_model_that_a_method_trained_and_that_stays_in_the_ranks_is_named(
+    kernel: RealKernel, start: str, n: int
+) -> None:
+    kernel.do(MAKES + TRAINER)
+    begins = "import torch.distributed as dist\nif accelerator.num_processes > 1: accelerator.wait_for_everyone()\n"
+    cell = kernel.do(accelerate(begins + "trainer.train()", start, n))
+    said = "trained in the ranks, and in the notebook as before: trainer; add model to --out"
+    assert said in cell.stdout
+    assert kernel.value("all(torch.equal(new, old) for new, old in zip(model.parameters(), before))") is True
+    cell = kernel.do(accelerate(begins + "trainer.train()", start, n, flags="--out model"))
+    assert "trained in the ranks" not in cell.stdout
+    assert kernel.value("trainer.model is model") is True
+    assert kernel.value("any(torch.equal(new, old) for new, old in zip(model.parameters(), before))") is False
+
+
+def test_a_model_that_a_function_of_the_notebook_trained_is_named(kernel: RealKernel) -> None:
+    kernel.do(MAKES)
+    kernel.do("def step(a, b):\n    return nn.functional.cross_entropy(model(a), b).backward()")
+    kernel.do(
+        "def epoch():\n    for a, b in loader: step(a, b)\n    optimizer.step()\n    history.append(1)\nhistory = []"
+    )
+    cell = kernel.do(accelerate("torch.manual_seed(1)\nepoch()"))
+    assert "each does the same work on the same data" in cell.text
+    assert "trained in the ranks, and in the notebook as before: model; add model to --out" in cell.stdout
+    assert "not brought back: history; add it to --out" in cell.stdout
+
+
+def test_what_was_trained_comes_first_and_what_is_left_out_is_counted(kernel: RealKernel) -> None:
+    kernel.do(MAKES)
+    prepares = "prepared, optimizer, loader = accelerator.prepare(nn.Linear(8, 2), optimizer, loader)\n"
+    cell = kernel.do(accelerate(prepares + "\n".join(f"{name} = [1]" for name in "abcdefgh")))
+    assert "not brought back: prepared, a, b, c, d, e and 4 more; add them to --out" in cell.stdout
+
+
+def test_an_estimator_that_ranks_fitted_is_named(kernel: RealKernel) -> None:
+    kernel.do("class Estimator:\n    def fit(self):\n        self.coef_ = 1\nmodel = Estimator()")
+    cell = kernel.do(accelerate("model.fit()", flags="--cpu"))
+    assert "each of 2 ranks changed model by itself, and they exchanged nothing: -n 1 does the work once" in cell.stdout
+    assert "not brought back: model; add it to --out" in cell.stdout
+
+
+def test_a_loop_that_goes_on_with_what_was_not_prepared_is_told_which(kernel: RealKernel) -> None:
+    kernel.do(MAKES)
+    cell = kernel.run(accelerate("m, o, l = accelerator.prepare(model, optimizer, loader)\n" + LOOP))
+    assert "the loop has to use what accelerator.prepare returned" in cell.text
+
+
+def test_what_came_as_a_new_object_is_said_of_those_that_hold_the_old_one(kernel: RealKernel) -> None:
+    kernel.do(MAKES)
+    kernel.do("class Body: pass\nbody = Body()\nbody.net = model\nclass Has: pass\nhas = Has()\nhas.body = body")
+    cell = kernel.do(
+        accelerate("torch.manual_seed(1)\nhas\n" + LOOP.replace("model(", "body.net("), flags="--out body")
+    )
+    assert "brought back: body (" in cell.stdout
+    assert "still hold" in cell.stdout
 
 
 def test_what_was_prepared_is_the_same_in_all_ranks(kernel: RealKernel) -> None:
@@ -111,3 +193,36 @@ def test_ranks_that_stay_are_compared_in_every_cell(kernel: RealKernel) -> None:
         kernel.run("%%accelerate\n" + MAKES + other + LOOP).failed("NotPrepared")
     finally:
         kernel.do("%accelerate stop")
+
+
+def test_what_a_class_leaves_out_of_its_copies_is_said_also_of_what_came(kernel: RealKernel) -> None:
+    kernel.do(MAKES)
+    kernel.do(
+        "class Fits:\n"
+        "    net = None\n"
+        "    def fit(self):\n"
+        "        torch.manual_seed(0)\n"
+        "        self.net = nn.Linear(8, 1)\n"
+        "        self.net(x).mean().backward()\n"
+        "        torch.optim.SGD(self.net.parameters(), 0.1).step()\n"
+        "    def __getstate__(self):\n"
+        "        return {}\n"
+        "fits = Fits()"
+    )
+    how = "net = fits.net as the cell's last line, and --out net"
+    assert f"in the notebook as before: fits; {how}" in kernel.do(accelerate("fits.fit()")).stdout
+    cell = kernel.do(accelerate("fits.fit()", flags="--out fits"))
+    assert f"fits came without all that was trained, which a Fits leaves out of its copies: {how}" in cell.stdout
+    kernel.do(accelerate("fits.fit()\nnet = fits.net", flags="--out net"))
+    assert kernel.value("type(net).__name__") == "Linear"
+
+
+def test_nobody_is_told_to_bring_what_cannot_travel(kernel: RealKernel) -> None:
+    kernel.do(MAKES)
+    kernel.do(
+        "import threading\nclass Learner:\n    def __init__(self): self.lock, self.model = threading.Lock(), model"
+    )
+    cell = kernel.do(accelerate("learner = Learner()\nlock = threading.Lock()\nseen = [1]"))
+    how = "model = learner.model as the cell's last line, and --out model"
+    assert f"learner belongs to its process, and cannot come back: {how}" in cell.stdout
+    assert "not brought back: seen; add it to --out" in cell.stdout

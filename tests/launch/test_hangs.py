@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from nbaccel import Accelerator
 from nbaccel.errors import RanksFailed
@@ -67,7 +68,6 @@ def test_a_hang_ends_with_the_guilty_rank_and_its_line(
 
 def loads_from_a_worker(what_it_does: str) -> None:
     """Rank 1's loader has a worker that comes to grief at its third sample."""
-    import torch
 
     from nbaccel import Accelerator
 
@@ -221,7 +221,6 @@ def test_a_rank_in_c_code_answers_by_the_signal_where_that_can_be_and_is_never_e
 
 def fits_with_lightning_and_goes_on_working(seconds: float) -> str:
     import lightning
-    import torch
 
     class Model(lightning.LightningModule):
         def __init__(self) -> None:
@@ -255,6 +254,53 @@ def test_long_work_after_lightning_s_fit_is_noticed_and_ends_as_it_would(
     run = launch(fits_with_lightning_and_goes_on_working, 2, (4.0,), start_method="fork", cpu=True)
     assert run.values == ["worked to its end"] * 2
     assert "in fits_with_lightning_and_goes_on_working: time.sleep(seconds)" in capfd.readouterr().err
+
+
+def stops_on_numbers_of_its_own() -> None:
+    """As with early stopping, where each rank looks at its own loss; no call of ours precedes the backward."""
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    for step in range(9):
+        model(torch.ones(1, 2)).sum().backward()
+        if step == 3 and torch.distributed.get_rank() == 1:
+            break
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["fork", "zygote"])
+def test_ranks_that_wait_for_one_that_has_left_the_loop_are_ended_with_a_sentence(
+    start_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangs, "_ALONE_S", 2.0)
+    with pytest.raises(RanksFailed) as caught:
+        launch(stops_on_numbers_of_its_own, 2, start_method=start_method, cpu=True)
+    said = str(caught.value)
+    assert said.startswith("rank 1 has come to its end, and the others have waited for it in a collective for")
+    assert "in stops_on_numbers_of_its_own: " in said
+    assert "rank 1: has finished" in said
+    assert 'accelerator.reduce(loss, "mean")' in said
+    assert "hang timeout" not in said
+
+
+def works_longer_than_the_other(in_what_way: str) -> str:
+    if os.environ["RANK"] == "0":
+        ends = time.monotonic() + 5.0
+        weight = torch.ones(300, 300, requires_grad=True)
+        while time.monotonic() < ends:
+            if in_what_way == "sleeping":
+                time.sleep(0.1)
+            else:
+                (weight @ weight).sum().backward()
+    return "worked to its end"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_what_way", ["computing", "sleeping"])
+def test_a_rank_that_works_longer_than_the_others_comes_to_its_end(
+    in_what_way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangs, "_ALONE_S", 1.0)
+    assert launch(works_longer_than_the_other, 2, (in_what_way,), cpu=True).values == ["worked to its end"] * 2
 
 
 @dataclass

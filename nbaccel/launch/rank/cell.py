@@ -19,17 +19,16 @@ import types
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from nbaccel.errors import CannotSend
 from nbaccel.launch.home import Home, anchors_of
-from nbaccel.launch.rank.one_training import checksum
+from nbaccel.launch.rank.parameters import checksums, is_bound_to_its_process, mark, model_in
 from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack_what_can_be_rebuilt
 from nbaccel.launch.wire.weight import size_of, sizes_of
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
-from nbaccel.world import World
 
 __all__ = [
     "RESULT",
@@ -44,7 +43,17 @@ RESULT = "<last expression>"
 """The name under which the last expression's value travels; no variable can be called so."""
 
 _SMALL_BYTES = 1_000_000
-_HINTED_NAMES = 6
+_OF_RANKS = (
+    "torch.utils.tensorboard",
+    "tensorboardX",
+    "wandb",
+    "logging",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+)
+_TRAINERS = ("transformers.trainer", "trl.trainer")
+"""Modules, with what is in them, and beginnings of modules: their objects know the ranks, and are no data."""
 _READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"})
 _WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 
@@ -139,6 +148,7 @@ class CellTask(Task):
         self._anchors = anchors_of(namespace) if home is None else home.anchors
         self._parts = source.compile()
         self._started_with = {name: id(value) for name, value in namespace.items()}
+        self._marks: dict[str, int] = {}
         self._last: Any = None
         self._has_last = False
 
@@ -147,6 +157,7 @@ class CellTask(Task):
     def run(self) -> None:
         shown = self.source.shown or self.source.code
         linecache.cache[self.source.name] = (len(shown), None, shown.splitlines(keepends=True), self.source.name)
+        self._marks = self._marked()
         began = time.monotonic()
         statements, *expression = self._parts
         _execute(statements, self.namespace)
@@ -157,15 +168,29 @@ class CellTask(Task):
             print(f"Wall time: {time.monotonic() - began:.3g} s")
 
     def results(self, rank: int) -> Results:
-        checksums = self._checksums()
+        sums, holders = self._trained()
+        trained = {"checksums": sums, "holders": holders}
         if rank != self.speaker:
-            return Results(facts={"checksums": checksums})
-        values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
-        facts: dict[str, Any] = {
-            "sizes": sizes_of(values),
-            "checksums": checksums,
-            "not_asked": self._data_not_asked_for() if self.home is None else [],
+            return Results(facts=trained)
+        here = self.results_here()
+        if self.home is not None:
+            return replace(here, facts={**here.facts, **trained})
+        marks = self._marked()
+        changed = [name for name, before in self._marks.items() if marks.get(name, before) != before]
+        not_asked = self._data_not_asked_for()
+        there = {name: self.namespace[name] for name in {*sums, *changed, *not_asked} if name in self.namespace}
+        more = {
+            "changed": changed,
+            "not_asked": not_asked,
+            "models": {name: part for name, value in there.items() if (part := model_in(plain(value))) is not None},
+            "bound": [name for name, value in there.items() if is_bound_to_its_process(plain(value))],
         }
+        return replace(here, facts={**here.facts, **trained, **more})
+
+    def results_here(self) -> Results:
+        """What `--out` names and what the last expression shows; all that matters in the notebook's own process."""
+        values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
+        facts: dict[str, Any] = {"sizes": sizes_of(values)}
         if self._has_last:
             facts["result"] = _formatted(self._last)
             if _is_small_data(self._last):
@@ -173,23 +198,39 @@ class CellTask(Task):
         missing = {name: "the cell ended without assigning it" for name in self.out if name not in self.namespace}
         return Results(values, missing, optional=frozenset({RESULT}), facts=facts)
 
-    def _checksums(self) -> dict[str, int]:
-        """Numbers by which ranks compare the parameters that they have trained.
+    def _trained(self) -> tuple[dict[str, int], list[str]]:
+        """Numbers by which ranks, and the notebook, compare the parameters that a cell trained.
 
-        Of what `--out` names, and of what the notebook had before and the cell mentions: that was equal in all ranks.
-        None where this rank is the only one.
+        Of what `--out` names, and of what the notebook had before and the cell's code mentions: that was equal in all
+        ranks. Then the names that only hold what others have.
         """
-        if not World.from_env().is_distributed:
-            return {}
         names = set(self.out)
         if self.home is None:
-            names |= (names_read(self._parts) | names_assigned(self._parts)) & self._started_with.keys()
+            names |= self._mentioned()
+        return checksums({name: self.namespace[name] for name in names if name in self.namespace})
+
+    def _marked(self) -> dict[str, int]:
+        """Marks of the notebook's containers and objects that the cell's code mentions."""
+        if self.home is not None:
+            return {}
         found: dict[str, int] = {}
-        for name in sorted(names):
+        for name in self._mentioned():
             with suppress(Exception):  # a class of the user's that answers in a way of its own
-                if name in self.namespace and (number := checksum(plain(self.namespace[name]))) is not None:
-                    found[name] = number
+                value = plain(self.namespace[name])
+                if _is_data(value) and not _is_loader(value) and (own := mark(value)) is not None:
+                    found[name] = own
         return found
+
+    def _mentioned(self) -> set[str]:
+        """Names that the notebook had before, and that the cell reads or binds, also in functions of the notebook."""
+        names = names_read(self._parts) | names_assigned(self._parts)
+        to_read = list(names)
+        while to_read:
+            for code in _codes(self.namespace.get(to_read.pop())):
+                more = set(_names(code, _READS, nested=True)) - names
+                names |= more
+                to_read += more
+        return (names & self._started_with.keys() & self.namespace.keys()) - _loop_variables(self.source.code)
 
     def _data_not_asked_for(self) -> list[str]:
         """Names the cell bound to data that `--out` did not list; no modules, functions or loop variables."""
@@ -202,7 +243,13 @@ class CellTask(Task):
             and id(self.namespace[name]) != self._started_with.get(name)
             and _is_data(self.namespace[name])
             and not _is_loader(self.namespace[name])
-        ][:_HINTED_NAMES]
+            and not self._holds_only_what_was_there(self.namespace[name])
+        ]
+
+    def _holds_only_what_was_there(self, value: Any) -> bool:
+        """Whether it is a tuple or a list of the notebook's own objects, as of the arguments of a launcher."""
+        there = self._started_with.values()
+        return type(value) in (tuple, list) and len(value) > 1 and {id(part) for part in value} <= set(there)
 
     def left_behind(self) -> tuple[str, dict[str, Any]]:
         names = sorted(names_assigned(self._parts))
@@ -277,6 +324,18 @@ class CellTask(Task):
     def knows(self, name: str) -> bool:
         """Whether the notebook has a name that a rank missed."""
         return name in self.namespace
+
+
+def _codes(value: Any) -> Iterator[types.CodeType]:
+    """The code of a function of the notebook, or of the methods of a class of it."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        if value.__module__ == "__main__":
+            yield value.__code__
+        return
+    owner = value if kind is type else kind
+    if owner.__module__ == "__main__":
+        yield from (part.__code__ for part in vars(owner).values() if type(part) is types.FunctionType)
 
 
 def _execute(code: types.CodeType, namespace: dict[str, Any]) -> Any:
@@ -358,8 +417,15 @@ def _is_data(value: Any) -> bool:
     kind = type(value)  # not `isinstance`, which asks a proxy for the class of what it stands for
     if issubclass(kind, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
         return False
-    comes_from_us = str(kind.__module__).startswith("nbaccel.")  # an Accelerator that the cell made
-    return not comes_from_us or is_wrapper(value)  # what we wrap is data
+    module = str(kind.__module__)
+    if module.startswith((*(f"{name}." for name in _OF_RANKS), *_TRAINERS)) or module in _OF_RANKS:
+        return False
+    if kind is list and value and not any(map(_is_data, value)):
+        return False  # of callbacks, say
+    torch = sys.modules.get("torch")
+    comes_from_us = module.startswith("nbaccel.")  # an Accelerator that the cell made
+    is_model = torch is not None and issubclass(kind, torch.nn.Module)
+    return not comes_from_us or is_model or is_wrapper(value)  # what we wrap is data
 
 
 def _is_heavy(value: Any) -> bool:

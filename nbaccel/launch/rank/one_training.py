@@ -6,31 +6,33 @@ other, on the control page, without a collective. Different ones are separate tr
 synchronised by hand, or every rank does the same work, and one notice says which. A rank whose peers take no such step
 within 5 s steps alone, and says so.
 
-Not seen here: updates without an optimizer's step, and optimizers whose constructor does not call torch's. What comes
-back from a cell is compared at its end for that, see `checksum`.
+Updates without a step of torch's optimizers are seen at the backwards, one step later: see `by_hand`. Parameters that
+a cell has trained are compared once more at its end, see `parameters.checksum`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import sys
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 from nbaccel.errors import NotPrepared
+from nbaccel.launch.rank.by_hand import UpdatesByHand
 from nbaccel.launch.rank.loaded import when_loaded
 from nbaccel.launch.rank.look import is_users
+from nbaccel.launch.rank.parameters import fingerprint, number
 from nbaccel.launch.wire.control import ControlPage
+from nbaccel.notices import unignored
 from nbaccel.world import World
 
-__all__ = ["OneTraining", "checksum"]
+__all__ = ["OneTraining"]
 
 _LONGEST_WAIT_S = 5.0
 _POLL_S = 0.001
@@ -41,13 +43,6 @@ _SYNCHRONISE = {
     "deepspeed.runtime.engine": "DeepSpeedEngine",
 }
 """Modules, and their classes that synchronise the gradients of the model inside."""
-
-_INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
-"""Types of torch by their bytes. Sums of integers do not depend on the order of the summands, so not on the device."""
-
-
-_MOST_PARTS = 1000
-"""Elements of a container that are looked at for parameters."""
 
 
 class OneTraining:
@@ -67,11 +62,18 @@ class OneTraining:
         self._judged: Counter[int] = Counter()  # optimizers by their kind and shapes
         self._laid: list[int] = []  # keys of this rank, in their order
         self._begun_with = 0
+        self._has_said = False  # that all do the same
+        self._was_warned = False
+        self._refused: NotPrepared | None = None
+        self._by_hand = UpdatesByHand(self)
+        self._is_watching = False
 
     def watch(self) -> None:
         """Judge every optimizer before its step, from now on. Once per process."""
+        self._is_watching = True
         when_loaded(
             {
+                "torch.autograd": lambda _: self._by_hand.begin(),
                 "torch.optim.optimizer": self._hook,
                 **{module: functools.partial(self._note_wrappers, name) for module, name in _SYNCHRONISE.items()},
             }
@@ -83,20 +85,41 @@ class OneTraining:
         self._judged.clear()
         self._laid.clear()
         self._begun_with = self._collectives()
+        self._has_said = self._was_warned = False
+        self._refused = None
+        if self._is_watching and self._peers:
+            self._by_hand.begin()
+
+    def end(self) -> None:
+        """A task has come to its own end.
+
+        Raises:
+            NotPrepared: it was refused, and the program went on: ``except Exception`` around a batch does that.
+        """
+        self._by_hand.end()
+        if self._refused is not None:
+            raise self._refused
+
+    def facts(self) -> dict[str, bool]:
+        """For the kernel, at a task's end: whether this rank exchanged anything, was warned, has prepared models."""
+        return {
+            "exchanged": self.has_exchanged(),
+            "was_warned": self._was_warned or self._has_said,
+            "has_prepared": bool(self._wrappers),
+        }
 
     def _hook(self, module: Any) -> None:
         module.register_optimizer_step_pre_hook(self._before_step)
 
     def _note_wrappers(self, name: str, module: Any) -> None:
-        kind = getattr(module, name)
-        makes = kind.__init__
+        kind, wrappers = getattr(module, name), self._wrappers
 
-        @functools.wraps(makes)
-        def make(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-            makes(wrapper, *args, **kwargs)
-            self._wrappers.add(wrapper)
+        def make(cls: Any, *args: Any, **kwargs: Any) -> Any:  # and no `__init__`, for which its warnings would name us
+            wrapper = object.__new__(cls)
+            wrappers.add(wrapper)
+            return wrapper
 
-        kind.__init__ = make
+        kind.__new__ = staticmethod(make)
 
     # -- before a step
 
@@ -104,7 +127,8 @@ class OneTraining:
         if id(optimizer) in self._settled or not self._peers:
             return None
         parameters = self._alone(optimizer)
-        if not parameters:
+        if not parameters or (self._wrappers and not _has_model(parameters)):
+            # What nothing synchronises, beside a model that something does, and is no model's: inputs, say.
             self._settle(optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -128,18 +152,16 @@ class OneTraining:
         Raises:
             NotPrepared: another rank steps with other gradients, or steps another optimizer.
         """
-        found = _fingerprint(parameter.grad for parameter in parameters)
+        found = fingerprint(parameter.grad for parameter in parameters)
         if found is None:  # nothing would change
             return
-        if id(optimizer) not in self._waits and self._collectives() != self._begun_with:
+        if id(optimizer) not in self._waits and self.has_exchanged():
             # Ranks have spoken with each other: they may be about to, once more. The second step shows it.
             _remember(optimizer, self._waits)
             return
         kind = _kind(optimizer)
         self._judged[kind] += 1
-        key = _number(kind.to_bytes(8, "big") + self._judged[kind].to_bytes(4, "big"))
-        self._page.lay(self._world.rank, len(self._laid), key, found)
-        self._laid.append(key)
+        key = number(kind.to_bytes(8, "big") + self._judged[kind].to_bytes(4, "big"))
         apart, missing = self._compare(key, found)
         if apart:
             self._refuse(optimizer, parameters, apart)
@@ -151,7 +173,16 @@ class OneTraining:
 
     def _compare(self, key: int, found: int) -> tuple[list[int], list[int]]:
         """The peers that step otherwise, and those that take no such step. Waits for them 5 s at most."""
+        laid, apart, missing = self._wait_for_peers(key, found)
+        # A peer that steps what this rank never did trains something else; one that is late, or through, does not.
+        elsewhere = [peer for peer in missing if any(other % 2 for other in laid[peer].keys() - set(self._laid))]
+        return apart + elsewhere, [peer for peer in missing if peer not in elsewhere]
+
+    def _wait_for_peers(self, key: int, found: int) -> tuple[dict[int, dict[int, int]], list[int], list[int]]:
+        """What each peer has laid, the peers whose number for `key` differs, and those that have none."""
         page = self._page
+        page.lay(self._world.rank, len(self._laid), key, found)
+        self._laid.append(key)
         until = time.monotonic() + _LONGEST_WAIT_S
         while True:
             laid = {peer: page.laid(peer) for peer in self._peers}
@@ -159,11 +190,46 @@ class OneTraining:
             missing = [peer for peer, entries in laid.items() if key not in entries]
             waits = [peer for peer in missing if not page.has_finished(peer)]
             if apart or not waits or time.monotonic() > until:
-                break
+                return laid, apart, missing
             time.sleep(_POLL_S)  # ended by the peers' entries, by their end, or by the limit
-        # A peer that steps what this rank never did trains something else; one that is late, or through, does not.
-        elsewhere = [peer for peer in missing if laid[peer].keys() - set(self._laid)]
-        return apart + elsewhere, [peer for peer in missing if peer not in elsewhere]
+
+    # -- for updates by hand
+
+    def has_exchanged(self) -> bool:
+        return self._collectives() != self._begun_with
+
+    def stepped(self) -> set[int]:
+        optimizers = [optimizer for known in (*self._settled.values(), *self._waits.values()) if (optimizer := known())]
+        return {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+
+    def compare_values(self, key: int, found: int) -> tuple[list[int], list[int]]:
+        _, apart, missing = self._wait_for_peers(key, found)
+        return apart, missing
+
+    def refuse_values(self, apart: Sequence[int]) -> None:
+        self._raise(
+            f"rank {self._world.rank} of {self._world.world_size} has trained one model, and {_ranks(apart)} another: "
+            "the parameters that this backward reaches have changed since the last one, and not alike. The ranks have "
+            "exchanged nothing."
+        )
+
+    def say_apart(self, apart: Sequence[int]) -> None:
+        self._was_warned = True
+        if self._world.is_main_process:
+            _warn(
+                f"the tensors that this backward reaches have changed since the last one, in {_ranks(apart)} otherwise "
+                "than here, and the ranks have exchanged nothing: each trains its own. To train one, average "
+                'gradients before each update: p.grad = accelerator.reduce(p.grad, "mean").'
+            )
+
+    def say_same(self, is_model: bool) -> None:
+        if not self._has_said and self._world.is_main_process:
+            _warn(
+                f"what this backward reaches has changed alike in all {self._world.world_size} ranks, and they have "
+                f"exchanged nothing: each does the same work on the same data. "
+                f"{_once_or_together() if is_model else '-n 1 does it once.'}"
+            )
+        self._has_said = True
 
     # -- what is known
 
@@ -188,17 +254,30 @@ class OneTraining:
         world = self._world
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         what = "what it steps" if len(parameters) == count else f"{len(parameters)} of the {count} tensors it steps"
-        who = " and ".join(f"rank {peer}" for peer in sorted(apart))
-        raise NotPrepared(
+        self._raise(
             f"{type(optimizer).__name__}.step in rank {world.rank} of {world.world_size}: nothing synchronises "
-            f"{what}, and {who} would step with other gradients. Each rank would train a model of its own, and one of "
-            f"{world.world_size} would come back. Prepare what is trained, before the loop:\n"
-            "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
-            "Separate trainings that are meant: %%accelerate --independent, or launch(..., independent=True)."
+            f"{what}, and {_ranks(apart)} would step with other gradients."
         )
 
+    def _raise(self, found: str) -> None:
+        library = _library_that_trains()
+        remedy = (
+            f"{library} trains by itself, and shares nothing out among ranks: run this cell with -n 1 or without the "
+            "magic, or write the loop with accelerator.prepare.\n"
+            if library
+            else "Prepare what is trained, before the loop:\n"
+            "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+        )
+        self._refused = NotPrepared(
+            f"{found} Each rank would train a model of its own, and one of {self._world.world_size} would come back. "
+            f"{remedy}"
+            "Separate trainings that are meant: %%accelerate --independent, or launch(..., independent=True)."
+        )
+        raise self._refused
+
     def _say_alone(self, optimizer: Any, missing: Sequence[int]) -> None:
-        who = " and ".join(f"rank {peer}" for peer in missing)
+        who = _ranks(missing)
+        self._was_warned = True
         _warn(
             f"rank {self._world.rank} of {self._world.world_size} steps {type(optimizer).__name__} alone: {who} took "
             f"no such step within {_LONGEST_WAIT_S:g} s, and nothing synchronises what it steps. What it trains stays "
@@ -206,12 +285,15 @@ class OneTraining:
         )
 
     def _say_equal(self, optimizer: Any) -> None:
+        """Once for each task: a search over many models would say it of each."""
+        if self._has_said:
+            return
+        self._has_said = True
         name, ranks = type(optimizer).__name__, self._world.world_size
-        if self._collectives() == self._begun_with:
+        if not self.has_exchanged():
             _warn(
                 f"{name} steps with equal gradients in all {ranks} ranks, and they have exchanged nothing: each does "
-                "the same work on the same data. model, optimizer, loader = accelerator.prepare(model, optimizer, "
-                "loader) before the loop shares it out."
+                f"the same work on the same data. {_once_or_together()}"
             )
         else:
             _warn(
@@ -220,64 +302,10 @@ class OneTraining:
             )
 
 
-def checksum(value: Any) -> int | None:
-    """Return a number that is equal for equal parameters in `value`; None where there are none.
-
-    Parameters are those of a model or an optimizer, tensors that want a gradient, and such in a list, a dictionary or
-    the attributes of an object. Also None where ranks hold different parts of them: FSDP, DTensors.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    weights = list(_weights(value, torch))
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and any(isinstance(weight, tensors.DTensor) for weight in weights):
-        return None
-    return _fingerprint(weights)
-
-
-def _weights(value: Any, torch: Any, depth: int = 1) -> Iterator[Any]:
-    kind = type(value)
-    if issubclass(kind, torch.Tensor):
-        if value.is_leaf and value.requires_grad:
-            yield value
-    elif issubclass(kind, torch.nn.Module):
-        if not any(type(part).__name__ == "FullyShardedDataParallel" for part in torch.nn.Module.modules(value)):
-            yield from torch.nn.Module.parameters(value)
-    elif issubclass(kind, torch.optim.Optimizer):
-        for group in value.param_groups:
-            yield from group["params"]
-    elif depth:
-        if issubclass(kind, (list, tuple)):
-            parts = list(kind.__iter__(value))
-        elif issubclass(kind, dict):
-            parts = list(dict.values(value))
-        else:
-            parts = list(getattr(value, "__dict__", {}).values()) if kind.__module__ != "builtins" else []
-        for part in parts[:_MOST_PARTS]:
-            yield from _weights(part, torch, depth - 1)
-
-
-def _fingerprint(tensors: Iterable[Any]) -> int | None:
-    """A number by the bits of `tensors`; None where there is nothing but zeros. Waits for the devices."""
-    torch = sys.modules["torch"]
-    sums: dict[Any, list[Any]] = {}
-    for tensor in tensors:
-        if tensor is None or tensor.device.type == "meta" or not tensor.numel():
-            continue
-        bits = tensor.detach()
-        bits = bits.coalesce().values() if bits.is_sparse else bits
-        bits = torch.view_as_real(bits) if bits.is_complex() else bits
-        whole = bits.view(getattr(torch, _INTEGERS[bits.element_size()]))
-        sums.setdefault(tensor.device, []).append(whole.sum(dtype=torch.int64))
-    numbers = [number for each in sums.values() for number in torch.stack(each).tolist()]
-    if not any(numbers):
-        return None
-    return _number(repr(numbers).encode())
-
-
 def _kept_together(wrapper: Any) -> Iterator[Any]:
     """Parameters that `wrapper` synchronises; also the parts of them that its own optimizer steps (ZeRO)."""
+    if "_modules" not in vars(wrapper):
+        return  # its constructor has raised
     yield from wrapper.parameters()
     for group in getattr(getattr(wrapper, "optimizer", None), "param_groups", ()):
         yield from group["params"]
@@ -296,23 +324,57 @@ def _remember(value: Any, known: dict[int, weakref.ref[Any]]) -> None:
 def _kind(optimizer: Any) -> int:
     """A number by the class of `optimizer` and the shapes that it steps."""
     shapes = [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
-    return _number(repr((type(optimizer).__qualname__, shapes)).encode())
+    return number(repr((type(optimizer).__qualname__, shapes)).encode())
 
 
-def _number(data: bytes) -> int:
-    """63 bits, and never 0."""
-    return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1) | 1
+def _has_model(tensors: Sequence[Any]) -> bool:
+    """Whether parameters of models are among them."""
+    kind = sys.modules["torch"].nn.Parameter
+    return any(isinstance(tensor, kind) for tensor in tensors)
+
+
+def _ranks(peers: Sequence[int]) -> str:
+    return " and ".join(f"rank {peer}" for peer in sorted(peers))
+
+
+def _once_or_together() -> str:
+    """What to do instead of the same work in every rank."""
+    library = _library_that_trains()
+    if library:
+        return f"{library} trains by itself, and shares nothing out among ranks: -n 1 does it once."
+    return "model, optimizer, loader = accelerator.prepare(model, optimizer, loader) before the loop shares it out."
 
 
 def _warn(text: str) -> None:
     """A warning at the user's line."""
+    frame, _ = _users_line()
+    with unignored():
+        if frame is None:
+            warnings.warn(text, stacklevel=2)
+        else:
+            warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _library_that_trains() -> str:
+    """The function of a library that has the loop, as the user's line calls it: "fit of skorch"; "" for a loop of the
+    user's own."""
+    frame, below = _users_line()
+    if frame is None or not below:
+        return ""
+    named = frame.f_code.co_names
+    called = next((each for each in below if each.f_code.co_name in named), below[0])  # not a decorator's wrapper
+    package, function = str(called.f_globals.get("__name__", "")).partition(".")[0], called.f_code.co_name
+    return "" if package in {"torch", "nbaccel"} or function == "step" else f"{function} of {package}"
+
+
+def _users_line() -> tuple[FrameType | None, list[FrameType]]:
+    """The innermost frame of the user's, and those that it has called, outermost first."""
     torchs = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
+    below: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (
-        is_users(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith(torchs)
-    ):
+    while frame is not None:
+        if is_users(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith(torchs):
+            return frame, below[::-1]
+        below.append(frame)
         frame = frame.f_back
-    if frame is None:
-        warnings.warn(text, stacklevel=2)
-    else:
-        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+    return None, []

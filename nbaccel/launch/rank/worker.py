@@ -164,6 +164,7 @@ class _Rank:
                 try:
                     with self._children, self.interrupt:
                         task.run()
+                        self._one_training.end()
                 except bdb.BdbQuit:
                     raise
                 except Exception as failure:
@@ -211,7 +212,7 @@ class _Rank:
             "op": "done",
             "status": status,
             "missing": missing,
-            "facts": dict(results.facts),
+            "facts": dict(results.facts) | self._one_training.facts(),
             "exit_code": error.code if isinstance(error, SystemExit) else None,
             "chain": chain,
             "snapshot": snapshot.to_json(),

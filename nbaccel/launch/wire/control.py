@@ -63,6 +63,7 @@ _TIME_LIMIT_AT = 56
 _STOPPED = struct.Struct("@q")  # training steps that were complete when it left, and one more; 0: it has not
 _STOPPED_AT = 72
 _LAID = struct.Struct("@qq")  # what is compared, and the rank's fingerprint of it; 0: nothing
+_LAID_NUMBER = struct.Struct("@q")
 _LAID_AT = 80
 _LAID_COUNT = 3
 _SUBSTEPS = 1 << 24
@@ -196,8 +197,8 @@ class ControlPage:
         The last three of each rank are kept.
         """
         where = _HEADER + rank * _SLOT + _LAID_AT + count % _LAID_COUNT * _LAID.size
-        _LAID.pack_into(self._map, where, 0, value)
-        _LAID.pack_into(self._map, where, key, value)
+        for at, number in ((0, 0), (8, value), (0, key)):  # one after the other: a pair is wiped before it is written
+            _LAID_NUMBER.pack_into(self._map, where + at, number)
 
     def laid(self, rank: int) -> dict[int, int]:
         """The fingerprints that `rank` has laid last, by key."""

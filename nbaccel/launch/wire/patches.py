@@ -6,6 +6,8 @@ that the notebook has costs seconds, so only those are imported whose functions 
 of the notebook, before the task is unpacked; or, where they are functions of modules, when one is called first. What a
 cell has changed, and a package whose import has made none of its patches again, are said in one line.
 
+What a package adds, where torch itself has nothing, is left to it: transformers does so with every model that it makes.
+
 Not seen: functions of C, `functools.partial`, values that are no functions, modules of torch's with an underscore, and
 patches of other packages than torch.
 """
@@ -47,6 +49,13 @@ class Patch:
 
     def __str__(self) -> str:
         return ".".join(filter(None, [self.module, self.kind, self.name]))
+
+    @property
+    def adds(self) -> bool:
+        """Whether torch has nothing there: its own code cannot miss it, and its maker puts it there when it runs."""
+        module = sys.modules.get(self.module)
+        holder = module if module is None or not self.kind else vars(module).get(self.kind)
+        return self.package != _CELLS and holder is not None and not hasattr(holder, self.name)
 
     @property
     def is_made(self) -> bool:
@@ -112,7 +121,7 @@ class Patches:
 
         What torch itself imports lies in torch, too: that is here already.
         """
-        missing = [patch for patch in self.found if patch.package != _CELLS and not patch.is_made]
+        missing = [patch for patch in self.found if not (patch.package == _CELLS or patch.is_made or patch.adds)]
         at_once = {patch.package for patch in missing if not (patch.is_function and _has(patch))}
         place = {name: at for at, name in enumerate(self.order)}
         for name in sorted({*packages, *at_once}, key=lambda name: place.get(name, -1)):
@@ -125,7 +134,9 @@ class Patches:
 
     def _say_what_is_missing(self, late: Collection[Patch]) -> None:
         made = {patch.package for patch in self.found if patch.is_made and patch.package != _CELLS}
-        absent = [patch for patch in self.found if not (patch in late or patch.package in made or patch.is_made)]
+        absent = [
+            patch for patch in self.found if not (patch in late or patch.package in made or patch.is_made or patch.adds)
+        ]
         if absent and World.from_env().is_main_process:
             names = ", ".join(map(str, absent[:_SHOWN])) + (", ..." if len(absent) > _SHOWN else "")
             makers = sorted({"a cell" if patch.package == _CELLS else patch.package for patch in absent})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Accelerator, LocalSGD, launch
 from nbaccel.errors import NotPrepared
-from nbaccel.launch.rank.one_training import checksum
+from nbaccel.launch.rank.parameters import checksum, checksums, fingerprint, mark, parameters_of
 from nbaccel.launch.wire.control import ControlPage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -55,7 +58,8 @@ def told(program: Callable[[], None]) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             program()
-        return [str(warning.message) for warning in caught if "steps" in str(warning.message)]
+        texts = [str(warning.message) for warning in caught]
+        return [text for text in texts if "steps" in text or "this backward" in text]
     finally:
         dist.destroy_process_group()
 
@@ -133,7 +137,54 @@ def parts_of_a_sharded_optimizer() -> None:
     engine.optimizer.step()
 
 
+def inputs_beside_a_model_in_ddp() -> None:
+    """As adversarial training has them: each rank perturbs its own batch."""
+    model = DistributedDataParallel(make())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in batches():
+        change = torch.zeros_like(x, requires_grad=True)
+        inner = torch.optim.SGD([change], 0.1)
+        for _ in range(3):
+            (-model(x + change).square().mean()).backward()
+            inner.step()
+        optimizer.zero_grad()
+        model(x + change.detach()).square().mean().backward()
+        optimizer.step()
+
+
 # -- programs that train several
+
+
+def step_by_hand(model: nn.Module, between: Callable[[], object] = lambda: None) -> None:
+    for x in batches(4):
+        model(x).square().mean().backward()
+        between()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data -= 0.1 * parameter.grad  # such writes are not counted in `_version`
+                parameter.grad = None
+
+
+def raw_by_hand() -> None:
+    step_by_hand(make())
+
+
+def raw_by_an_optimizer_that_is_not_of_torch() -> None:
+    class Own:
+        def __init__(self, parameters: Any) -> None:
+            self.parameters = list(parameters)
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for parameter in self.parameters:
+                parameter -= 0.1 * parameter.grad
+
+        def zero_grad(self) -> None:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    model = make()
+    train(model, Own(model.parameters()))
 
 
 def raw() -> None:
@@ -202,6 +253,7 @@ GOES_ON = [
     a_scaler_that_skips,
     models_that_are_averaged,
     parts_of_a_sharded_optimizer,
+    inputs_beside_a_model_in_ddp,
     nothing_to_step,
 ]
 IS_REFUSED = [
@@ -233,16 +285,130 @@ def test_separate_trainings_are_refused_before_the_first_step(program: Callable[
     assert "independent=True" in str(caught.value)
 
 
-@pytest.mark.parametrize("program", IS_REFUSED[:1], ids=lambda program: program.__name__)
-def test_nothing_has_changed_when_a_training_is_refused(program: Callable[[], None]) -> None:
-    def untouched() -> bool:
+@pytest.mark.parametrize(
+    "program", [raw_by_hand, raw_by_an_optimizer_that_is_not_of_torch], ids=lambda program: program.__name__
+)
+def test_separate_trainings_without_a_step_of_torch_are_refused_before_the_second_one(
+    program: Callable[[], None],
+) -> None:
+    with pytest.raises(NotPrepared, match=r"has trained one model, and rank . another") as caught:
+        launch(told, 2, (program,), cpu=True)
+    assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in str(caught.value)
+
+
+def test_nothing_has_changed_when_a_training_is_refused(tmp_path: Path) -> None:
+    def untouched() -> None:
         dist.init_process_group("gloo")
         model = make()
         with pytest.raises(NotPrepared):
             train(model, torch.optim.SGD(model.parameters(), 0.1))
-        return all(torch.equal(new, old) for new, old in zip(model.parameters(), make().parameters(), strict=True))
+        same = all(torch.equal(new, old) for new, old in zip(model.parameters(), make().parameters(), strict=True))
+        (tmp_path / str(dist.get_rank())).write_text(str(same))
+        dist.barrier()
 
-    assert launch(untouched, 2, cpu=True).values == [True, True]
+    with pytest.raises(NotPrepared):
+        launch(untouched, 2, cpu=True)
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"True"}
+
+
+def test_a_refusal_that_the_loop_swallows_ends_the_run() -> None:
+    def skips_bad_batches() -> None:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in batches():
+            try:
+                model(x).square().mean().backward()
+                optimizer.step()
+            except Exception:
+                continue
+
+    with pytest.raises(NotPrepared, match="nothing synchronises what it steps"):
+        launch(told, 2, (skips_bad_batches,), cpu=True)
+
+
+def test_updates_by_hand_of_averaged_gradients_train_without_a_word() -> None:
+    def averaged() -> None:
+        model = make()
+        step_by_hand(model, lambda: average(model))
+        assert torch.autograd.backward.__module__ == "torch.autograd", "and nothing of ours is left in the way"
+
+    assert launch(told, 2, (averaged,), cpu=True).values == [[], []]
+
+
+def test_the_same_updates_by_hand_in_all_ranks_are_one_notice() -> None:
+    def twice() -> None:
+        model = make()
+        for _ in range(4):
+            model(torch.ones(8, 4)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        assert torch.autograd.backward.__module__ == "torch.autograd"
+
+    (notice,), others = launch(told, 2, (twice,), cpu=True).values
+    assert others == []
+    assert "has changed alike in all 2 ranks, and they have exchanged nothing" in notice
+
+
+def test_tensors_that_are_no_models_and_change_apart_are_one_notice() -> None:
+    def from_scratch() -> None:
+        w = torch.zeros(4, 1, requires_grad=True)
+        for x in batches(5):
+            (x @ w - 1).square().mean().backward()
+            with torch.no_grad():
+                w.sub_(0.1 * w.grad)
+                w.grad.zero_()
+
+    (notice,), others = launch(told, 2, (from_scratch,), cpu=True).values
+    assert others == []
+    assert "each trains its own" in notice
+    assert 'p.grad = accelerator.reduce(p.grad, "mean")' in notice
+
+
+def test_gradients_of_a_model_that_nobody_changes_are_no_training() -> None:
+    def saliency() -> None:
+        model = make()
+        for x in batches(9):
+            x.requires_grad_(True)
+            model(x).sum().backward()
+
+    assert launch(told, 2, (saliency,), cpu=True).values == [[], []]
+
+
+def test_a_notice_is_said_where_the_notebook_ignores_warnings() -> None:
+    def twice() -> None:
+        warnings.filterwarnings("ignore")
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(UserWarning, match="each does the same work on the same data"):
+        launch(twice, 2, cpu=True)  # pytest's own filter makes an error of it
+
+
+def test_a_library_that_has_the_loop_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits() -> None:
+        import sysconfig
+        import types
+
+        library = types.ModuleType("oaklib.net")
+        path = sysconfig.get_path("purelib") + "/oaklib/net.py"
+        code = "def fit(model, optimizer, batches):\n" + "".join(
+            f"    {line}\n"
+            for line in (
+                "for x in batches:",
+                "    model(x).square().mean().backward()",
+                "    optimizer.step()",
+            )
+        )
+        exec(compile(code, path, "exec"), vars(library))
+        model = make()
+        library.fit(model, torch.optim.SGD(model.parameters(), 0.1), batches())
+
+    with pytest.raises(NotPrepared, match=r"fit of oaklib trains by itself, .* run this cell with -n 1"):
+        launch(told, 2, (fits,), cpu=True)
 
 
 def test_parameters_beside_a_prepared_model_are_counted_in_the_error() -> None:
@@ -312,7 +478,7 @@ def test_a_rank_that_comes_late_is_compared_with_what_the_other_has_left() -> No
     """The other one waited for five seconds, and has stepped."""
 
     def late() -> None:
-        warnings.simplefilter("ignore")  # rank 0 says that it steps alone
+        warnings.simplefilter("always")  # rank 0 says that it steps alone
         dist.init_process_group("gloo")
         if dist.get_rank() == 1:
             dist.recv(torch.zeros(1), 0)
@@ -380,6 +546,23 @@ def test_what_a_rank_has_laid_last_is_seen_by_the_others() -> None:
         page.close()
 
 
+def test_a_fingerprint_is_seen_whole_or_not_at_all() -> None:
+    """A pair that is packed in one call is wiped first, and seen with its key and without its value."""
+    page = ControlPage.create(2)
+    child = os.fork()
+    if child == 0:
+        for count in range(3_000_000):
+            page.lay(1, count, 7, 9)
+        os._exit(0)
+    try:
+        seen = {value for _ in range(100_000) for value in page.laid(1).values()}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        page.close()
+    assert seen == {9}
+
+
 def test_checksums_follow_the_bits_of_parameters() -> None:
     model, other = make(), make()
     assert checksum(model) == checksum(other) is not None
@@ -403,3 +586,102 @@ def test_parameters_are_found_in_lists_and_in_objects_that_hold_a_model() -> Non
     assert checksum([*model.parameters()]) == checksum(dict(model.named_parameters())) == checksum(model)
     assert checksum(torch.ones(2)) is None, "data wants no gradient"
     assert checksum(make()(torch.ones(1, 4))) is None, "nor is a result a parameter"
+
+
+def test_tensors_of_a_module_that_are_no_parameters_of_torch_are_found() -> None:
+    class FromScratch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.zeros(3, requires_grad=True)
+            self.parts = [torch.ones(2, requires_grad=True)]
+
+    assert [tuple(each.shape) for each in parameters_of(FromScratch())] == [(3,), (2,)]
+
+
+def test_a_sum_that_stays_the_same_does_not_hide_a_change() -> None:
+    bias = torch.tensor([0.25, 0.26], requires_grad=True)
+    before = checksum(bias)
+    with torch.no_grad():
+        bias += torch.tensor([2.0**-10, -(2.0**-10)])
+    assert checksum(bias) != before
+
+
+def test_gradients_of_other_rows_are_other_gradients() -> None:
+    """Sparse ones, of embeddings."""
+
+    def gradient(row: int) -> torch.Tensor:
+        return torch.sparse_coo_tensor([[row]], [[1.0, 2.0]], (9, 2), check_invariants=True)
+
+    assert fingerprint([gradient(3)]) == fingerprint([gradient(3)]) != fingerprint([gradient(4)])
+
+
+def test_what_only_holds_the_parameters_of_others_is_known_as_a_holder() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sums, holders = checksums({"a_list": [*model.parameters()], "model": model, "optimizer": optimizer, "n": 3})
+    assert holders == ["a_list", "optimizer"]
+    assert sums["model"] == sums["optimizer"] == sums["a_list"]
+    assert checksums({"optimizer": optimizer}) == ({"optimizer": sums["model"]}, [])
+
+
+def test_what_has_too_many_parts_is_not_judged_by_a_part_of_them() -> None:
+    assert checksum([torch.ones(1, requires_grad=True)] * 1999) is not None
+    assert checksum([torch.ones(1, requires_grad=True)] * 2001) is None
+
+
+WRITES: list[tuple[Any, Callable[[Any], object]]] = [
+    ([1, 2], lambda value: value.append(3)),
+    ([1, 2], lambda value: value.__setitem__(0, "other")),
+    ({"best": 1}, lambda value: value.update(best="other")),
+    ({1}, lambda value: value.add(2)),
+    (np.zeros(50_000), lambda value: value.__setitem__(slice(20_000, 40_000), 1.0)),
+    (np.zeros((300, 300))[:, ::2], lambda value: value.__iadd__(1)),
+    (torch.zeros(50_000), lambda value: value.add_(1)),
+    (torch.zeros(6, dtype=torch.bfloat16), lambda value: value.add_(1)),
+]
+
+
+@pytest.mark.parametrize(("value", "write"), WRITES)
+def test_marks_change_with_what_is_written(value: Any, write: Callable[[Any], object]) -> None:
+    before = mark(value)
+    assert mark(value) == before is not None
+    write(value)
+    assert mark(value) != before
+
+
+def test_a_frame_that_is_written_into_has_another_mark() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": [1.0, 2.0]})
+    before = mark(frame)
+    assert mark(frame) == before is not None
+    frame["a"] = 5.0
+    assert mark(frame) != before
+
+
+@pytest.mark.parametrize("value", [7, "text", nn.Linear(2, 2), len, np.float32(3.0), np.array([{}])])
+def test_what_cannot_be_written_into_and_what_is_compared_otherwise_has_no_mark(value: Any) -> None:
+    assert mark(value) is None
+
+
+def test_the_mark_of_an_object_changes_with_its_attributes() -> None:
+    class Estimator:
+        def __init__(self) -> None:
+            self.is_fitted = False
+
+    estimator = Estimator()
+    before = mark(estimator)
+    assert mark(estimator) == before is not None
+    estimator.is_fitted = True
+    assert mark(estimator) != before
+
+
+def test_the_mark_of_a_metric_changes_and_a_model_has_none() -> None:
+    class Metric(nn.Module):
+        count = 0
+
+    metric = Metric()
+    before = mark(metric)
+    assert mark(metric.eval()) == before is not None
+    metric.count = 1000
+    assert mark(metric) != before
+    assert mark(make()) is None

@@ -20,19 +20,20 @@ PACKAGES = {
     ),
     "of_a_module_by_a_call": "import torch\ndef change():\n    torch.seed = lambda: 7\n",
     "before_torch": "",
+    "adds_a_name": "import torch\ntorch.nn.Module.smart = lambda self: 1\n",
 }
 
 NOTEBOOK = """
 import os, sys
 sys.path.insert(0, {folder!r})
-import before_torch, of_a_class, of_a_module, of_a_module_by_a_call, torch
+import adds_a_name, before_torch, of_a_class, of_a_module, of_a_module_by_a_call, torch
 from nbaccel import launch
 
 of_a_module_by_a_call.change()
 torch.manual_seed = lambda seed: None
 
 def seen():
-    names = ("of_a_class", "of_a_module", "before_torch")
+    names = ("of_a_class", "of_a_module", "before_torch", "adds_a_name")
     begun_with = [name for name in names if name in sys.modules]
     text = torch.typename(1)
     return [torch.nn.Identity()(1), begun_with, text, torch.typename(1), "of_a_module" in sys.modules]
@@ -53,7 +54,9 @@ def test_patches_of_torch_are_made_again_in_a_clean_process(tmp_path: Path) -> N
     program.write_text(NOTEBOOK.format(folder=str(tmp_path)))
     ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=110)
     fork, zygote = (line for line in ran.stdout.splitlines() if line.startswith("["))
-    assert fork == "[42, ['of_a_class', 'of_a_module', 'before_torch'], 'seen int', 'seen int', True]", ran.stderr
+    assert fork == "[42, ['of_a_class', 'of_a_module', 'before_torch', 'adds_a_name'], 'seen int', 'seen int', True]", (
+        ran.stderr
+    )
     assert zygote == "[42, ['of_a_class'], 'seen int', 'seen int', True]", ran.stderr
     sentence = "torch.manual_seed: changed in the notebook by a cell, and torch's own in ranks"
     assert ran.stderr.count("changed in the notebook") == 1

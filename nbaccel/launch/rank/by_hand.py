@@ -1,0 +1,129 @@
+"""UpdatesByHand: find parameters that change, rank by rank, without a step of torch's optimizers. Runs in ranks.
+
+``p -= lr * p.grad`` is such an update; so are the optimizers of fastai and of Keras. What they all need is a backward.
+So now and then, where one begins, the ranks lay a number beside each other for the values of what it reaches. This is
+done only while a rank has exchanged nothing with the others, for then nothing can keep them in step, and it ends with
+the first verdict; `torch.autograd.backward` is torch's own again.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from nbaccel.launch.rank.parameters import fingerprint, number
+
+__all__ = ["Judge", "UpdatesByHand"]
+
+_LOOKS = frozenset({1, *(2**power + 1 for power in range(10))})
+"""The backwards before which values are looked at; the 1st to know what changes, the 2nd, 3rd, 5th ... 513th."""
+
+
+class Judge(Protocol):
+    """Who knows what else the ranks do, and says what has been found."""
+
+    def has_exchanged(self) -> bool:
+        """Whether this rank has entered a collective in this task."""
+
+    def stepped(self) -> set[int]:
+        """Ids of parameters whose optimizers have been judged already."""
+
+    def compare_values(self, key: int, found: int) -> tuple[list[int], list[int]]:
+        """The peers whose values differ at `key`, and those that were not there in time."""
+
+    def refuse_values(self, apart: list[int]) -> None:
+        """Raise for parameters that differ."""
+
+    def say_apart(self, apart: list[int]) -> None:
+        """Warn of other tensors that differ."""
+
+    def say_same(self, is_model: bool) -> None:
+        """Warn of the same work in all ranks."""
+
+
+class UpdatesByHand:
+    """Watches the backwards of one task."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._count = 0
+        self._before: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: what a backward reached, and its values
+        self._original: Callable[..., Any] | None = None
+        self._watched: Callable[..., Any] | None = None
+
+    def begin(self) -> None:
+        """A task begins; also called with `torch.autograd` when it is imported later."""
+        self.end()
+        autograd: Any = sys.modules.get("torch.autograd")
+        if autograd is None:
+            return
+        self._count = 0
+        original = self._original = autograd.backward
+
+        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._watched is not None:
+                self._count += 1
+                if self._count in _LOOKS:
+                    self._look(tensors)
+            return original(tensors, *args, **kwargs)
+
+        self._watched = autograd.backward = watched
+
+    def end(self) -> None:
+        """Look no more."""
+        autograd: Any = sys.modules.get("torch.autograd")
+        if autograd is not None and self._watched is not None and autograd.backward is self._watched:
+            autograd.backward = self._original  # else somebody has wrapped it, and it only passes on from now on
+        self._watched = self._original = None
+        self._before.clear()
+
+    def _look(self, tensors: Any) -> None:
+        if self._judge.has_exchanged() or self._count == max(_LOOKS):
+            self.end()
+            return
+        settled = self._judge.stepped()
+        leaves = [leaf for leaf in _leaves(tensors) if id(leaf) not in settled]
+        known = [leaf for leaf in leaves if self._is_known(leaf)]
+        has_changed = [self._has_changed(leaf) for leaf in leaves]  # of all of them: they are remembered
+        found = fingerprint(known)
+        if not any(has_changed) or found is None:
+            return
+        key = number(f"by hand {self._count}".encode()) ^ 1  # even, where numbers of optimizers' steps are odd
+        apart, missing = self._judge.compare_values(key, found)
+        self.end()
+        is_model = any(isinstance(leaf, sys.modules["torch"].nn.Parameter) for leaf in known)
+        if apart and is_model:
+            self._judge.refuse_values(apart)
+        elif apart:
+            self._judge.say_apart(apart)
+        elif not missing:
+            self._judge.say_same(is_model=is_model)
+
+    def _is_known(self, leaf: Any) -> bool:
+        """Whether a backward that was looked at has reached it before."""
+        known = self._before.get(id(leaf))
+        return known is not None and known[0]() is leaf
+
+    def _has_changed(self, leaf: Any) -> bool:
+        """Whether its values are others than they were then; False the first time."""
+        values = fingerprint([leaf]) or 0
+        has_changed = self._is_known(leaf) and self._before[id(leaf)][1] != values
+        self._before[id(leaf)] = (weakref.ref(leaf), values)
+        return has_changed
+
+
+def _leaves(tensors: Any) -> Iterator[Any]:
+    """The tensors that a backward from `tensors` would give gradients to."""
+    roots = [tensors] if hasattr(tensors, "grad_fn") else list(tensors)
+    nodes = [root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                nodes.append(after)

@@ -1,0 +1,237 @@
+"""Parameters by numbers: what a value holds that is trained, and whether it is the same elsewhere.
+
+Ranks compare such numbers at an optimizer's step and at the end of a cell; the notebook compares what it has with what
+a rank had. Sums of bits, so nothing is sent but numbers. Runs in ranks and in the kernel, and does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import sys
+import threading
+import types
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from nbaccel.launch.wire.wrappers import plain
+
+__all__ = [
+    "checksum",
+    "checksums",
+    "fingerprint",
+    "is_bound_to_its_process",
+    "mark",
+    "model_in",
+    "number",
+    "parameters_of",
+]
+
+_INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+"""Types of torch by their bytes. Sums of integers do not depend on the order of the summands, so not on the device."""
+
+_BOUND = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Thread,
+    weakref.ReferenceType,
+    types.GeneratorType,
+    io.IOBase,
+)
+_SAMPLE = 4096
+_SMALL = 1 << 16  # elements
+_DEPTH = 2  # a trainer has a model that has a network
+_MOST_PARTS = 2000
+"""Elements and attributes that are looked through for parameters; what has more is not judged by them."""
+
+
+def checksum(value: Any) -> int | None:
+    """Return a number that is equal for equal parameters in `value`; None where there are none.
+
+    Parameters are those of a model or an optimizer, tensors that want a gradient, and such in a list, a dictionary or
+    the attributes of an object. Also None where ranks hold different parts of them: FSDP, DTensors.
+    """
+    weights = parameters_of(value)
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and any(isinstance(weight, tensors.DTensor) for weight in weights):
+        return None
+    return fingerprint(weights)
+
+
+def checksums(named: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """The `checksum` of each value that has parameters, and the names that only hold what another name has.
+
+    Models and tensors come first: of ``model``, ``optimizer`` and ``trainer`` the last two only hold it.
+    """
+    found: dict[str, int] = {}
+    holders: list[str] = []
+    seen: set[int] = set()
+    for name in sorted(named, key=lambda name: (not _is_itself(plain(named[name])), name)):
+        with suppress(Exception):  # a class of the user's that answers in a way of its own
+            value = plain(named[name])
+            ids = set(map(id, parameters_of(value)))
+            if (own := checksum(value)) is None:
+                continue
+            found[name] = own
+            if ids <= seen and not _is_itself(value):
+                holders.append(name)
+            seen |= ids
+    return found, holders
+
+
+def parameters_of(value: Any) -> list[Any]:
+    """What `checksum` adds up, each once."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    walk = _Walk(torch)
+    found = {id(parameter): parameter for parameter in walk.parameters(value, _DEPTH)}
+    return [] if walk.has_given_up else list(found.values())
+
+
+def model_in(value: Any) -> str | None:
+    """The name of the first attribute that is a model; "" where it is one itself, and None where there is none."""
+    torch = sys.modules.get("torch")
+    attributes = getattr(value, "__dict__", None)
+    if torch is None or type(attributes) is not dict:
+        return None
+    if issubclass(type(value), torch.nn.Module):
+        return ""
+    return next((name for name, part in attributes.items() if issubclass(type(part), torch.nn.Module)), None)
+
+
+def is_bound_to_its_process(value: Any, depth: int = 3) -> bool:
+    """Whether it has a lock, a thread, an open file, a weak reference or a generator in it, as far as is looked."""
+    left = _MOST_PARTS
+    values = [value]
+    for _ in range(depth):
+        if any(isinstance(each, _BOUND) for each in values):
+            return True
+        values = [part for each in values for part in _parts(each)][: max(0, left)]
+        left -= len(values)
+    return any(isinstance(each, _BOUND) for each in values)
+
+
+def mark(value: Any) -> int | None:
+    """A number that changes when a container or an array is written into, or an object gets other attributes.
+
+    None for anything else. What attributes consist of is not looked at: a fit sets new ones. Of arrays some 4,096
+    elements are. Objects that hold data are left out, they cache.
+    """
+    kind = type(value)
+    if issubclass(kind, list):
+        return hash((list.__len__(value), *map(id, list.__getitem__(value, slice(_MOST_PARTS)))))
+    if issubclass(kind, dict):
+        return hash((dict.__len__(value), *map(id, itertools.islice(dict.values(value), _MOST_PARTS))))
+    if issubclass(kind, tuple | set):
+        return len(value)
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return _mark_of_tensor(value, torch)
+    if kind.__module__ == "numpy" and hasattr(kind, "flat") and hasattr(kind, "__setitem__"):
+        sample = value.flat[:: max(1, value.size // _SAMPLE)]
+        return None if value.dtype.hasobject else hash((value.shape, zlib.crc32(sample.tobytes())))
+    if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series"):
+        rows = value.iloc[:: max(1, len(value) // _SAMPLE)]
+        return hash((value.shape, int(sys.modules["pandas"].util.hash_pandas_object(rows).sum())))
+    attributes = getattr(value, "__dict__", None)
+    if kind.__module__ == "builtins" or type(attributes) is not dict:
+        return None
+    if torch is not None and issubclass(kind, torch.utils.data.Dataset | torch.utils.data.Sampler):
+        return None
+    is_module = torch is not None and issubclass(kind, torch.nn.Module)
+    if is_module and next(value.parameters(), None) is not None:
+        return None  # it has a `checksum`
+    return hash(tuple((name, id(part)) for name, part in attributes.items() if not is_module or name != "training"))
+
+
+def _mark_of_tensor(tensor: Any, torch: Any) -> int | None:
+    if tensor.requires_grad or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return None
+    if not tensor.is_contiguous():  # a sample would need a copy of all
+        return None
+    sample = tensor.detach().view(-1)[:: max(1, tensor.numel() // _SAMPLE)]
+    return hash((tuple(tensor.shape), fingerprint([sample]) or 0))
+
+
+def fingerprint(tensors: Iterable[Any]) -> int | None:
+    """A number by the bits of `tensors`; None where there is nothing but zeros. Waits for the devices."""
+    torch = sys.modules["torch"]
+    sums: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        if tensor is None or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        bits = tensor.detach()
+        if bits.is_sparse:
+            bits = bits.coalesce()
+            sums.setdefault(tensor.device, []).append((bits.indices() * bits.indices()).sum())
+            bits = bits.values()
+        bits = torch.view_as_real(bits) if bits.is_complex() else bits
+        whole = bits.view(getattr(torch, _INTEGERS[bits.element_size()]))
+        sums.setdefault(tensor.device, []).append(whole.sum(dtype=torch.int64))
+        if whole.numel() <= _SMALL:  # of two classes' biases one often gains what the other loses: the sum is the same
+            sums[tensor.device].append((whole * whole).sum(dtype=torch.int64))
+    numbers = [each for sum_ in sums.values() for each in torch.stack(sum_).tolist()]
+    if not any(numbers):
+        return None
+    return number(repr(numbers).encode())
+
+
+def number(data: bytes) -> int:
+    """63 bits, and never 0."""
+    return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1) | 1
+
+
+def _is_itself(value: Any) -> bool:
+    """Whether it is a model or a tensor, and not what holds one."""
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(type(value), torch.Tensor | torch.nn.Module)
+
+
+class _Walk:
+    """Looks for parameters in what a value consists of."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._left = _MOST_PARTS
+        self.has_given_up = False
+
+    def parameters(self, value: Any, depth: int) -> Iterator[Any]:
+        torch, kind = self._torch, type(value)
+        if issubclass(kind, torch.Tensor):
+            if value.is_leaf and value.requires_grad:
+                yield value
+        elif issubclass(kind, torch.nn.Module):
+            modules = list(torch.nn.Module.modules(value))
+            if not any(type(part).__name__ == "FullyShardedDataParallel" for part in modules):
+                yield from torch.nn.Module.parameters(value)
+                for module in modules:  # tensors that are no `Parameter`, and that a loop steps by hand
+                    for part in list(vars(module).values()):
+                        if issubclass(type(part), torch.Tensor | list | tuple):
+                            yield from self.parameters(part, min(depth, 1))
+        elif issubclass(kind, torch.optim.Optimizer):
+            for group in value.param_groups:
+                yield from group["params"]
+        elif depth:
+            parts = _parts(value)
+            self._left -= len(parts)
+            if self._left < 0:
+                self.has_given_up = True
+                return
+            for part in parts:
+                yield from self.parameters(part, depth - 1)
+
+
+def _parts(value: Any) -> list[Any]:
+    kind = type(value)
+    if issubclass(kind, list | tuple):
+        return list(kind.__iter__(value))
+    if issubclass(kind, dict):
+        return list(dict.values(value))
+    attributes = getattr(value, "__dict__", None)
+    is_object = kind.__module__ != "builtins" and type(attributes) is dict
+    return list(attributes.values()) if is_object and attributes is not None else []

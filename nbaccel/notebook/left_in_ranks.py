@@ -1,0 +1,162 @@
+"""LeftInRanks: what the ranks of a cell trained, made or changed, and the notebook does not have. Runs in the kernel.
+
+Judged by what is there, not by what the cell's text promises: a rank tells the numbers of the parameters that its cell
+mentions, and the notebook lays its own beside them; and which containers and objects its cell has changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from nbaccel.launch.rank.parameters import checksum, parameters_of
+from nbaccel.launch.wire.wrappers import plain
+
+__all__ = ["LeftInRanks"]
+
+_MOST_NAMES = 6
+
+
+class LeftInRanks:
+    """The ends of a cell's ranks beside the notebook; made before anything comes back.
+
+    reports: of the ranks; None for one that gave none.  speaker: the rank whose values go back.
+    """
+
+    def __init__(self, reports: Sequence[Any], speaker: int, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._facts = [report.facts for report in reports if report is not None and report.status == "ok"]
+        self._ranks = len(reports)
+        self._own: Mapping[str, Any] = {} if reports[speaker] is None else reports[speaker].facts
+        self._speaker = speaker
+        self._sums: Mapping[str, int] = self._own.get("checksums", {})
+        self._holders: Collection[str] = self._own.get("holders", ())
+        self._changed = [name for name in self._own.get("changed", ()) if name in namespace]
+        self._trained = [name for name, number in self._sums.items() if _checksum(namespace.get(name)) != number]
+
+    def not_one_training(self, came: Collection[str]) -> str:
+        """What to say where ranks trained apart, or all did the same; "" where they trained together.
+
+        came: names that have been brought back.
+        """
+        apart = [
+            name
+            for name, number in self._sums.items()
+            if name not in self._holders
+            and any(facts.get("checksums", {}).get(name, number) != number for facts in self._facts)
+        ]
+        if apart:
+            whose = f", and what came back is rank {self._speaker}'s" if set(apart) & set(came) else ""
+            return (
+                f"{', '.join(apart)} {'differ' if len(apart) > 1 else 'differs'} between the ranks{whose}: nothing "
+                f"kept {_them(apart)} in step. {self._how_to_keep_in_step(apart)}; --independent, if that is meant"
+            )
+        together = any(facts.get("exchanged", True) or facts.get("was_warned", True) for facts in self._facts)
+        changed = [name for name in self._trained if name not in self._holders]
+        changed += [name for name in self._changed if _can_be_trained(self._namespace[name])]
+        if self._ranks == 1 or len(self._facts) < self._ranks or not changed or together:
+            return ""
+        if changed[0] in self._sums:
+            found = f"all {self._ranks} ranks did the same work on {_listed(changed)}, and exchanged nothing"
+            return f"{found}. {self._how_to_keep_in_step(changed)} and shares the work out; -n 1 does it once"
+        found = f"each of {self._ranks} ranks changed {_listed(changed)} by itself, and they exchanged nothing"
+        return f"{found}: -n 1 does the work once"
+
+    def not_brought_back(self, came: Collection[str]) -> Iterator[str]:
+        """The lines that say what stayed in the ranks: what was trained first, each with what keeps it."""
+        namespace = self._namespace
+        stale = [
+            name
+            for name in self._trained
+            if name not in came and name in namespace and _checksum(namespace[name]) != self._sums[name]
+        ]
+        trained = [name for name in stale if name not in self._holders]
+        if not trained and stale:  # what they hold came under another name, as a new object
+            yield f"{_listed(stale)} still {'holds' if len(stale) == 1 else 'hold'} what was there before the cell"
+        if trained:
+            how = self._how_to_bring(trained)
+            yield f"trained in the ranks, and in the notebook as before: {_listed(trained)}; {how}"
+        for name in self._sums:
+            if name in came and name not in self._holders and _checksum(namespace.get(name)) != self._sums[name]:
+                kind = type(plain(namespace.get(name))).__name__
+                inner = self._inner(name)
+                yield f"{name} came without all that was trained, which a {kind} leaves out of its copies{inner}"
+        asked = {*came, *stale}
+        changed = [name for name in self._changed if name not in asked]
+        made = [name for name in self._own.get("not_asked", ()) if name not in asked and name not in changed]
+        bound = self._own.get("bound", ())
+        for name in made:
+            if name in bound and (inner := self._inner(name)):
+                yield f"{name} belongs to its process, and cannot come back{inner}"
+        changed, made = ([name for name in names if name not in bound] for names in (changed, made))
+        models = self._own.get("models", {})
+        made.sort(key=lambda name: (name not in models, name.isupper()))  # models first, and constants last
+        if names := [*changed, *made]:
+            yield f"not brought back: {_listed(names)}; add {_them(names)} to --out"
+
+    def _how_to_bring(self, names: Sequence[str]) -> str:
+        """--out takes a model, and not what holds one: a Trainer has locks and functions that cannot travel."""
+        advice: dict[str, None] = {}  # in order, and each once
+        to_add: dict[str, None] = {}
+        for name in names:
+            value = plain(self._namespace[name])
+            if _is_model(value) or type(value).__module__ == "builtins":
+                to_add[name] = None
+            elif holder := self._model_of(value):
+                to_add[holder] = None
+            elif inner := self._inner(name):
+                advice[inner.removeprefix(": ")] = None
+            else:
+                to_add[name] = None
+        if to_add:
+            advice[f"add {','.join(to_add)} to --out"] = None
+        return "; ".join(advice)
+
+    def _model_of(self, value: Any) -> str:
+        """The notebook's name for the model that `value` holds; "" where it has none."""
+        inner = set(map(id, parameters_of(value)))
+        for name, model in self._namespace.items():
+            if not name.startswith("_") and _is_model(model) and inner & set(map(id, parameters_of(model))):
+                return name
+        return ""
+
+    def _inner(self, name: str) -> str:
+        """How to bring the model that the value of `name` has in the rank; "" where it has none."""
+        part = self._own.get("models", {}).get(name)
+        return f": {part} = {name}.{part} as the cell's last line, and --out {part}" if part else ""
+
+    def _how_to_keep_in_step(self, names: Sequence[str]) -> str:
+        values = [plain(self._namespace[name]) for name in names if name in self._namespace]
+        torch = sys.modules.get("torch")
+        if torch is not None and values and all(issubclass(type(value), torch.Tensor) for value in values):
+            return 'p.grad = accelerator.reduce(p.grad, "mean") for each of them before its update does'
+        if any(facts.get("has_prepared") for facts in self._facts):
+            return "Something was prepared: the loop has to use what accelerator.prepare returned"
+        return "accelerator.prepare does, before the loop"
+
+
+def _checksum(value: Any) -> int | None:
+    try:
+        return checksum(plain(value))
+    except Exception:  # a class of the user's that answers in a way of its own
+        return None
+
+
+def _is_model(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(type(plain(value)), torch.nn.Module)
+
+
+def _can_be_trained(value: Any) -> bool:
+    """Whether it is an estimator, a sampler ... and not one of the many objects that a look changes, too."""
+    return any(hasattr(type(value), method) for method in ("fit", "train", "learn", "run"))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _them(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
