@@ -141,9 +141,8 @@ class ControlPage:
         return Position(entered, previous, at, last, bool(parked), bool(in_step))
 
     def write(self, rank: int, position: Position) -> None:
-        _RANK.pack_into(
-            self._map,
-            _HEADER + rank * _SLOT,
+        start = _HEADER + rank * _SLOT
+        self._map[start : start + _RANK.size] = _RANK.pack(
             position.entered,
             position.previous,
             position.entered_at,
@@ -154,8 +153,9 @@ class ControlPage:
 
     def enter(self, rank: int, entered: int, previous: int, entered_at: float, last_step_s: float) -> bool:
         """`write` that `rank` is inside step `entered`; then, and not before, whether the run is to stop."""
-        page = self._map
-        _RANK.pack_into(page, _HEADER + rank * _SLOT, entered, previous, entered_at, last_step_s, False, True)
+        page, start = self._map, _HEADER + rank * _SLOT
+        # Not `pack_into`, which wipes the place before it writes: the kernel would find a rank in step 0.
+        page[start : start + _RANK.size] = _RANK.pack(entered, previous, entered_at, last_step_s, False, True)
         return page[_STOP] != 0
 
     def positions(self) -> list[Position]:
