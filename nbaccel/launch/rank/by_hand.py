@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from nbaccel.errors import NotPrepared
 from nbaccel.launch.rank.parameters import fingerprint, number
 
 __all__ = ["Judge", "UpdatesByHand"]
@@ -66,7 +67,7 @@ class UpdatesByHand:
             if self._watched is not None:
                 self._count += 1
                 if self._count in _LOOKS:
-                    self._look(tensors)
+                    self._try_to_look(tensors)
             return original(tensors, *args, **kwargs)
 
         self._watched = autograd.backward = watched
@@ -78,6 +79,18 @@ class UpdatesByHand:
             autograd.backward = self._original  # else somebody has wrapped it, and it only passes on from now on
         self._watched = self._original = None
         self._before.clear()
+
+    def _try_to_look(self, tensors: Any) -> None:
+        """
+        Raises:
+            NotPrepared: by the judge. A type of tensor that cannot be compared is not the program's error.
+        """
+        try:
+            self._look(tensors)
+        except NotPrepared:
+            raise
+        except Exception:
+            self.end()
 
     def _look(self, tensors: Any) -> None:
         if self._judge.has_exchanged() or self._count == max(_LOOKS):

@@ -95,9 +95,8 @@ def parameters_of(value: Any) -> list[Any]:
 
 def model_in(value: Any) -> str | None:
     """The name of the first attribute that is a model; "" where it is one itself, and None where there is none."""
-    torch = sys.modules.get("torch")
-    attributes = getattr(value, "__dict__", None)
-    if torch is None or type(attributes) is not dict:
+    torch, attributes = sys.modules.get("torch"), _attributes(value)
+    if torch is None or attributes is None:
         return None
     if issubclass(type(value), torch.nn.Module):
         return ""
@@ -109,11 +108,11 @@ def is_bound_to_its_process(value: Any, depth: int = 3) -> bool:
     left = _MOST_PARTS
     values = [value]
     for _ in range(depth):
-        if any(isinstance(each, _BOUND) for each in values):
+        if any(issubclass(type(each), _BOUND) for each in values):
             return True
         values = [part for each in values for part in _parts(each)][: max(0, left)]
         left -= len(values)
-    return any(isinstance(each, _BOUND) for each in values)
+    return any(issubclass(type(each), _BOUND) for each in values)
 
 
 def mark(value: Any) -> int | None:
@@ -138,8 +137,8 @@ def mark(value: Any) -> int | None:
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series"):
         rows = value.iloc[:: max(1, len(value) // _SAMPLE)]
         return hash((value.shape, int(sys.modules["pandas"].util.hash_pandas_object(rows).sum())))
-    attributes = getattr(value, "__dict__", None)
-    if kind.__module__ == "builtins" or type(attributes) is not dict:
+    attributes = _attributes(value)
+    if kind.__module__ == "builtins" or attributes is None:
         return None
     if torch is not None and issubclass(kind, torch.utils.data.Dataset | torch.utils.data.Sampler):
         return None
@@ -232,6 +231,14 @@ def _parts(value: Any) -> list[Any]:
         return list(kind.__iter__(value))
     if issubclass(kind, dict):
         return list(dict.values(value))
-    attributes = getattr(value, "__dict__", None)
-    is_object = kind.__module__ != "builtins" and type(attributes) is dict
-    return list(attributes.values()) if is_object and attributes is not None else []
+    attributes = None if kind.__module__ == "builtins" else _attributes(value)
+    return [] if attributes is None else list(attributes.values())
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What the object itself has, without asking its class, which may be a proxy's."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # it has none, or a property of that name raises
+        return None
+    return attributes if type(attributes) is dict else None
