@@ -1,9 +1,9 @@
 """UpdatesByHand: find parameters that change, rank by rank, without a step of torch's optimizers. Runs in ranks.
 
 ``p -= lr * p.grad`` is such an update; so are the optimizers of fastai and of Keras. What they all need is a backward.
-So now and then, where one begins, the ranks lay a number beside each other for the values of what it reaches. This is
-done only while a rank has exchanged nothing with the others, for then nothing can keep them in step, and it ends with
-the first verdict; `torch.autograd.backward` is torch's own again.
+So now and then, where one begins, the ranks lay a number beside each other for the values of what it reaches: if they
+have changed since the last time, and the rank has exchanged nothing with the others in between, then nothing has kept
+them in step. It ends with the first verdict; `torch.autograd.backward` is torch's own again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from nbaccel.launch.rank.parameters import fingerprint, number
 
 __all__ = ["Judge", "UpdatesByHand"]
 
+_MOST_EXCHANGES = 3  # looks between which something was exchanged; after them it is a training together
 _LOOKS = frozenset({1, *(2**power + 1 for power in range(10))})
 """The backwards before which values are looked at; the 1st to know what changes, the 2nd, 3rd, 5th ... 513th."""
 
@@ -25,8 +26,8 @@ _LOOKS = frozenset({1, *(2**power + 1 for power in range(10))})
 class Judge(Protocol):
     """Who knows what else the ranks do, and says what has been found."""
 
-    def has_exchanged(self) -> bool:
-        """Whether this rank has entered a collective in this task."""
+    def collectives(self) -> int:
+        """How many this rank has entered."""
 
     def stepped(self) -> set[int]:
         """Ids of parameters whose optimizers have been judged already."""
@@ -50,6 +51,8 @@ class UpdatesByHand:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._count = 0
+        self._exchanged: int | None = None  # collectives at the last look
+        self._exchanges = 0
         self._before: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: what a backward reached, and its values
         self._original: Callable[..., Any] | None = None
         self._watched: Callable[..., Any] | None = None
@@ -60,7 +63,8 @@ class UpdatesByHand:
         autograd: Any = sys.modules.get("torch.autograd")
         if autograd is None:
             return
-        self._count = 0
+        self._count = self._exchanges = 0
+        self._exchanged = None
         original = self._original = autograd.backward
 
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +97,11 @@ class UpdatesByHand:
             self.end()
 
     def _look(self, tensors: Any) -> None:
-        if self._judge.has_exchanged() or self._count == max(_LOOKS):
+        exchanged = self._judge.collectives()
+        if exchanged != self._exchanged:
+            self._exchanged, self._exchanges = exchanged, self._exchanges + 1
+            self._before.clear()
+        if self._exchanges > _MOST_EXCHANGES or self._count == max(_LOOKS):
             self.end()
             return
         settled = self._judge.stepped()

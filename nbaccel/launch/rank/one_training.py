@@ -198,6 +198,9 @@ class OneTraining:
     def has_exchanged(self) -> bool:
         return self._collectives() != self._begun_with
 
+    def collectives(self) -> int:
+        return self._collectives()
+
     def stepped(self) -> set[int]:
         optimizers = [optimizer for known in (*self._settled.values(), *self._waits.values()) if (optimizer := known())]
         return {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
@@ -209,8 +212,8 @@ class OneTraining:
     def refuse_values(self, apart: Sequence[int]) -> None:
         self._raise(
             f"rank {self._world.rank} of {self._world.world_size} has trained one model, and {_ranks(apart)} another: "
-            "the parameters that this backward reaches have changed since the last one, and not alike. The ranks have "
-            "exchanged nothing."
+            "the parameters that this backward reaches have changed since the last one, and not alike. In between the "
+            "ranks have exchanged nothing."
         )
 
     def say_apart(self, apart: Sequence[int]) -> None:

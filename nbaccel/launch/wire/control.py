@@ -197,14 +197,20 @@ class ControlPage:
         The last three of each rank are kept.
         """
         where = _HEADER + rank * _SLOT + _LAID_AT + count % _LAID_COUNT * _LAID.size
-        for at, number in ((0, 0), (8, value), (0, key)):  # one after the other: a pair is wiped before it is written
-            _LAID_NUMBER.pack_into(self._map, where + at, number)
+        for at, number in ((0, 0), (8, value), (0, key)):  # `pack_into` would wipe a place before it writes
+            self._map[where + at : where + at + 8] = _LAID_NUMBER.pack(number)
 
     def laid(self, rank: int) -> dict[int, int]:
         """The fingerprints that `rank` has laid last, by key."""
         start = _HEADER + rank * _SLOT + _LAID_AT
-        entries = (_LAID.unpack_from(self._map, start + number * _LAID.size) for number in range(_LAID_COUNT))
-        return {int(key): int(value) for key, value in entries if key}
+        places = range(start, start + _LAID_COUNT * _LAID.size, _LAID.size)
+        entries = [(place, *_LAID.unpack_from(self._map, place)) for place in places]
+        # The key once more: the rank may have laid another one while the value was read.
+        return {
+            int(key): int(value)
+            for place, key, value in entries
+            if key and _LAID_NUMBER.unpack_from(self._map, place)[0] == key
+        }
 
     def limit_time(self, rank: int, at: float, seconds: float) -> None:
         """Have the kernel end the run at `at`, unless `rank` has named an earlier time."""

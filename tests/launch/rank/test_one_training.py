@@ -169,6 +169,11 @@ def raw_by_hand() -> None:
     step_by_hand(make())
 
 
+def raw_by_hand_after_a_barrier() -> None:
+    dist.barrier()
+    step_by_hand(make())
+
+
 def raw_by_an_optimizer_that_is_not_of_torch() -> None:
     class Own:
         def __init__(self, parameters: Any) -> None:
@@ -286,7 +291,9 @@ def test_separate_trainings_are_refused_before_the_first_step(program: Callable[
 
 
 @pytest.mark.parametrize(
-    "program", [raw_by_hand, raw_by_an_optimizer_that_is_not_of_torch], ids=lambda program: program.__name__
+    "program",
+    [raw_by_hand, raw_by_hand_after_a_barrier, raw_by_an_optimizer_that_is_not_of_torch],
+    ids=lambda program: program.__name__,
 )
 def test_separate_trainings_without_a_step_of_torch_are_refused_before_the_second_one(
     program: Callable[[], None],
@@ -329,7 +336,8 @@ def test_a_refusal_that_the_loop_swallows_ends_the_run() -> None:
 def test_updates_by_hand_of_averaged_gradients_train_without_a_word() -> None:
     def averaged() -> None:
         model = make()
-        step_by_hand(model, lambda: average(model))
+        for _ in range(3):
+            step_by_hand(model, lambda: average(model))
         assert torch.autograd.backward.__module__ == "torch.autograd", "and nothing of ours is left in the way"
 
     assert launch(told, 2, (averaged,), cpu=True).values == [[], []]
