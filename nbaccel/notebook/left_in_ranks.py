@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from nbaccel.launch.rank.parameters import checksum, parameters_of
+from nbaccel.launch.rank.parameters import checksum, is_bound_to_its_process, parameters_of
 from nbaccel.launch.wire.wrappers import plain
 
 __all__ = ["LeftInRanks"]
@@ -85,10 +85,12 @@ class LeftInRanks:
         asked = {*came, *stale}
         changed = [name for name in self._changed if name not in asked]
         made = [name for name in self._own.get("not_asked", ()) if name not in asked and name not in changed]
-        bound = self._own.get("bound", ())
-        for name in made:
-            if name in bound and (inner := self._inner(name)):
-                yield f"{name} belongs to its process, and cannot come back{inner}"
+        bound = [name for name in (*changed, *made) if name in self._own.get("bound", ())]
+        if not any(name in self._sums for name in came):  # else what they hold has come
+            stays = [name for name in bound if not self._inner(name)]
+            yield from (f"{name} cannot leave its process{self._inner(name)}" for name in bound if name not in stays)
+            if stays:
+                yield f"not brought back: {_listed(stays)}; a lock, a thread, a file or a weak reference is in it"
         changed, made = ([name for name in names if name not in bound] for names in (changed, made))
         models = self._own.get("models", {})
         made.sort(key=lambda name: (name not in models, name.isupper()))  # models first, and constants last
@@ -114,12 +116,16 @@ class LeftInRanks:
         return "; ".join(advice)
 
     def _model_of(self, value: Any) -> str:
-        """The notebook's name for the model that `value` holds; "" where it has none."""
-        inner = set(map(id, parameters_of(value)))
-        for name, model in self._namespace.items():
-            if not name.startswith("_") and _is_model(model) and inner & set(map(id, parameters_of(model))):
-                return name
-        return ""
+        """The notebook's name for the model that `value` holds, or for what holds it and can travel; "" without one."""
+        inner = _ids(value)
+        found = [
+            name
+            for name, other in self._namespace.items()
+            if not name.startswith("_") and plain(other) is not value and inner & _ids(plain(other))
+        ]
+        models = [name for name in found if _is_model(self._namespace[name])]
+        travel = [name for name in found if not is_bound_to_its_process(plain(self._namespace[name]))]
+        return next(iter([*models, *(travel if is_bound_to_its_process(value) else [])]), "")
 
     def _inner(self, name: str) -> str:
         """How to bring the model that the value of `name` has in the rank; "" where it has none."""
@@ -141,6 +147,13 @@ def _checksum(value: Any) -> int | None:
         return checksum(plain(value))
     except Exception:  # a class of the user's that answers in a way of its own
         return None
+
+
+def _ids(value: Any) -> set[int]:
+    try:
+        return set(map(id, parameters_of(value)))
+    except Exception:  # as above
+        return set()
 
 
 def _is_model(value: Any) -> bool:

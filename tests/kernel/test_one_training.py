@@ -224,5 +224,12 @@ def test_nobody_is_told_to_bring_what_cannot_travel(kernel: RealKernel) -> None:
     )
     cell = kernel.do(accelerate("learner = Learner()\nlock = threading.Lock()\nseen = [1]"))
     how = "model = learner.model as the cell's last line, and --out model"
-    assert f"learner belongs to its process, and cannot come back: {how}" in cell.stdout
+    assert f"learner cannot leave its process: {how}" in cell.stdout
+    assert "not brought back: lock; a lock, a thread, a file or a weak reference is in it" in cell.stdout
     assert "not brought back: seen; add it to --out" in cell.stdout
+
+
+def test_a_table_that_the_cell_made_or_wrote_into_is_named(kernel: RealKernel) -> None:
+    kernel.do("import pandas as pd\ntable = pd.DataFrame({'a': [1.0, 2.0]})")
+    cell = kernel.do(accelerate("table['a'] = 5.0\nmade = {'a': pd.Series([1.0])}", n=1))
+    assert "not brought back: table, made; add them to --out" in cell.stdout

@@ -1,9 +1,9 @@
 """UpdatesByHand: find parameters that change, rank by rank, without a step of torch's optimizers. Runs in ranks.
 
 ``p -= lr * p.grad`` is such an update; so are the optimizers of fastai and of Keras. What they all need is a backward.
-So now and then, where one begins, the ranks lay a number beside each other for the values of what it reaches: if they
-have changed since the last time, and the rank has exchanged nothing with the others in between, then nothing has kept
-them in step. It ends with the first verdict; `torch.autograd.backward` is torch's own again.
+So now and then, where one begins, the ranks lay a number beside each other for the values of what it reaches and
+nothing is known to synchronise, if they have changed since the last time. It ends with the first verdict;
+`torch.autograd.backward` is torch's own again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nbaccel.launch.rank.parameters import fingerprint, number
 
 __all__ = ["Judge", "UpdatesByHand"]
 
-_MOST_EXCHANGES = 3  # looks between which something was exchanged; after them it is a training together
+_MOST_EMPTY = 3  # looks that have found nothing but what is synchronised: the loop is not one of these
 _LOOKS = frozenset({1, *(2**power + 1 for power in range(10))})
 """The backwards before which values are looked at; the 1st to know what changes, the 2nd, 3rd, 5th ... 513th."""
 
@@ -26,11 +26,11 @@ _LOOKS = frozenset({1, *(2**power + 1 for power in range(10))})
 class Judge(Protocol):
     """Who knows what else the ranks do, and says what has been found."""
 
-    def collectives(self) -> int:
-        """How many this rank has entered."""
+    def has_exchanged(self) -> bool:
+        """Whether this rank has entered a collective in this task."""
 
-    def stepped(self) -> set[int]:
-        """Ids of parameters whose optimizers have been judged already."""
+    def settled(self) -> set[int]:
+        """Ids of parameters that something synchronises, or whose optimizers have been judged already."""
 
     def compare_values(self, key: int, found: int) -> tuple[list[int], list[int]]:
         """The peers whose values differ at `key`, and those that were not there in time."""
@@ -51,8 +51,7 @@ class UpdatesByHand:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._count = 0
-        self._exchanged: int | None = None  # collectives at the last look
-        self._exchanges = 0
+        self._empty = 0
         self._before: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: what a backward reached, and its values
         self._original: Callable[..., Any] | None = None
         self._watched: Callable[..., Any] | None = None
@@ -63,8 +62,7 @@ class UpdatesByHand:
         autograd: Any = sys.modules.get("torch.autograd")
         if autograd is None:
             return
-        self._count = self._exchanges = 0
-        self._exchanged = None
+        self._count = self._empty = 0
         original = self._original = autograd.backward
 
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,15 +95,12 @@ class UpdatesByHand:
             self.end()
 
     def _look(self, tensors: Any) -> None:
-        exchanged = self._judge.collectives()
-        if exchanged != self._exchanged:
-            self._exchanged, self._exchanges = exchanged, self._exchanges + 1
-            self._before.clear()
-        if self._exchanges > _MOST_EXCHANGES or self._count == max(_LOOKS):
+        settled = self._judge.settled()
+        leaves = [leaf for leaf in _leaves(tensors) if id(leaf) not in settled and not _is_sharded(leaf)]
+        self._empty += not leaves
+        if self._empty == _MOST_EMPTY or self._count == max(_LOOKS):
             self.end()
             return
-        settled = self._judge.stepped()
-        leaves = [leaf for leaf in _leaves(tensors) if id(leaf) not in settled]
         known = [leaf for leaf in leaves if self._is_known(leaf)]
         has_changed = [self._has_changed(leaf) for leaf in leaves]  # of all of them: they are remembered
         found = fingerprint(known)
@@ -119,7 +114,7 @@ class UpdatesByHand:
             self._judge.refuse_values(apart)
         elif apart:
             self._judge.say_apart(apart)
-        elif not missing:
+        elif not missing and not self._judge.has_exchanged():
             self._judge.say_same(is_model=is_model)
 
     def _is_known(self, leaf: Any) -> bool:
@@ -133,6 +128,11 @@ class UpdatesByHand:
         has_changed = self._is_known(leaf) and self._before[id(leaf)][1] != values
         self._before[id(leaf)] = (weakref.ref(leaf), values)
         return has_changed
+
+
+def _is_sharded(leaf: Any) -> bool:
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(leaf, tensors.DTensor)
 
 
 def _leaves(tensors: Any) -> Iterator[Any]:

@@ -52,8 +52,8 @@ _OF_RANKS = (
     "lightning",
     "pytorch_lightning",
 )
-_TRAINERS = ("transformers.trainer", "trl.trainer")
-"""Modules, with what is in them, and beginnings of modules: their objects know the ranks, and are no data."""
+_TRAINERS = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.trainer")
+"""Packages and modules whose objects know the ranks, and are no data."""
 _READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"})
 _WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 
@@ -176,7 +176,7 @@ class CellTask(Task):
         if self.home is not None:
             return replace(here, facts={**here.facts, **trained})
         marks = self._marked()
-        changed = [name for name, before in self._marks.items() if marks.get(name, before) != before]
+        changed = sorted(name for name, before in self._marks.items() if marks.get(name, before) != before)
         not_asked = self._data_not_asked_for()
         there = {name: self.namespace[name] for name in {*sums, *changed, *not_asked} if name in self.namespace}
         more = {
@@ -418,7 +418,7 @@ def _is_data(value: Any) -> bool:
     if issubclass(kind, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
         return False
     module = str(kind.__module__)
-    if module.startswith((*(f"{name}." for name in _OF_RANKS), *_TRAINERS)) or module in _OF_RANKS:
+    if f"{module}.".startswith(tuple(f"{name}." for name in (*_OF_RANKS, *_TRAINERS))):
         return False
     if kind is list and value and not any(map(_is_data, value)):
         return False  # of callbacks, say

@@ -198,12 +198,10 @@ class OneTraining:
     def has_exchanged(self) -> bool:
         return self._collectives() != self._begun_with
 
-    def collectives(self) -> int:
-        return self._collectives()
-
-    def stepped(self) -> set[int]:
+    def settled(self) -> set[int]:
         optimizers = [optimizer for known in (*self._settled.values(), *self._waits.values()) if (optimizer := known())]
-        return {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        stepped = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        return stepped | {id(parameter) for wrapper in self._wrappers for parameter in _kept_together(wrapper)}
 
     def compare_values(self, key: int, found: int) -> tuple[list[int], list[int]]:
         _, apart, missing = self._wait_for_peers(key, found)
@@ -212,8 +210,7 @@ class OneTraining:
     def refuse_values(self, apart: Sequence[int]) -> None:
         self._raise(
             f"rank {self._world.rank} of {self._world.world_size} has trained one model, and {_ranks(apart)} another: "
-            "the parameters that this backward reaches have changed since the last one, and not alike. In between the "
-            "ranks have exchanged nothing."
+            "the parameters that this backward reaches have changed since the last one, and not alike."
         )
 
     def say_apart(self, apart: Sequence[int]) -> None:
@@ -221,7 +218,7 @@ class OneTraining:
         if self._world.is_main_process:
             _warn(
                 f"the tensors that this backward reaches have changed since the last one, in {_ranks(apart)} otherwise "
-                "than here, and the ranks have exchanged nothing: each trains its own. To train one, average "
+                "than here: each rank trains its own. To train one, average "
                 'gradients before each update: p.grad = accelerator.reduce(p.grad, "mean").'
             )
 

@@ -110,7 +110,8 @@ def is_bound_to_its_process(value: Any, depth: int = 3) -> bool:
     for _ in range(depth):
         if any(issubclass(type(each), _BOUND) for each in values):
             return True
-        values = [part for each in values for part in _parts(each)][: max(0, left)]
+        whole = [each for each in values if type(each).__module__.partition(".")[0] != "pandas"]  # weak references
+        values = [part for each in whole for part in _parts(each)][: max(0, left)]
         left -= len(values)
     return any(issubclass(type(each), _BOUND) for each in values)
 

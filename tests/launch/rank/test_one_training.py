@@ -174,6 +174,11 @@ def raw_by_hand_after_a_barrier() -> None:
     step_by_hand(make())
 
 
+def raw_by_hand_with_a_number_for_the_log() -> None:
+    """Which ranks exchange in every step, as fastai does."""
+    step_by_hand(make(), lambda: dist.all_reduce(torch.ones(1)))
+
+
 def raw_by_an_optimizer_that_is_not_of_torch() -> None:
     class Own:
         def __init__(self, parameters: Any) -> None:
@@ -292,7 +297,12 @@ def test_separate_trainings_are_refused_before_the_first_step(program: Callable[
 
 @pytest.mark.parametrize(
     "program",
-    [raw_by_hand, raw_by_hand_after_a_barrier, raw_by_an_optimizer_that_is_not_of_torch],
+    [
+        raw_by_hand,
+        raw_by_hand_after_a_barrier,
+        raw_by_hand_with_a_number_for_the_log,
+        raw_by_an_optimizer_that_is_not_of_torch,
+    ],
     ids=lambda program: program.__name__,
 )
 def test_separate_trainings_without_a_step_of_torch_are_refused_before_the_second_one(
@@ -370,7 +380,7 @@ def test_tensors_that_are_no_models_and_change_apart_are_one_notice() -> None:
 
     (notice,), others = launch(told, 2, (from_scratch,), cpu=True).values
     assert others == []
-    assert "each trains its own" in notice
+    assert "each rank trains its own" in notice
     assert 'p.grad = accelerator.reduce(p.grad, "mean")' in notice
 
 
