@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from nbaccel.launch.rank.parameters import checksum, is_bound_to_its_process, parameters_of
+from nbaccel.launch.rank.parameters import checksum, parameters_of, parts_of
 from nbaccel.launch.wire.wrappers import plain
 
 __all__ = ["LeftInRanks"]
@@ -116,16 +116,15 @@ class LeftInRanks:
         return "; ".join(advice)
 
     def _model_of(self, value: Any) -> str:
-        """The notebook's name for the model that `value` holds, or for what holds it and can travel; "" without one."""
-        inner = _ids(value)
+        """The notebook's name for the model that `value` holds, or for the part of it that does; "" without one."""
+        inner, parts = _ids(value), set(map(id, parts_of(value)))
         found = [
             name
             for name, other in self._namespace.items()
             if not name.startswith("_") and plain(other) is not value and inner & _ids(plain(other))
         ]
         models = [name for name in found if _is_model(self._namespace[name])]
-        travel = [name for name in found if not is_bound_to_its_process(plain(self._namespace[name]))]
-        return next(iter([*models, *(travel if is_bound_to_its_process(value) else [])]), "")
+        return next(iter([*models, *(name for name in found if id(self._namespace[name]) in parts)]), "")
 
     def _inner(self, name: str) -> str:
         """How to bring the model that the value of `name` has in the rank; "" where it has none."""

@@ -166,7 +166,11 @@ def test_a_loop_that_goes_on_with_what_was_not_prepared_is_told_which(kernel: Re
 
 def test_what_came_as_a_new_object_is_said_of_those_that_hold_the_old_one(kernel: RealKernel) -> None:
     kernel.do(MAKES)
-    kernel.do("class Body: pass\nbody = Body()\nbody.net = model\nclass Has: pass\nhas = Has()\nhas.body = body")
+    kernel.do(
+        "class Body: pass\nbody = Body()\nbody.net = model\nclass Has: pass\nhas = Has()\nhas.body = body\ndel model"
+    )
+    cell = kernel.do(accelerate("torch.manual_seed(1)\nhas\n" + LOOP.replace("model(", "has.body.net(")))
+    assert "in the notebook as before: has; add body to --out" in cell.stdout
     cell = kernel.do(
         accelerate("torch.manual_seed(1)\nhas\n" + LOOP.replace("model(", "body.net("), flags="--out body")
     )

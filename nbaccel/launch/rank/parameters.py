@@ -29,6 +29,7 @@ __all__ = [
     "model_in",
     "number",
     "parameters_of",
+    "parts_of",
 ]
 
 _INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
@@ -111,7 +112,7 @@ def is_bound_to_its_process(value: Any, depth: int = 3) -> bool:
         if any(issubclass(type(each), _BOUND) for each in values):
             return True
         whole = [each for each in values if type(each).__module__.partition(".")[0] != "pandas"]  # weak references
-        values = [part for each in whole for part in _parts(each)][: max(0, left)]
+        values = [part for each in whole for part in parts_of(each)][: max(0, left)]
         left -= len(values)
     return any(issubclass(type(each), _BOUND) for each in values)
 
@@ -217,7 +218,7 @@ class _Walk:
             for group in value.param_groups:
                 yield from group["params"]
         elif depth:
-            parts = _parts(value)
+            parts = parts_of(value)
             self._left -= len(parts)
             if self._left < 0:
                 self.has_given_up = True
@@ -226,7 +227,8 @@ class _Walk:
                 yield from self.parameters(part, depth - 1)
 
 
-def _parts(value: Any) -> list[Any]:
+def parts_of(value: Any) -> list[Any]:
+    """The elements of a container, or the attributes of an object of a class."""
     kind = type(value)
     if issubclass(kind, list | tuple):
         return list(kind.__iter__(value))
