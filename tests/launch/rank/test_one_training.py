@@ -137,6 +137,22 @@ def parts_of_a_sharded_optimizer() -> None:
     engine.optimizer.step()
 
 
+def fsdp() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(make(), device_id=torch.device("cpu"))
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def fsdp_of_dtensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
 def inputs_beside_a_model_in_ddp() -> None:
     """As adversarial training has them: each rank perturbs its own batch."""
     model = DistributedDataParallel(make())
@@ -263,6 +279,8 @@ GOES_ON = [
     a_scaler_that_skips,
     models_that_are_averaged,
     parts_of_a_sharded_optimizer,
+    fsdp,
+    fsdp_of_dtensors,
     inputs_beside_a_model_in_ddp,
     nothing_to_step,
 ]
