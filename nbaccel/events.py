@@ -90,6 +90,7 @@ class Progress(Event):
     is_over: the loop has ended, or was left.
     first: optimizer steps that were complete when the loop began.
     began: when that was, in the machine's `time.monotonic()`; loops of one rank are told apart by it. 0 if unknown.
+    waiting: the part of its time, 0 to 1, that the loop has waited for batches; None before that can be said.
     """
 
     step: int = 0
@@ -103,6 +104,7 @@ class Progress(Event):
     is_over: bool = False
     first: int = 0
     began: float = 0.0
+    waiting: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

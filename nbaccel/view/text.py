@@ -16,6 +16,7 @@ from nbaccel.view.words import duration, gigabytes, number, plural, rate, span
 __all__ = ["curve_words", "line", "loss_of_records", "mark_words", "memory_words", "text", "times", "where"]
 
 _LATEST_MARKS = 5
+_MUCH_WAITING = 0.25
 
 
 def line(history: History, facts: Facts, seconds: float, state: State = RUNNING) -> str:
@@ -113,13 +114,19 @@ def _of(done: int, of: int | None) -> str:
 
 
 def times(history: History, seconds: float, state: State = RUNNING) -> list[str]:
-    """How fast, how long so far, how long still: ["12.4 steps/s", "0:12", "0:28 left"]; only the first in the end."""
+    """How fast, how long so far, how long still: ["12.4 steps/s", "0:12", "0:28 left"]; only the first in the end.
+
+    Where the loop waits for batches much of its time, that too: "45 % of it waiting for data".
+    """
     words = []
     if (steps_per_s := history.steps_per_s) is not None:
         words.append(rate(steps_per_s, "steps"))
     if state.is_over:
         return words
     words.append(duration(seconds))
+    training = history.phase.training
+    if training is not None and training.waiting is not None and training.waiting >= _MUCH_WAITING:
+        words.append(f"{training.waiting * 100:.0f} % of it waiting for data")
     if (left := history.phase.left) is not None:
         least, epoch = "at least " if left.is_least else "", " in this epoch" if left.of_epoch else ""
         words.append(f"{least}{duration(left.seconds)} left{epoch}")

@@ -243,7 +243,8 @@ def test_a_step_that_is_reported_makes_a_few_calls_more() -> None:
     with reported():
         heard = Calls.of(prepared_loop())
     assert heard.per_step("in python") - unheard.per_step("in python") <= 3, heard - unheard
-    assert heard.per_step("C Struct.pack_into") == 2, "where the rank is, and the loss"
+    assert heard.per_step("C Struct.pack_into") == 1, "the loss"
+    assert heard.per_step("C Struct.pack") == 1, "where the rank is"
     assert heard.searches == 0
 
 

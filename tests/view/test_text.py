@@ -57,6 +57,14 @@ def test_a_rank_that_is_behind_says_so() -> None:
     assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0)
 
 
+def test_a_loop_that_waits_for_data_much_of_its_time_says_so() -> None:
+    history = History(1)
+    history.feed(0, 1.0, Progress(step=1, batch=1, waiting=0.24))
+    assert "waiting" not in text(history, FACTS, 1.0)
+    history.feed(0, 2.0, Progress(step=2, batch=2, waiting=0.45))
+    assert "2.0 s, 45 % of it waiting for data" in text(history, FACTS, 2.0)
+
+
 def test_an_evaluation_and_a_phase_are_named() -> None:
     history = History(1)
     history.feed(0, 0.1, Phase("fold 2"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from nbaccel.errors import NotPrepared
 from nbaccel.events import Gauge, emit
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.data.draws import Comparison, Meetings, takes_one_batch
-from nbaccel.train.data.gauge import LoopGauge
+from nbaccel.train.data.gauge import Fetching, LoopGauge
 from nbaccel.train.data.order import tell_epoch
 from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import Position, Progress
@@ -67,6 +67,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resumed: Position | None = None  # the position that the skipped batches replace
         self._comparison = Comparison(self._name(), world)
         self._skip = 0  # this rank's batches that every iteration leaves out
+        self._fetching = Fetching()
         self.move_to(device)
 
     def __nbaccel_unwrap__(self) -> DataLoader[Any]:
@@ -85,18 +86,18 @@ class PreparedLoader(DataLoader[Any]):
         is_look = takes_one or not torch.is_grad_enabled()
         this = self._apart() if is_look and self._progress.begun is not None else self
         this.end_of_dataloader = False
-        return this.accumulation.gate.over(this, this._iterate(is_look, takes_one))
+        return this.accumulation.gate.over(this, this._fetching.watch(this._iterate(is_look, takes_one)))
 
     def _apart(self) -> PreparedLoader:
         """This loader for a look while an iteration is under way, which goes on as if there had been none."""
         apart = copy.copy(self)
         apart._origin, apart._source = None, self._source.apart()
-        apart._progress = Progress()
+        apart._progress, apart._fetching = Progress(), Fetching()
         apart._progress.enter_epoch(self._progress.epoch, self._progress.loops, self._progress.looks)
         self._progress.looks += 1
         return apart
 
-    def _iterate(self, is_look: bool = False, takes_one: bool = False) -> Iterator[Any]:
+    def _iterate(self, is_look: bool, takes_one: bool) -> Generator[Any, None, None]:
         position = self._next_position(is_look)
         accumulation, clock = self.accumulation, self.accumulation.clock
         source, progress, stride = self._source, self._progress, self._source.stride
@@ -122,6 +123,7 @@ class PreparedLoader(DataLoader[Any]):
             position.epoch,
             self.rank_batch_size,
             may_train,
+            self._fetching,
         )
         emit(Gauge(gauge.read))
         is_whole = False
