@@ -117,6 +117,16 @@ def test_criterion_28_outputs_go_when_history_is_asked_for(
     ]
 
 
+def test_outputs_that_lead_to_very_much_do_not_keep_others(kernel: RealKernel) -> None:
+    kernel.do(SETS_UP)
+    for _ in range(8):  # each would take longer to look through than there is time for all
+        kernel.do("[[object()] for _ in range(300_000)]")
+    kernel.do("make()")
+    kernel.do("accelerator = nbaccel.Accelerator(); accelerator.free_memory(history=True)")
+    assert kernel.value("made() is None")
+    kernel.do("%reset -f out")
+
+
 def test_small_outputs_stay_when_history_is_forgotten(kernel: RealKernel) -> None:
     number = kernel.do("'kept'").number
     kernel.do("import nbaccel; nbaccel.free_memory(history=True)")

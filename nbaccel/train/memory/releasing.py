@@ -22,7 +22,9 @@ __all__ = ["Freed", "free", "free_memory", "release_memory", "release_unused"]
 
 _MOST_SHOWN = 6
 _MOST_SECONDS = 0.6
-"""For looking through all outputs; one that was not looked at stays."""
+_MOST_SECONDS_EACH = 0.1
+_LEAST_SECONDS_EACH = 0.002
+"""For looking through all outputs, and through one; it stays if no tensor was found in it by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,24 @@ def free(handed_in: tuple[Any, ...] = (), history: bool = False) -> Freed:
     before = bytes_in_use()
     forget_all_frames()
     if history:
-        until = time.monotonic() + _MOST_SECONDS
-        Names.of_this_process().forget_history(lambda thing: holds_tensors(thing, until))
+        Names.of_this_process().forget_history(_Weighing().holds_tensors)
     release_unused()
     return Freed(before, bytes_in_use(), tuple(named_holdings(handed_in)))
+
+
+class _Weighing:
+    """Tells of many things whether they hold tensors, in a second or so. A large one does not hide the others."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + _MOST_SECONDS
+        self._known: dict[int, bool] = {}  # an output has several names
+
+    def holds_tensors(self, thing: Any) -> bool:
+        if id(thing) not in self._known:
+            now = time.monotonic()
+            until = max(now + _LEAST_SECONDS_EACH, min(self._until, now + _MOST_SECONDS_EACH))
+            self._known[id(thing)] = holds_tensors(thing, until)
+        return self._known[id(thing)]
 
 
 def free_memory(*objects: Any, history: bool = False) -> list[None]:
