@@ -31,6 +31,10 @@ class Fetching:
         self._generator: weakref.ref[Generator[Any, None, None]] | None = None
         self._looks = self._waits = 0
 
+    def __reduce__(self) -> tuple[type[Fetching], tuple[()]]:
+        """A loader that is copied or sent begins to count anew."""
+        return Fetching, ()
+
     @property
     def waiting(self) -> float | None:
         return round(self._waits / self._looks, 2) if self._looks >= _ENOUGH_LOOKS else None

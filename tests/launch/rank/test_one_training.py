@@ -22,6 +22,7 @@ from nbaccel import Accelerator, LocalSGD, launch
 from nbaccel.errors import NotPrepared
 from nbaccel.launch.rank.parameters import checksum, checksums, fingerprint, mark, parameters_of
 from nbaccel.launch.wire.control import ControlPage
+from nbaccel.notices import unignored
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -413,15 +414,16 @@ def test_gradients_of_a_model_that_nobody_changes_are_no_training() -> None:
 
 
 def test_a_notice_is_said_where_the_notebook_ignores_warnings() -> None:
-    def twice() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         warnings.filterwarnings("ignore")
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model(torch.ones(8, 4)).square().mean().backward()
-        optimizer.step()
-
-    with pytest.raises(UserWarning, match="each does the same work on the same data"):
-        launch(twice, 2, cpu=True)  # pytest's own filter makes an error of it
+        with unignored():
+            warnings.warn("as it is not looked", UserWarning, stacklevel=1)
+        assert [str(each.message) for each in caught] == ["as it is not looked"]
+        warnings.filterwarnings("ignore", message="as it is")
+        with unignored():
+            warnings.warn("as it is not looked", UserWarning, stacklevel=1)
+        assert len(caught) == 1, "whoever names it means it"
 
 
 def test_a_library_that_has_the_loop_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
