@@ -97,7 +97,7 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.looks += 1
         return apart
 
-    def _iterate(self, is_look: bool, takes_one: bool) -> Generator[Any, None, None]:
+    def _iterate(self, is_look: bool = False, takes_one: bool = False) -> Generator[Any, None, None]:
         position = self._next_position(is_look)
         accumulation, clock = self.accumulation, self.accumulation.clock
         source, progress, stride = self._source, self._progress, self._source.stride
