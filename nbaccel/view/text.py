@@ -52,7 +52,7 @@ def _lines(history: History, facts: Facts, seconds: float, state: State) -> Iter
     for name, series in history.phase.series.items():
         yield curve_words(name, series)
     for rank in range(history.world_size):
-        words = [lag_words(history, rank)]
+        words = [] if state.word == "done" else [lag_words(history, rank)]  # then all have come to the end
         if rank in history.memory:
             words += [memory_words(history.memory[rank], facts.device(rank), with_peak=True)]
         yield f"rank {rank}: {', '.join(filter(None, words))}" if any(words) else ""

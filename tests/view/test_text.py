@@ -55,6 +55,8 @@ def test_a_rank_that_is_behind_says_so() -> None:
     history.feed(0, 1.0, Progress(step=40, batch=40))
     history.feed(1, 1.0, Progress(step=35, batch=35))
     assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0)
+    assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0, State("failed", "failed: rank 1, ValueError"))
+    assert "behind" not in text(history, FACTS, 1.0, State.ended("done", 1.0, 40)), "what was heard last is old"
 
 
 def test_a_loop_that_waits_for_data_much_of_its_time_says_so() -> None:
