@@ -237,3 +237,10 @@ def test_a_table_that_the_cell_made_or_wrote_into_is_named(kernel: RealKernel) -
     kernel.do("import pandas as pd\ntable = pd.DataFrame({'a': [1.0, 2.0]})")
     cell = kernel.do(accelerate("table['a'] = 5.0\nmade = {'a': pd.Series([1.0])}", n=1))
     assert "not brought back: table, made; add them to --out" in cell.stdout
+
+
+def test_a_class_that_cannot_be_looked_at_loses_no_result(kernel: RealKernel) -> None:
+    kernel.do("class Odd:\n    __module__ = property(lambda self: 1 / 0)\n    def __init__(self): self.part = self")
+    cell = kernel.do(accelerate("odd = Odd()\nresult = 7", n=1, flags="--out result"))
+    assert "brought back: result" in cell.stdout
+    assert kernel.value("result") == 7

@@ -101,15 +101,17 @@ class UpdatesByHand:
         if self._empty == _MOST_EMPTY or self._count == max(_LOOKS):
             self.end()
             return
-        known = [leaf for leaf in leaves if self._is_known(leaf)]
-        has_changed = [self._has_changed(leaf) for leaf in leaves]  # of all of them: they are remembered
-        found = fingerprint(known)
-        if not any(has_changed) or found is None:
+        values = [(leaf, fingerprint([leaf]) or 0) for leaf in leaves]
+        known = [(leaf, value) for leaf, value in values if self._is_known(leaf)]
+        has_changed = any(self._before[id(leaf)][1] != value for leaf, value in known)
+        self._before |= {id(leaf): (weakref.ref(leaf), value) for leaf, value in values}
+        if not has_changed:
             return
+        found = number(repr([value for _, value in known]).encode())
         key = number(f"by hand {self._count}".encode()) ^ 1  # even, where numbers of optimizers' steps are odd
         apart, missing = self._judge.compare_values(key, found)
         self.end()
-        is_model = any(isinstance(leaf, sys.modules["torch"].nn.Parameter) for leaf in known)
+        is_model = any(isinstance(leaf, sys.modules["torch"].nn.Parameter) for leaf, _ in known)
         if apart and is_model:
             self._judge.refuse_values(apart)
         elif apart:
@@ -121,13 +123,6 @@ class UpdatesByHand:
         """Whether a backward that was looked at has reached it before."""
         known = self._before.get(id(leaf))
         return known is not None and known[0]() is leaf
-
-    def _has_changed(self, leaf: Any) -> bool:
-        """Whether its values are others than they were then; False the first time."""
-        values = fingerprint([leaf]) or 0
-        has_changed = self._is_known(leaf) and self._before[id(leaf)][1] != values
-        self._before[id(leaf)] = (weakref.ref(leaf), values)
-        return has_changed
 
 
 def _is_sharded(leaf: Any) -> bool:

@@ -157,7 +157,8 @@ class CellTask(Task):
     def run(self) -> None:
         shown = self.source.shown or self.source.code
         linecache.cache[self.source.name] = (len(shown), None, shown.splitlines(keepends=True), self.source.name)
-        self._marks = self._marked()
+        with suppress(Exception):  # as in `results`
+            self._marks = self._marked()
         began = time.monotonic()
         statements, *expression = self._parts
         _execute(statements, self.namespace)
@@ -168,24 +169,32 @@ class CellTask(Task):
             print(f"Wall time: {time.monotonic() - began:.3g} s")
 
     def results(self, rank: int) -> Results:
-        sums, holders = self._trained()
-        trained = {"checksums": sums, "holders": holders}
+        found: dict[str, Any] = {}
+        with suppress(Exception):  # what is said of names is worth less than the names themselves
+            sums, found["holders"] = self._trained()
+            found["checksums"] = sums
+            if rank == self.speaker and self.home is None:
+                found |= self._left_here(sums)
         if rank != self.speaker:
-            return Results(facts=trained)
+            return Results(facts=found)
         here = self.results_here()
-        if self.home is not None:
-            return replace(here, facts={**here.facts, **trained})
+        return replace(here, facts={**here.facts, **found})
+
+    def _left_here(self, sums: Mapping[str, int]) -> dict[str, list[str] | dict[str, str]]:
+        """Names of what the cell changed or made, which of them hold a model, and which cannot leave the process.
+
+        sums: names with parameters.
+        """
         marks = self._marked()
         changed = sorted(name for name, before in self._marks.items() if marks.get(name, before) != before)
         not_asked = self._data_not_asked_for()
-        there = {name: self.namespace[name] for name in {*sums, *changed, *not_asked} if name in self.namespace}
-        more = {
+        there = {name: plain(self.namespace[name]) for name in {*sums, *changed, *not_asked} if name in self.namespace}
+        return {
             "changed": changed,
             "not_asked": not_asked,
-            "models": {name: part for name, value in there.items() if (part := model_in(plain(value))) is not None},
-            "bound": [name for name, value in there.items() if is_bound_to_its_process(plain(value))],
+            "models": {name: part for name, value in there.items() if (part := model_in(value)) is not None},
+            "bound": [name for name, value in there.items() if is_bound_to_its_process(value)],
         }
-        return replace(here, facts={**here.facts, **trained, **more})
 
     def results_here(self) -> Results:
         """What `--out` names and what the last expression shows; all that matters in the notebook's own process."""

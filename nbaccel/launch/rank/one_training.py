@@ -73,7 +73,7 @@ class OneTraining:
         self._is_watching = True
         when_loaded(
             {
-                "torch.autograd": lambda _: self._by_hand.begin(),
+                "torch.autograd": lambda _: self._watch_backwards(),
                 "torch.optim.optimizer": self._hook,
                 **{module: functools.partial(self._note_wrappers, name) for module, name in _SYNCHRONISE.items()},
             }
@@ -87,6 +87,10 @@ class OneTraining:
         self._begun_with = self._collectives()
         self._has_said = self._was_warned = False
         self._refused = None
+        self._watch_backwards()
+
+    def _watch_backwards(self) -> None:
+        self._by_hand.end()  # of a task that failed
         if self._is_watching and self._peers:
             self._by_hand.begin()
 
@@ -226,7 +230,7 @@ class OneTraining:
         if not self._has_said and self._world.is_main_process:
             _warn(
                 f"what this backward reaches has changed alike in all {self._world.world_size} ranks, and they have "
-                f"exchanged nothing: each does the same work on the same data. "
+                "exchanged nothing: each does the same work on the same data. "
                 f"{_once_or_together() if is_model else '-n 1 does it once.'}"
             )
         self._has_said = True

@@ -1,4 +1,4 @@
-"""Parameters by numbers: what a value holds that is trained, and whether it is the same elsewhere.
+"""Values by numbers: whether the parameters that a value holds are the same elsewhere, or a container as before.
 
 Ranks compare such numbers at an optimizer's step and at the end of a cell; the notebook compares what it has with what
 a rank had. Sums of bits, so nothing is sent but numbers. Runs in ranks and in the kernel, and does not import torch.
