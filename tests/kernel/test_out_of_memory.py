@@ -148,7 +148,8 @@ def train(accelerator, model, samples, features):
 MLP = """
 limit_to(420e6)  # parameters take 271 MB, a gradient 256 MB, the batch 20 MB; libraries 1 to 45 MB, by the processor
 model = torch.nn.Sequential(
-    torch.nn.Linear(900, 4000), torch.nn.ReLU(), torch.nn.Linear(4000, 16000), torch.nn.ReLU(), torch.nn.Linear(16000, 1)
+    torch.nn.Linear(900, 4000), torch.nn.ReLU(),
+    torch.nn.Linear(4000, 16000), torch.nn.ReLU(), torch.nn.Linear(16000, 1),
 )
 train(accelerator, model, 128, 900)
 """
