@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.errors import CannotSend
-from nbaccel.launch.wire.pickling import Contents, Packer, Unpacker
+from nbaccel.launch.wire.kind import Change
+from nbaccel.launch.wire.pickling import Contents, Packer, Places, PlacingPacker, Unpacker
 from nbaccel.launch.wire.refusal import in_words, reason
 from nbaccel.launch.wire.salvage import salvaged
 from nbaccel.launch.wire.weight import size_of
@@ -78,12 +79,11 @@ def pack(
     {'x': 1, 'y': [2, 3]}
     >>> os.close(parcel.fd)
     """
+    make = _packers(anchors or {}, namespace, as_written)
     try:
-        return _write(values, anchors or {}, namespace, as_written)
+        return _write(values, make)
     except Exception as error:
-        refused = _culprits(values, anchors or {}, namespace, as_written) or {
-            ", ".join(values): reason(error, "", values)
-        }
+        refused = _culprits(values, make, namespace) or {", ".join(values): reason(error, "", values)}
         lines = "".join(f"\n  {name}: {why}" for name, why in refused.items())
         raise CannotSend(
             f"{len(refused)} of {len(values)} names cannot be sent to another process:{lines}\n"
@@ -98,18 +98,32 @@ def pack_what_can_travel(
     anchors: Mapping[int, str] | None = None,
     namespace: dict[str, Any] | None = None,
     as_written: bool = False,
+    places: Places | None = None,
 ) -> tuple[Parcel, dict[str, str]]:
-    """The parcel of every value that can travel, and the names that cannot, each with the reason."""
+    """The parcel of every value that can travel, and the names that cannot, each with the reason.
+
+    Of a `Change` what can travel does; the rest of it is "name:key".
+
+    places: of what the receiver has; where given, only the place of such an object travels, and all else as written.
+    """
     rest = values
     refused: dict[str, str] = {}
+    make = _packers(anchors or {}, namespace, as_written, places)
     while True:
         try:
-            return _write(rest, anchors or {}, namespace, as_written), refused
+            return _write(rest, make), refused
         except Exception as error:  # also a second time, of an object that answers now so and now so
-            refused |= _culprits(rest, anchors or {}, namespace, as_written) or {
-                name: reason(error, name, rest) for name in rest
-            }
-        rest = {name: value for name, value in values.items() if name not in refused}
+            culprits = _culprits(rest, make, namespace) or {name: reason(error, name, rest) for name in rest}
+        rest = {name: value for name, value in rest.items() if name not in culprits}
+        for name, why in culprits.items():
+            value = values[name]
+            entries = value.entries() if type(value) is Change else {}
+            wrong = _culprits(entries, make, namespace)
+            if wrong and f"{name}:{next(iter(wrong))}" not in refused:
+                rest[name] = value.without(wrong)
+                refused |= {f"{name}:{key}": reason for key, reason in wrong.items()}
+            else:
+                refused[name] = why
 
 
 def unpack(
@@ -117,14 +131,16 @@ def unpack(
     *,
     namespace: dict[str, Any] | None = None,
     anchored: Callable[[str], Any] | None = None,
+    placed: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """The values of the parcel behind `fd`, which stays open and is the caller's to close.
 
     namespace: becomes ``__globals__`` of the functions that were packed with one. Globals they refer to are added to
         it; a name that it has already keeps its value.
     anchored: finds an object of this process by the name it was anchored under.
+    placed: finds one by what the sender's `Places.token` said of it.
     """
-    values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored)).load()
+    values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed)).load()
     return values
 
 
@@ -133,15 +149,16 @@ def unpack_what_can_be_rebuilt(
     *,
     namespace: dict[str, Any] | None = None,
     anchored: Callable[[str], Any] | None = None,
+    placed: Callable[[Any], Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of the parcel behind `fd` that this process can rebuild, and the names of the others, with the reason.
 
     The arguments are those of `unpack`.
     """
     try:
-        return unpack(fd, namespace=namespace, anchored=anchored), {}
+        return unpack(fd, namespace=namespace, anchored=anchored, placed=placed), {}
     except Exception:
-        values, errors = salvaged(_contents(fd, namespace, anchored))
+        values, errors = salvaged(_contents(fd, namespace, anchored, placed))
     return values, {name: f"it cannot be rebuilt here: {in_words(error)}" for name, error in errors.items()}
 
 
@@ -160,22 +177,37 @@ def _opened(fd: int) -> tuple[mmap.mmap, tuple[list[tuple[int, int]], list[int],
     return mapping, pickle.loads(memoryview(mapping)[table:])
 
 
-def _contents(fd: int, namespace: dict[str, Any] | None, anchored: Callable[[str], Any] | None) -> Contents:
+def _contents(
+    fd: int,
+    namespace: dict[str, Any] | None,
+    anchored: Callable[[str], Any] | None,
+    placed: Callable[[Any], Any] | None,
+) -> Contents:
     mapping, (places, buffers, packages) = _opened(fd)
     for name in packages:
         if name not in sys.modules:
             with suppress(Exception):  # where it is needed, the pickle says so better
                 importlib.import_module(name)
-    return Contents(mapping, places, buffers, namespace, anchored)
+    return Contents(mapping, places, buffers, namespace, anchored, placed)
 
 
-def _culprits(
-    values: dict[str, Any], anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool
-) -> dict[str, str]:
+_MakePacker = Callable[[Any], Packer]
+"""Makes a packer that writes to a file."""
+
+
+def _packers(
+    anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool, places: Places | None = None
+) -> _MakePacker:
+    if places is not None:
+        return lambda file: PlacingPacker(file, anchors, namespace, places)
+    return lambda file: Packer(file, anchors, namespace, as_written)
+
+
+def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, Any] | None) -> dict[str, str]:
     """The names whose values cannot be pickled even alone, each with the reason. Writes nothing, copies no buffer."""
     refused = {}
     for name, value in values.items():
-        packer = Packer(_Nowhere(), anchors, namespace, as_written)
+        packer = make(_Nowhere())
         try:
             with _telling_where(packer):
                 packer.dump_names({name: value})
@@ -184,14 +216,12 @@ def _culprits(
     return refused
 
 
-def _write(
-    values: dict[str, Any], anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool
-) -> Parcel:
+def _write(values: dict[str, Any], make: _MakePacker) -> Parcel:
     """Pickle first, then the blocks, then the table that finds them, then where the table is."""
     fd = os.memfd_create("nbaccel-parcel", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
-            packer = Packer(_Stoppable(file), anchors, namespace, as_written)
+            packer = make(_Stoppable(file))
             with _telling_where(packer):
                 packer.dump_names(values)
             end = file.tell()

@@ -16,15 +16,16 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
+from nbaccel.launch.wire.arrays import Values
 from nbaccel.launch.wire.event_files import reduce_writer
 from nbaccel.launch.wire.refusal import Refused, refuse_what_lives_here
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
-__all__ = ["Contents", "Packer", "Unpacker", "depth_bounded", "is_ours"]
+__all__ = ["Contents", "Packer", "Places", "PlacingPacker", "Unpacker", "depth_bounded", "is_ours"]
 
 _DEEPEST = 20_000
 """Calls below each other while something is packed, at most. Where the user has raised Python's own limit above it, a
@@ -159,19 +160,83 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return None
         if not obj.is_leaf:
             raise Refused("part of an autograd graph; send x.detach()", obj)
-        if (
-            obj.layout is not torch.strided
-            or obj.device.type == "meta"
-            or obj.is_quantized
-            or obj.is_conj()
-            or obj.is_neg()
-        ):
+        if not _has_plain_memory(obj):
             return None
         storage = obj.untyped_storage()
         address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
         index = self._block(str(obj.device), address, storage.nbytes(), functools.partial(_storage_bytes, storage))
         layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
         return _there, ("tensor", type(obj), index, obj.dtype, layout, obj.requires_grad, vars(obj))
+
+
+class PlacingPacker(Packer):
+    """Packs what a cell has left: of the notebook's own objects only the place travels.
+
+    So what comes leads to the notebook's objects, as it led to the rank's copies of them. A tensor of a graph comes
+    without it, and one that looks at the memory of a tensor of the notebook's comes as such a view.
+    """
+
+    def __init__(self, file: Any, anchors: Mapping[int, str], namespace: dict[str, Any] | None, places: Places) -> None:
+        super().__init__(file, anchors, namespace, as_written=True)
+        self._places = places
+        self._of_memory: dict[tuple[str, int], Any] | None = None
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Asked of every object, before it is packed."""
+        return self._places.token(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Values:
+            return super()._reduce_tensor(obj.tensor) or (_itself, (obj.tensor,))
+        return super().reducer_override(obj)
+
+    def _reduce_tensor(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        if not obj.is_leaf:
+            obj = obj.detach()
+        return self._reduce_view(obj) or super()._reduce_tensor(obj)
+
+    def _reduce_view(self, tensor: Any) -> Any:
+        """As a view of a tensor of the notebook's, where all that it looks at is that one's memory."""
+        if self._of_memory is None:
+            self._of_memory = {_memory(each): each for each in self._places.tensors()}
+        if type(tensor) is not sys.modules["torch"].Tensor or not _has_plain_memory(tensor) or not tensor.numel():
+            return None
+        known = self._of_memory.get(_memory(tensor))
+        if known is None or known.dtype != tensor.dtype or not known.is_contiguous():
+            return None
+        offset = tensor.storage_offset() - known.storage_offset()
+        last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+        if offset < 0 or offset + last >= known.numel():
+            return None
+        return _there, ("view", known, offset, tuple(tensor.size()), tensor.stride(), tensor.requires_grad)
+
+
+class Places(Protocol):
+    """Where the notebook's objects are: an `Inventory`."""
+
+    def token(self, obj: Any) -> Any:
+        """What stands for an object that the notebook has; None for any other."""
+
+    def tensors(self) -> Iterator[Any]:
+        """The tensors that the notebook has, and whose memory is laid out as it is there."""
+
+
+def _has_plain_memory(tensor: Any) -> bool:
+    torch: Any = sys.modules["torch"]
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _memory(tensor: Any) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
 def _array_bytes(array: Any) -> memoryview:
@@ -335,7 +400,9 @@ class Contents:
         buffers: Sequence[int],
         namespace: dict[str, Any] | None,
         anchored: Callable[[str], Any] | None,
+        placed: Callable[[Any], Any] | None = None,
     ) -> None:
+        self._placed = placed
         self.mapping = mapping
         self._places, self._buffers = places, buffers
         self._blocks: dict[int, memoryview | bytearray] = {}
@@ -358,6 +425,16 @@ class Contents:
 
     def globals(self) -> dict[str, Any]:
         return self._namespace
+
+    def placed(self, token: Any) -> Any:
+        """The notebook's object for what `Places.token` said of the rank's."""
+        if self._placed is None:
+            raise ValueError("the parcel refers to objects of a notebook; give unpack a way to find them: placed=…")
+        return self._placed(token)
+
+    def view(self, known: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Any:
+        view = known.detach().as_strided(size, stride, known.storage_offset() + offset)
+        return view.requires_grad_(requires_grad)
 
     def array(
         self, index: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, is_writeable: bool
@@ -411,6 +488,9 @@ class Unpacker(pickle.Unpickler):
     def __init__(self, contents: Contents) -> None:
         super().__init__(contents.mapping, buffers=contents.buffers())
         self._contents = contents
+
+    def persistent_load(self, token: Any) -> Any:
+        return self._contents.placed(token)
 
     def find_class(self, module: str, name: str) -> Any:
         return self._contents.call if is_ours(module, name) else super().find_class(module, name)

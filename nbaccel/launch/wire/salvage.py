@@ -71,12 +71,21 @@ class _Salvager(_Reader):  # type: ignore[misc]
         self._contents = contents
         self._errors: dict[int, Exception] = {}  # by the id of what could not be filled
         self._kept: list[Any] = []
+        self._known: list[Any] = []  # the receiver's own objects, which are whole
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             return self._contents.call if is_ours(module, name) else super().find_class(module, name)
         except Exception as error:
             return _Broken(error)
+
+    def persistent_load(self, token: Any) -> Any:
+        try:
+            known = self._contents.placed(token)
+        except Exception as error:
+            return _Broken(error)
+        self._known.append(known)
+        return known
 
     def blame(self, thing: Any, error: Exception) -> None:
         """`thing` was made, and something of it is missing."""
@@ -114,7 +123,7 @@ class _Salvager(_Reader):  # type: ignore[misc]
 
     def error_in(self, value: Any) -> Exception | None:
         """The error of the first thing that `value` leads to and that could not be rebuilt."""
-        seen: set[int] = set()
+        seen = set(map(id, self._known))
         waiting = [value]
         while waiting:
             thing = waiting.pop()

@@ -1,0 +1,297 @@
+"""Kinds of what keeps its values in plain memory: tensors, arrays, tables of pandas, and random generators.
+
+Values are compared by checksums, so nothing is kept of what they were. Runs in ranks and in the kernel; imports neither
+torch nor NumPy nor pandas.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import pickle
+import random
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nbaccel.launch.wire.kind import CannotWrite, Kind, Write
+
+__all__ = ["ARRAY", "Values", "kind_of_memory"]
+
+_WHOLE = 1 << 22
+"""Bytes that are compared by a checksum; more of them by that of sums over blocks, which are as fast as memory is."""
+
+_BLOCK = 512
+"""64-bit words of a block, 4 kB. Words that only change their places within one are not seen."""
+
+_SAMPLED = 1 << 28
+"""Bytes that are read of what is larger: every other block, or every third one ..."""
+
+
+class Values(NamedTuple):
+    """The values of a tensor that the notebook has, as they travel: of the tensor itself only the place would."""
+
+    tensor: Any
+
+
+def kind_of_memory(kind: type) -> Kind | None:
+    """Return how objects of exactly this type are looked at; None where it is not of this module."""
+    torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return _TENSOR if kind in _tensor_types(torch) else Kind()
+    if torch is not None and issubclass(kind, torch.Generator):
+        return _Stateful(_bytes_of_generator, _set_bytes_of_generator)
+    if np is not None and kind is np.ndarray:
+        return ARRAY
+    if np is not None and issubclass(kind, np.random.Generator):
+        return _Stateful(_state_of_bits, _set_state_of_bits)
+    if np is not None and issubclass(kind, np.random.RandomState):
+        return _Stateful(np.random.RandomState.get_state, np.random.RandomState.set_state)
+    if issubclass(kind, random.Random):
+        return _Stateful(random.Random.getstate, random.Random.setstate)
+    if kind.__module__.partition(".")[0] == "pandas":
+        return _TABLE if kind.__name__ in ("DataFrame", "Series") else Kind()
+    return None
+
+
+class _Tensor(Kind):
+    """The values, the shape, and whether gradients are wanted; not the gradients, which no copy takes along.
+
+    Fused optimizers and writes through ``.data`` do not count up a tensor's version, so values are compared. The
+    version counts beside them where not all are read, and alone where they have no plain memory.
+    """
+
+    def mark(self, obj: Any) -> _Seen:
+        return _Seen.of(obj)
+
+    def change(self, obj: Any, mark: _Seen) -> tuple[Values, bool] | None:
+        return (Values(obj.detach()), obj.requires_grad) if _Seen.of(obj).differs(mark) else None
+
+    def keeps_memory(self, obj: Any, mark: _Seen) -> bool:
+        return mark.digest is not None and _is_plain(obj) and _layout(obj) == mark.layout
+
+    def writing(self, obj: Any, change: tuple[Any, bool]) -> Write:
+        torch: Any = sys.modules["torch"]
+        new, wants_gradient = change
+        if type(obj) not in _tensor_types(torch):
+            raise CannotWrite(f"it is a {type(obj).__name__} here")
+        is_lazy = _is_lazy(obj)
+        is_alike = not is_lazy and obj.shape == new.shape and obj.dtype == new.dtype
+        if is_alike and (obj.is_inference() or _overlaps(obj)):
+            raise CannotWrite("its memory cannot be written to")
+        if not is_alike and not is_lazy and not (obj.is_leaf and obj._base is None):
+            raise CannotWrite(f"its shape was {tuple(obj.shape)}, and is {tuple(new.shape)}")
+
+        def write() -> None:
+            with torch.no_grad():
+                if is_alike:
+                    obj.copy_(new)
+                else:
+                    if is_lazy:
+                        obj.__class__ = obj.cls_to_become
+                    obj.data = new.to(obj.device)
+            if obj.is_leaf and obj.requires_grad != wants_gradient:
+                obj.requires_grad_(wants_gradient)
+
+        return write
+
+
+class _Array(Kind):
+    """Arrays of numbers; those of objects are containers."""
+
+    def mark(self, obj: Any) -> tuple[Any, ...]:
+        return obj.shape, obj.dtype, _digest_of_array(obj)
+
+    def change(self, obj: Any, mark: tuple[Any, ...]) -> tuple[Any] | None:
+        return None if self.mark(obj) == mark else (obj.copy(),)
+
+    def writing(self, obj: Any, change: tuple[Any]) -> Write:
+        (new,) = change
+        if obj.shape != new.shape or obj.dtype != new.dtype:
+            raise CannotWrite(f"it was {obj.dtype}{list(obj.shape)}, and is {new.dtype}{list(new.shape)}")
+        if not obj.flags.writeable:
+            raise CannotWrite("it is read-only here")
+
+        def write() -> None:
+            obj[...] = new
+
+        return write
+
+
+class _Table(Kind):
+    """DataFrames and Series, read by columns, and written as pandas' own ``inplace=True`` does."""
+
+    def mark(self, obj: Any) -> tuple[list[Any], list[Any]]:
+        pandas: Any = sys.modules["pandas"]
+        columns = [obj] if issubclass(type(obj), pandas.Series) else [obj.iloc[:, i] for i in range(obj.shape[1])]
+        return list(obj.axes), [_digest_of_column(column) for column in columns]
+
+    def change(self, obj: Any, mark: tuple[list[Any], list[Any]]) -> tuple[Any] | None:
+        axes, columns = self.mark(obj)
+        are_axes = all(a is b or (len(a) == len(b) and a.equals(b)) for a, b in zip(axes, mark[0], strict=True))
+        are_columns = len(columns) == len(mark[1]) and all(map(_is_same_column, columns, mark[1]))
+        return None if are_axes and are_columns else (obj.copy(),)
+
+    def writing(self, obj: Any, change: tuple[Any]) -> Write:
+        (new,) = change
+        return lambda: obj._update_inplace(new)
+
+
+class _Stateful(Kind):
+    """Random generators, by the state that they give and take."""
+
+    def __init__(self, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
+        self._read = read
+        self._write = write
+
+    def mark(self, obj: Any) -> bytes:
+        return pickle.dumps(self._read(obj))
+
+    def change(self, obj: Any, mark: bytes) -> tuple[Any] | None:
+        return None if self.mark(obj) == mark else (self._read(obj),)
+
+    def writing(self, obj: Any, change: tuple[Any]) -> Write:
+        return lambda: self._write(obj, change[0])
+
+
+def _bytes_of_generator(generator: Any) -> bytes:
+    data: bytes = generator.get_state().numpy().tobytes()
+    return data
+
+
+def _set_bytes_of_generator(generator: Any, state: bytes) -> None:
+    torch: Any = sys.modules["torch"]
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _state_of_bits(generator: Any) -> Any:
+    return generator.bit_generator.state
+
+
+def _set_state_of_bits(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+
+class _Seen(NamedTuple):
+    """A tensor as it was.
+
+    memory: where its values were; of the host's alone, an address says that they are the same ones.
+    version: how often torch wrote into it.  digest: of its values; None where they have no plain memory.
+    """
+
+    layout: tuple[Any, ...]
+    wants_gradient: bool
+    memory: int
+    version: int
+    digest: int | None
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Seen:
+        if _is_lazy(tensor):
+            return cls(_layout(tensor), tensor.requires_grad, 0, 0, None)
+        version = 0 if tensor.is_inference() else tensor._version
+        if not _is_plain(tensor):
+            return cls(_layout(tensor), tensor.requires_grad, 0, version, None)
+        values = tensor.detach()
+        return cls(_layout(tensor), tensor.requires_grad, values.data_ptr(), version, _digest_of_tensor(values))
+
+    def differs(self, before: _Seen) -> bool:
+        if (self.layout, self.wants_gradient, self.digest) != (before.layout, before.wants_gradient, before.digest):
+            return True
+        is_whole = self.digest is not None and self.nbytes <= _SAMPLED
+        return not is_whole and self.memory == before.memory and self.version != before.version
+
+    @property
+    def nbytes(self) -> int:
+        _, dtype, shape = self.layout
+        return int(math.prod(shape) * dtype.itemsize)
+
+
+def _tensor_types(torch: Any) -> tuple[type, ...]:
+    """Tensors whose state is known; other classes keep theirs where nobody else can say."""
+    lazy = torch.nn.parameter
+    return torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, lazy.UninitializedParameter, lazy.UninitializedBuffer
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    return type(tensor), None if _is_lazy(tensor) else tensor.dtype, () if _is_lazy(tensor) else tuple(tensor.shape)
+
+
+def _is_lazy(tensor: Any) -> bool:
+    torch: Any = sys.modules["torch"]
+    return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+
+
+def _is_plain(tensor: Any) -> bool:
+    torch: Any = sys.modules["torch"]
+    return (
+        not _is_lazy(tensor)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+    )
+
+
+def _overlaps(tensor: Any) -> bool:
+    """Whether elements of it lie in the same place, as of an expanded one."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+# --- checksums ------------------------------------------------------------------------------------------------------
+
+
+def _digest_of_tensor(values: Any) -> int:
+    torch: Any = sys.modules["torch"]
+    if not values.numel():
+        return 0
+    flat = values.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu" or flat.numel() <= _WHOLE:
+        return _digest_of_bytes(flat.cpu().numpy())
+    return _digest_of_blocks(flat, lambda words: words.view(torch.int64).view(-1, _BLOCK).sum(1).cpu().numpy())
+
+
+def _digest_of_array(array: Any) -> int:
+    np: Any = sys.modules["numpy"]
+    if not array.size:
+        return 0
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.T.reshape(-1)  # copies what is neither
+    return _digest_of_bytes(np.ascontiguousarray(flat).view("uint8"))
+
+
+def _digest_of_column(column: Any) -> tuple[str, Any]:
+    """Of one column of a table: its type, and a number by its memory, or by pandas; of objects these themselves."""
+    values = getattr(column.array, "_ndarray", None)
+    if values is None:
+        hashes = sys.modules["pandas"].util.hash_pandas_object(column, index=False)
+        return str(column.dtype), zlib.crc32(hashes.values)
+    return str(column.dtype), values.tolist() if values.dtype.hasobject else _digest_of_array(values)
+
+
+def _is_same_column(now: tuple[str, Any], before: tuple[str, Any]) -> bool:
+    if type(now[1]) is list is type(before[1]):
+        return len(now[1]) == len(before[1]) and not any(map(operator.is_not, now[1], before[1]))
+    return now == before
+
+
+def _digest_of_bytes(flat: Any) -> int:
+    """A number that changes with `flat`, a NumPy array of bytes."""
+    if len(flat) <= _WHOLE:
+        return zlib.crc32(flat)
+    return _digest_of_blocks(flat, lambda words: words.view("int64").reshape(-1, _BLOCK).sum(1))
+
+
+def _digest_of_blocks(flat: Any, sums: Callable[[Any], Any]) -> int:
+    """Of the sums over blocks of `flat`, a NumPy array or a tensor of bytes, and of what is left behind the last."""
+    size = 8 * _BLOCK
+    end = len(flat) // size * size
+    blocks, rest = flat[:end], flat[end:]
+    if end > _SAMPLED:
+        blocks = blocks.reshape(-1, size)[:: -(-end // _SAMPLED)].reshape(-1)
+    return zlib.crc32(rest.cpu().numpy() if hasattr(rest, "cpu") else rest, zlib.crc32(sums(blocks)))
+
+
+_TENSOR, ARRAY, _TABLE = _Tensor(), _Array(), _Table()

@@ -1,0 +1,213 @@
+"""Inventory: the objects that a notebook's names lead to, each with its place, and what has changed in them since.
+
+A rank takes it before its cell, and asks it afterwards. The kernel, whose own objects have not changed meanwhile, finds
+its object at a place (`found_at`) and writes the change into it (`Writing`). Both sides run it.
+
+An object is known by identity, a place is the way to it from a name. What an object makes when it is asked is not
+looked at, as in `weight`: containers are read by the methods of the builtin types, other objects by their attributes.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.launch.wire.kind import CannotWrite, Change, Kind, Step, Write
+from nbaccel.launch.wire.kinds import is_found_by_name, kind_of, part
+
+__all__ = ["Inventory", "Place", "found_at", "writes_of"]
+
+_MOST_OBJECTS = 300_000
+_MOST_SECONDS = 0.3
+_OF_MODULES = ("_modules", "_parameters", "_buffers")
+_LOOKS = 256
+"""Objects between two looks at the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an object is: a name, and the steps from it.
+
+    address: of the object in the process that named the place; 0 where that is no copy of the kernel. For attributes,
+        that of their owner: Python may make the dictionary of them only when it is asked for.
+
+    >>> str(Place("trainer", (("attributes", None), ("value", "model"))))
+    'trainer.model'
+    """
+
+    name: str
+    steps: tuple[Step, ...] = ()
+    address: int = 0
+
+    def __str__(self) -> str:
+        text, is_attribute = self.name, False
+        for word, key in self.steps:
+            if is_attribute and key in _OF_MODULES:
+                continue  # what it holds are attributes to whoever asks for them
+            if word in ("item", "at", "value"):
+                text += f".{key}" if is_attribute and not str(key).isdigit() else f"[{_index(key)}]"
+            elif key is not None:
+                text += f".{key}"
+            is_attribute = word == "attributes"
+        return text
+
+
+def _index(key: Any) -> str:
+    return key if type(key) is str and key.isdigit() else repr(key)
+
+
+def writes_of(changes: Mapping[str, Change], namespace: Mapping[str, Any]) -> tuple[list[Write], dict[str, str]]:
+    """Prepare writing `changes` into the notebook's own objects; and the keys of those that cannot be written, and why.
+
+    Nothing is written until all is there: the writes run nobody's code.
+    """
+    writes: list[Write] = []
+    refused: dict[str, str] = {}
+    for key, change in changes.items():
+        try:
+            obj = found_at(Place(*change.token), namespace)
+            kind = kind_of(obj)
+            if kind is None:
+                raise CannotWrite(f"it is a {type(obj).__name__} here")
+            writes.append(kind.writing(obj, change.content))
+        except Exception as error:  # also of a key that is asked for its hash
+            refused[key] = str(error)
+    return writes, refused
+
+
+def found_at(place: Place, namespace: Mapping[str, Any]) -> Any:
+    """Return the object at `place`.
+
+    Raises:
+        LookupError: there is nothing, or another object.
+
+    >>> found_at(Place("x", (("value", "a"), ("item", 1))), {"x": {"a": [5, [6]]}})
+    [6]
+    """
+    obj = owner = namespace[place.name]
+    for step in place.steps:
+        obj = part(obj, step)
+        if step[0] != "attributes":
+            owner = obj
+    if place.address and id(owner) != place.address:
+        raise LookupError(f"{place} is another object by now")
+    return obj
+
+
+class Inventory:
+    """What `names` of a namespace lead to, as it is now.
+
+    is_copy: this process is a copy of the kernel, so objects have the addresses that they have there.
+    unlooked: names that lead to more than there was time for; of what only they lead to, changes are not known.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        namespace: Mapping[str, Any],
+        *,
+        is_copy: bool = True,
+        seconds: float = _MOST_SECONDS,
+    ) -> None:
+        self._is_copy = is_copy
+        self._objects: list[Any] = []  # kept, so that no id is used twice
+        self._kinds: list[Kind | None] = []
+        self._marks: list[Any] = []
+        self._ways: list[tuple[int, Step] | str] = []  # to each: from which, by what; or the name
+        self._index: dict[int, int] = {}
+        self.unlooked: list[str] = []
+        until = time.monotonic() + seconds
+        with _no_collections():
+            for name in names:
+                if name in namespace:
+                    self._add(namespace[name], name)
+                    if self.unlooked or not self._look(until):
+                        self.unlooked.append(name)
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def token(self, obj: Any) -> tuple[Any, ...] | None:
+        """What stands for an object in a pickle: its `Place`, as a tuple; None for a new one."""
+        place = self.place(obj)
+        return None if place is None else (place.name, place.steps, place.address)
+
+    def tensors(self) -> Iterator[Any]:
+        """The tensors among the objects whose memory is laid out as it was."""
+        for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=False):
+            if kind is not None and kind.keeps_memory(obj, mark):
+                yield obj
+
+    def place(self, obj: Any) -> Place | None:
+        """The place where an object was; None for a new one, and for a value."""
+        index = self._index.get(id(obj))
+        if index is None or (index < len(self._kinds) and self._kinds[index] is None and is_found_by_name(obj)):
+            return None
+        steps: list[Step] = []
+        owner = index
+        while type(way := self._ways[index]) is tuple:
+            index, step = way
+            if step[0] == "attributes" and not steps:
+                owner = index
+            steps.append(step)
+        assert isinstance(way, str)
+        return Place(way, tuple(reversed(steps)), id(self._objects[owner]) if self._is_copy else 0)
+
+    def changes(self) -> Iterator[Change]:
+        """What has happened to each object that is not as it was; `unlooked` names those that cannot be compared."""
+        for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=False):
+            if kind is None:
+                continue
+            try:
+                content = kind.change(obj, mark)
+            except Exception:  # an object of a library's that answers now so and now so
+                self.unlooked.append(str(self.place(obj)))
+                continue
+            if content is not None and (token := self.token(obj)) is not None:
+                yield Change(token, content)
+
+    def _add(self, obj: Any, way: tuple[int, Step] | str) -> None:
+        if id(obj) not in self._index:
+            self._index[id(obj)] = len(self._objects)
+            self._objects.append(obj)
+            self._ways.append(way)
+
+    def _look(self, until: float) -> bool:
+        """Look into all that was added and what it leads to; False where the time was not enough."""
+        objects, kinds, marks, ways, known = self._objects, self._kinds, self._marks, self._ways, self._index
+        while (index := len(kinds)) < len(objects):
+            if not index % _LOOKS and (time.monotonic() > until or index > _MOST_OBJECTS):
+                return False
+            obj = objects[index]
+            kind = kind_of(obj)
+            mark: Any = None
+            parts: Iterable[tuple[Step, Any]] = ()
+            if kind is not None:
+                try:
+                    mark, parts = kind.mark(obj), kind.parts(obj)
+                except Exception:  # a foreign class of tensors, say
+                    kind = None
+            kinds.append(kind)
+            marks.append(mark)
+            for step, each in parts:
+                if id(each) not in known:
+                    known[id(each)] = len(objects)
+                    objects.append(each)
+                    ways.append((index, step))
+        return True
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep the garbage collector off: all that is made here stays, and it would go through it again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

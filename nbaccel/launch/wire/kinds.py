@@ -1,0 +1,566 @@
+"""Kinds: how the objects of a notebook are looked at, by their type. Runs in ranks and in the kernel.
+
+Containers are read and written by the methods of the builtin types, other objects by their attributes and slots:
+nothing here runs code of the user's, and only the true type counts, for a proxy's ``__class__`` is a property like any
+other. What keeps its values in plain memory stands in `arrays`.
+"""
+
+from __future__ import annotations
+
+import array
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import itertools
+import operator
+import pathlib
+import re
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from nbaccel.launch.wire.arrays import ARRAY, kind_of_memory
+from nbaccel.launch.wire.kind import CannotWrite, Entries, Kind, Step, Write
+from nbaccel.launch.wire.wrappers import is_wrapper, plain
+
+__all__ = ["is_found_by_name", "kind_of", "part"]
+
+_ATTRIBUTES: Step = ("attributes", None)
+
+_EXACT_VALUES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type(NotImplemented)}
+)
+"""Types of values that nobody can change, and that are the same where they are equal."""
+
+_VALUES = (
+    *(str, bytes, int, float, complex, enum.Enum, range, slice, type(None), type(...), type(NotImplemented)),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
+    *(pathlib.PurePath, re.Pattern),
+)
+"""Classes whose objects do not change; neither do those of classes derived from them, as far as anybody looks."""
+
+_KEYS = frozenset({str, int, float, bool, bytes, type(None)})
+"""Types of keys by which a value is found again."""
+
+_CLOSED = (
+    *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType, property),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, types.GenericAlias),
+)
+"""What leads from an object to the rest of the process, or nowhere."""
+
+_OF_THE_PROCESS = frozenset(
+    {"IPython", "_io", "_thread", "accelerate", "asyncio", "concurrent", "google", "io", "ipykernel", "ipywidgets"}
+    | {"lightning", "lightning_fabric", "logging", "matplotlib", "multiprocessing", "nbaccel", "pyarrow"}
+    | {"pytorch_lightning", "ray", "socket", "ssl", "subprocess", "tensorboard", "tensorboardX", "threading", "tqdm"}
+    | {"traitlets", "wandb", "weakref", "zmq"}
+)
+"""Packages whose objects live with their process, or know the ranks: nobody looks into these."""
+
+_WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.")
+
+_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
+
+
+class _Dict(Kind):
+    """Dictionaries of every class; also what an object's attributes are kept in.
+
+    Keys are known by identity: a dictionary keeps the one that it was given first.
+    methods: the class of Python's own whose methods read it: an OrderedDict has an order of its own.
+    """
+
+    def __init__(self, methods: Any = dict) -> None:
+        self._methods = methods
+
+    def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
+        keys, values = self._methods.keys(obj), self._methods.values(obj)
+        if _EXACT_VALUES.issuperset(map(type, values)) and _KEYS.issuperset(map(type, keys)):
+            return ()
+        return self._parts(keys, values)
+
+    @staticmethod
+    def _parts(keys: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[Step, Any]]:
+        for index, (key, value) in enumerate(zip(keys, values, strict=True)):
+            if type(value) not in _EXACT_VALUES:
+                yield (("value", key) if type(key) in _KEYS else ("at", index)), value
+            if type(key) not in _KEYS:
+                yield ("key", index), key
+
+    def mark(self, obj: Any) -> tuple[list[Any], list[Any]]:
+        return list(self._methods.keys(obj)), list(self._methods.values(obj))
+
+    def change(self, obj: Any, mark: tuple[list[Any], list[Any]]) -> Entries | None:
+        keys, values = self.mark(obj)
+        are_keys = len(keys) == len(mark[0]) and not any(map(operator.is_not, keys, mark[0]))
+        if are_keys and not any(map(operator.is_not, values, mark[1])):
+            return None
+        now, before = _own_entries(keys, values), _own_entries(*mark)
+        # Keys stay where they are as long as they come in the order that they had: the others are put in anew.
+        left, stay = iter(before), []
+        for key in now:
+            if all(other != key for other in left):
+                break
+            stay.append(key)
+        anew = list(now)[len(stay) :]
+        changed = [key for key in stay if not _is_same(now[key][1], before[key][1])] + anew
+        removed = [key for key in before if key not in now] + [key for key in anew if key in before]
+        if not removed and not changed:
+            return None
+        return Entries(
+            [before[key][0] for key in removed], [now[key][0] for key in changed], [now[key][1] for key in changed]
+        )
+
+    def writing(self, obj: Any, change: Entries) -> Write:
+        methods = self._methods
+        new, there = dict.fromkeys(change.keys), dict.fromkeys(methods.keys(obj))  # asks keys for hashes, here already
+        removed = [key for key in change.removed if key in there]
+
+        def write() -> None:
+            for key in removed:
+                methods.__delitem__(obj, key)
+            for key, value in zip(new, change.values, strict=True):
+                methods.__setitem__(obj, key, value)
+
+        return write
+
+
+def _own_entries(keys: Iterable[Any], values: Iterable[Any]) -> dict[int, tuple[Any, Any]]:
+    """Key and value by the id of the key, but for what training has put there."""
+    pairs = zip(keys, values, strict=True)
+    return {id(key): (key, value) for key, value in pairs if not _is_put_there(key, value)}
+
+
+class _List(Kind):
+    def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
+        return _items(list.__iter__, obj)
+
+    def mark(self, obj: Any) -> Any:
+        return list.copy(obj)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        """How many of the first elements stay, and the others."""
+        now = list.copy(obj)
+        if len(now) == len(mark) and not any(map(operator.is_not, now, mark)):
+            return None
+        pairs = enumerate(zip(now, mark, strict=False))
+        stay = next((index for index, (new, old) in pairs if not _is_same(new, old)), min(len(now), len(mark)))
+        return None if stay == len(now) == len(mark) else (stay, now[stay:])
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        stay, rest = change
+        if list.__len__(obj) < stay:
+            raise CannotWrite("it is shorter than before the cell")
+        return lambda: list.__setitem__(obj, slice(stay, None), rest)
+
+
+class _Deque(_List):
+    def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
+        return _items(deque.__iter__, obj)
+
+    def mark(self, obj: Any) -> Any:
+        return list(deque.__iter__(obj))
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = list(deque.__iter__(obj))
+        is_same = len(now) == len(mark) and all(map(_is_same, now, mark))
+        return None if is_same else (now,)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        def write() -> None:
+            deque.clear(obj)
+            deque.extend(obj, change[0])
+
+        return write
+
+
+class _Tuple(Kind):
+    def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
+        return _items(tuple.__iter__, obj)
+
+
+class _Set(Kind):
+    """Its elements are not looked into: what can be in a set seldom changes."""
+
+    def mark(self, obj: Any) -> Any:
+        return {id(element): element for element in set.__iter__(obj)}
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        if len(mark) == set.__len__(obj) and all(id(element) in mark for element in set.__iter__(obj)):
+            return None
+        return (list(set.__iter__(obj)),)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        new = set(change[0])  # asks for the hashes of its elements, here and not below
+
+        def write() -> None:
+            set.clear(obj)
+            set.update(obj, new)
+
+        return write
+
+
+class _Objects(Kind):
+    """Arrays of objects."""
+
+    def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
+        return _items(list.__iter__, obj.ravel().tolist())
+
+    def mark(self, obj: Any) -> Any:
+        return obj.shape, obj.ravel().tolist()
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        shape, objects = self.mark(obj)
+        return None if shape == mark[0] and all(map(_is_same, objects, mark[1])) else (shape, objects)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        shape, objects = change
+        if obj.shape != shape or not obj.flags.writeable:
+            raise CannotWrite(f"its shape was {list(obj.shape)}, and is {list(shape)}")
+
+        def write() -> None:
+            for index, each in enumerate(objects):
+                obj.flat[index] = each
+
+        return write
+
+
+class _Bytes(Kind):
+    """Bytearrays, and arrays of the standard library."""
+
+    def mark(self, obj: Any) -> bytes:
+        return bytes(memoryview(obj).cast("B"))
+
+    def change(self, obj: Any, mark: bytes) -> Any:
+        return None if self.mark(obj) == mark else (obj[:],)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        def write() -> None:
+            obj[:] = change[0]
+
+        return write
+
+
+class _Object(Kind):
+    """Objects of a class: attributes, slots, and the class itself, which an object may change."""
+
+    def __init__(self, slots: dict[str, Any]) -> None:
+        self._slots = slots
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        if (attributes := attributes_of(obj)) is not None:
+            yield _ATTRIBUTES, attributes
+        for name, value in self._values(obj).items():
+            yield ("slot", name), value
+
+    def mark(self, obj: Any) -> Any:
+        return type(obj), self._values(obj)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = self.mark(obj)
+        kind, before = mark
+        changed = {name: value for name, value in now[1].items() if name not in before or value is not before[name]}
+        gone = [name for name in before if name not in now[1]]
+        if now[0] is kind and not changed and not gone:
+            return None
+        return (None if now[0] is kind else now[0]), changed, gone
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        kind, changed, gone = change
+
+        def write() -> None:
+            if kind is not None:
+                object.__setattr__(obj, "__class__", kind)
+            for name, value in changed.items():
+                self._slots[name].__set__(obj, value)
+            for name in gone:
+                self._slots[name].__delete__(obj)
+
+        return write
+
+    def _values(self, obj: Any) -> dict[str, Any]:
+        found = {}
+        for name, slot in self._slots.items():
+            try:
+                found[name] = slot.__get__(obj)
+            except AttributeError:
+                continue
+        return found
+
+
+class _Class(Kind):
+    """Classes of the notebook: what their attributes are bound to."""
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        return ((("class", name), value) for name, value in self.mark(obj).items())
+
+    def mark(self, obj: Any) -> dict[str, Any]:
+        own = type.__dict__["__dict__"].__get__(obj)
+        return {name: value for name, value in own.items() if name not in _OF_EVERY_CLASS}
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = self.mark(obj)
+        changed = {name: value for name, value in now.items() if name not in mark or not _is_same(value, mark[name])}
+        gone = [name for name in mark if name not in now]
+        return (changed, gone) if changed or gone else None
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        changed, gone = change
+
+        def write() -> None:
+            for name, value in changed.items():
+                type.__setattr__(obj, name, value)
+            for name in gone:
+                type.__delattr__(obj, name)
+
+        return write
+
+
+class _Function(Kind):
+    """Functions of the notebook: their attributes, defaults, and the variables that they share with others."""
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        yield _ATTRIBUTES, obj.__dict__
+        for index, cell in enumerate(obj.__closure__ or ()):
+            yield ("closure", index), cell
+        if obj.__defaults__ is not None:
+            yield ("defaults", None), obj.__defaults__
+        if obj.__kwdefaults__ is not None:
+            yield ("keywords", None), obj.__kwdefaults__
+
+
+class _Cell(Kind):
+    """A variable of a function that functions inside of it share."""
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        yield from ((("contents", None), value) for value in self.mark(obj))
+
+    def mark(self, obj: Any) -> tuple[Any, ...]:
+        try:
+            return (obj.cell_contents,)
+        except ValueError:  # not bound yet
+            return ()
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = self.mark(obj)
+        return None if len(now) == len(mark) and all(map(_is_same, now, mark)) else (now,)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        def write() -> None:
+            if change[0]:
+                obj.cell_contents = change[0][0]
+            else:
+                del obj.cell_contents
+
+        return write
+
+
+class _Method(Kind):
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        yield ("self", None), obj.__self__
+
+
+class _Partial(Kind):
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        for name in ("func", "args", "keywords"):
+            yield ("partial", name), _of_partial(obj, name)
+
+
+class _Wrapper(Kind):
+    """What training put around an object of the user's."""
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        yield ("wrapped", None), plain(obj)
+
+
+# --- which kind -----------------------------------------------------------------------------------------------------
+
+
+def kind_of(obj: Any) -> Kind | None:
+    """Return how `obj` is looked at; None for a value, and for what belongs to the process.
+
+    Only its true type is asked: a proxy's ``__class__`` is a property like any other.
+    """
+    kind = _kind_of_type(type(obj))
+    if kind is _CLASS:
+        return kind if type.__dict__["__module__"].__get__(obj) == "__main__" else None
+    if kind is _FUNCTION:
+        return kind if obj.__module__ == "__main__" or obj.__closure__ else None
+    if kind is ARRAY and obj.dtype.hasobject:
+        return _OBJECTS if obj.dtype.kind == "O" else None
+    return kind
+
+
+def is_found_by_name(obj: Any) -> bool:
+    """Whether a pickle only says what it is called, or what it is worth."""
+    return issubclass(type(obj), (*_VALUES, types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType))
+
+
+def part(obj: Any, step: Step) -> Any:
+    """Return the part of `obj` that a step leads to.
+
+    Raises:
+        LookupError: it has no such part.
+
+    >>> part({"a": [1, 2]}, ("value", "a")), part((5, 6), ("item", 1))
+    ([1, 2], 6)
+    """
+    word, key = step
+    try:
+        return _STEPS[word](obj, key)
+    except LookupError:
+        raise
+    except Exception as error:  # an object of another class than the one that had this part
+        raise LookupError(f"a {type(obj).__name__} has no part {step}") from error
+
+
+def attributes_of(obj: Any) -> dict[str, Any] | None:
+    """Return what the object itself has, without asking its class; None where it can have nothing."""
+    try:
+        attributes = object.__getattribute__(obj, "__dict__")
+    except Exception:  # it has none, or a property of that name raises
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+def _element(obj: Any, index: int) -> Any:
+    for kind in (list, tuple):
+        if issubclass(type(obj), kind):
+            return kind.__getitem__(obj, index)
+    if issubclass(type(obj), deque):
+        return deque.__getitem__(obj, index)
+    return obj.ravel().tolist()[index]  # an array of objects
+
+
+def _of_partial(obj: Any, name: str) -> Any:
+    return vars(functools.partial)[name].__get__(obj)
+
+
+def _slot(obj: Any, name: str) -> Any:
+    return _slots_of(type(obj))[name].__get__(obj)
+
+
+_STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    "attributes": lambda obj, _: attributes_of(obj),
+    "value": lambda obj, key: dict.__getitem__(obj, key),
+    "at": lambda obj, index: next(itertools.islice(dict.values(obj), index, None)),
+    "key": lambda obj, index: next(itertools.islice(dict.keys(obj), index, None)),
+    "item": _element,
+    "slot": _slot,
+    "class": lambda obj, name: type.__dict__["__dict__"].__get__(obj)[name],
+    "closure": lambda obj, index: obj.__closure__[index],
+    "defaults": lambda obj, _: obj.__defaults__,
+    "keywords": lambda obj, _: obj.__kwdefaults__,
+    "contents": lambda obj, _: obj.cell_contents,
+    "self": lambda obj, _: obj.__self__,
+    "partial": lambda obj, name: _of_partial(obj, name),
+    "wrapped": lambda obj, _: plain(obj),
+}
+
+_DICT, _TUPLE, _WRAPPER, _CLASS, _FUNCTION, _OBJECTS = _Dict(), _Tuple(), _Wrapper(), _Class(), _Function(), _Objects()
+_OF_BUILTINS: tuple[tuple[type, Kind], ...] = (
+    *((OrderedDict, _Dict(OrderedDict)), (dict, _DICT), (list, _List()), (deque, _Deque()), (tuple, _TUPLE)),
+    *((set, _Set()), (bytearray, _Bytes()), (array.array, _Bytes()), (types.FunctionType, _FUNCTION)),
+    *((types.CellType, _Cell()), (types.MethodType, _Method()), (functools.partial, _Partial()), (type, _CLASS)),
+)
+
+_KINDS: dict[int, tuple[type, Kind | None]] = {}
+"""By the id of the type, which is kept: a metaclass may have a hash of its own."""
+
+
+def _kind_of_type(kind: type) -> Kind | None:
+    found = _KINDS.get(id(kind))
+    if found is None:
+        found = _KINDS[id(kind)] = (kind, _chosen(kind))
+    return found[1]
+
+
+def _chosen(kind: type) -> Kind | None:
+    if issubclass(kind, (*_VALUES, *_CLOSED)):
+        return None
+    if _wraps(kind):
+        return _WRAPPER
+    if (own := kind_of_memory(kind)) is not None:
+        return own
+    module = str(type.__dict__["__module__"].__get__(kind))
+    if module.partition(".")[0] in _OF_THE_PROCESS:
+        return None
+    for builtin, own in _OF_BUILTINS:
+        if issubclass(kind, builtin):
+            return own if kind is builtin or builtin is type else _Both(own, _Object(_slots_of(kind)))
+    return None if module == "builtins" else _Object(_slots_of(kind))
+
+
+class _Both(Kind):
+    """A container of a class that adds attributes to it."""
+
+    def __init__(self, container: Kind, rest: Kind) -> None:
+        self._container = container
+        self._rest = rest
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        yield from self._container.parts(obj)
+        yield from self._rest.parts(obj)
+
+    def mark(self, obj: Any) -> Any:
+        return self._container.mark(obj), self._rest.mark(obj)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        changes = self._container.change(obj, mark[0]), self._rest.change(obj, mark[1])
+        return None if changes == (None, None) else changes
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        kinds = (self._container, self._rest)
+        writes = [kind.writing(obj, own) for kind, own in zip(kinds, change, strict=True) if own is not None]
+
+        def write() -> None:
+            for each in writes:
+                each()
+
+        return write
+
+
+def _wraps(kind: type) -> bool:
+    return any(str(base.__module__).startswith(_WRAPPERS) for base in kind.__mro__) or "__nbaccel_unwrap__" in {
+        name for base in kind.__mro__ for name in vars(base)
+    }
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
+
+
+def _slots_of(kind: type) -> dict[str, Any]:
+    """The slots that classes written in Python have, by name; those of C are theirs."""
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if type(member) is types.MemberDescriptorType
+    }
+
+
+def _items(iterate: Callable[[Any], Iterator[Any]], obj: Any) -> Iterable[tuple[Step, Any]]:
+    """The elements that `iterate` gives, but for plain values."""
+    if _EXACT_VALUES.issuperset(map(type, iterate(obj))):
+        return ()
+    return [(("item", index), each) for index, each in enumerate(iterate(obj)) if type(each) not in _EXACT_VALUES]
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    """Whether it is the object that was there, also inside of what `prepare` put around it, or an equal value."""
+    return (
+        new is old
+        or (is_wrapper(new) and plain(new) is plain(old))
+        or (type(new) in _EXACT_VALUES and type(new) is type(old) and (new == old or (new != new and old != old)))
+    )
+
+
+def _is_put_there(key: Any, value: Any) -> bool:
+    """Whether it is no attribute of the user's, but one that training put beside them for its time."""
+    if type(key) is not str:
+        return False
+    return (key == "forward" and is_wrapper(value)) or (key == "step" and hasattr(value, "_wrapped_by_lr_sched"))
