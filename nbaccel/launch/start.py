@@ -26,6 +26,7 @@ from nbaccel.launch.rank.jupyter import close_kernel_sockets, kernel_ports
 from nbaccel.launch.rank.lost_threads import threads_of_the_notebook
 from nbaccel.launch.rank.worker import run_rank
 from nbaccel.launch.spec import LaunchSpec, RankBoot, Task
+from nbaccel.launch.wire.collector import no_collections
 from nbaccel.launch.wire.parcel import Parcel
 from nbaccel.launch.zygote import Zygote
 
@@ -111,7 +112,7 @@ class ForkStart:
         lost_threads = threads_of_the_notebook()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         _share_resource_tracker()
-        with _no_collections():
+        with no_collections():
             pid = os.fork()
             if pid == 0:
                 gc.freeze()  # a collection would write to all that the notebook holds, and so copy its pages
@@ -154,22 +155,6 @@ class ZygoteStart:
         parcel, self._parcel = self._parcel, None
         if parcel is not None:
             os.close(parcel.fd)
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Switch the garbage collector off while the block runs, and on again where it was on.
-
-    The collector's lists are left as they are: `gc.freeze` and `gc.unfreeze` in the kernel would move the young garbage
-    of every cell into the oldest generation, which is collected once in dozens of cells.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _share_resource_tracker() -> None:

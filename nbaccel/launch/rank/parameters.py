@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from nbaccel.launch.wire.kinds import attributes_of
 from nbaccel.launch.wire.wrappers import plain
 
 __all__ = [
@@ -96,7 +97,7 @@ def parameters_of(value: Any) -> list[Any]:
 
 def model_in(value: Any) -> str | None:
     """The name of the first attribute that is a model; "" where it is one itself, and None where there is none."""
-    torch, attributes = sys.modules.get("torch"), _attributes(value)
+    torch, attributes = sys.modules.get("torch"), attributes_of(value)
     if torch is None or attributes is None:
         return None
     if issubclass(type(value), torch.nn.Module):
@@ -139,7 +140,7 @@ def mark(value: Any) -> int | None:
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series"):
         rows = value.iloc[:: max(1, len(value) // _SAMPLE)]
         return hash((value.shape, int(sys.modules["pandas"].util.hash_pandas_object(rows).sum())))
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     if kind.__module__ == "builtins" or attributes is None:
         return None
     if torch is not None and issubclass(kind, torch.utils.data.Dataset | torch.utils.data.Sampler):
@@ -234,14 +235,5 @@ def parts_of(value: Any) -> list[Any]:
         return list(kind.__iter__(value))
     if issubclass(kind, dict):
         return list(dict.values(value))
-    attributes = None if kind.__module__ == "builtins" else _attributes(value)
+    attributes = None if kind.__module__ == "builtins" else attributes_of(value)
     return [] if attributes is None else list(attributes.values())
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """What the object itself has, without asking its class, which may be a proxy's."""
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except Exception:  # it has none, or a property of that name raises
-        return None
-    return attributes if type(attributes) is dict else None

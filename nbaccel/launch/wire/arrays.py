@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 
 from nbaccel.launch.wire.kind import CannotWrite, Kind, Write
 
-__all__ = ["ARRAY", "Values", "kind_of_memory"]
+__all__ = ["ARRAY", "Values", "has_plain_memory", "kind_of_memory"]
 
 _WHOLE = 1 << 22
 """Bytes that are compared by a checksum; more of them by that of sums over blocks, which are as fast as memory is."""
 
 _BLOCK = 512
-"""64-bit words of a block, 4 kB. Words that only change their places within one are not seen."""
+"""64-bit words of a block, 4 kB. Words at the same place of their blocks are summed, too: of two that change places
+within one, the sum of the block says nothing."""
 
-_SAMPLED = 1 << 28
+_SAMPLED = 1 << 31
 """Bytes that are read of what is larger: every other block, or every third one ..."""
 
 
@@ -48,6 +49,8 @@ def kind_of_memory(kind: type) -> Kind | None:
         return _Stateful(_state_of_bits, _set_state_of_bits)
     if np is not None and issubclass(kind, np.random.RandomState):
         return _Stateful(np.random.RandomState.get_state, np.random.RandomState.set_state)
+    if issubclass(kind, random.SystemRandom):
+        return Kind()
     if issubclass(kind, random.Random):
         return _Stateful(random.Random.getstate, random.Random.setstate)
     if kind.__module__.partition(".")[0] == "pandas":
@@ -69,7 +72,7 @@ class _Tensor(Kind):
         return (Values(obj.detach()), obj.requires_grad) if _Seen.of(obj).differs(mark) else None
 
     def keeps_memory(self, obj: Any, mark: _Seen) -> bool:
-        return mark.digest is not None and _is_plain(obj) and _layout(obj) == mark.layout
+        return mark.digest is not None and has_plain_memory(obj) and _layout(obj) == mark.layout
 
     def writing(self, obj: Any, change: tuple[Any, bool]) -> Write:
         torch: Any = sys.modules["torch"]
@@ -104,7 +107,10 @@ class _Array(Kind):
         return obj.shape, obj.dtype, _digest_of_array(obj)
 
     def change(self, obj: Any, mark: tuple[Any, ...]) -> tuple[Any] | None:
-        return None if self.mark(obj) == mark else (obj.copy(),)
+        if self.mark(obj) == mark:
+            return None
+        # Another object: of the array itself only the place would travel. A view of a part would bring the whole along.
+        return (obj.view() if obj.base is None else obj.copy(),)
 
     def writing(self, obj: Any, change: tuple[Any]) -> Write:
         (new,) = change
@@ -194,7 +200,7 @@ class _Seen(NamedTuple):
         if _is_lazy(tensor):
             return cls(_layout(tensor), tensor.requires_grad, 0, 0, None)
         version = 0 if tensor.is_inference() else tensor._version
-        if not _is_plain(tensor):
+        if not has_plain_memory(tensor):
             return cls(_layout(tensor), tensor.requires_grad, 0, version, None)
         values = tensor.detach()
         return cls(_layout(tensor), tensor.requires_grad, values.data_ptr(), version, _digest_of_tensor(values))
@@ -226,7 +232,8 @@ def _is_lazy(tensor: Any) -> bool:
     return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
 
 
-def _is_plain(tensor: Any) -> bool:
+def has_plain_memory(tensor: Any) -> bool:
+    """Whether its values lie in memory that an address, a shape and strides describe."""
     torch: Any = sys.modules["torch"]
     return (
         not _is_lazy(tensor)
@@ -251,7 +258,7 @@ def _digest_of_tensor(values: Any) -> int:
     flat = values.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu" or flat.numel() <= _WHOLE:
         return _digest_of_bytes(flat.cpu().numpy())
-    return _digest_of_blocks(flat, lambda words: words.view(torch.int64).view(-1, _BLOCK).sum(1).cpu().numpy())
+    return _digest_of_blocks(flat, lambda words, axis: words.view(torch.int64).view(-1, _BLOCK).sum(axis).cpu().numpy())
 
 
 def _digest_of_array(array: Any) -> int:
@@ -281,17 +288,18 @@ def _digest_of_bytes(flat: Any) -> int:
     """A number that changes with `flat`, a NumPy array of bytes."""
     if len(flat) <= _WHOLE:
         return zlib.crc32(flat)
-    return _digest_of_blocks(flat, lambda words: words.view("int64").reshape(-1, _BLOCK).sum(1))
+    return _digest_of_blocks(flat, lambda words, axis: words.view("int64").reshape(-1, _BLOCK).sum(axis))
 
 
-def _digest_of_blocks(flat: Any, sums: Callable[[Any], Any]) -> int:
-    """Of the sums over blocks of `flat`, a NumPy array or a tensor of bytes, and of what is left behind the last."""
+def _digest_of_blocks(flat: Any, sums: Callable[[Any, int], Any]) -> int:
+    """Of sums within and across blocks of `flat`, a NumPy array or a tensor of bytes, and of what is left over."""
     size = 8 * _BLOCK
     end = len(flat) // size * size
     blocks, rest = flat[:end], flat[end:]
     if end > _SAMPLED:
         blocks = blocks.reshape(-1, size)[:: -(-end // _SAMPLED)].reshape(-1)
-    return zlib.crc32(rest.cpu().numpy() if hasattr(rest, "cpu") else rest, zlib.crc32(sums(blocks)))
+    digest = zlib.crc32(sums(blocks, 0), zlib.crc32(sums(blocks, 1)))
+    return zlib.crc32(rest.cpu().numpy() if hasattr(rest, "cpu") else rest, digest)
 
 
 _TENSOR, ARRAY, _TABLE = _Tensor(), _Array(), _Table()

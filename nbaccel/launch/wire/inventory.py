@@ -1,7 +1,8 @@
 """Inventory: the objects that a notebook's names lead to, each with its place, and what has changed in them since.
 
-A rank takes it before its cell, and asks it afterwards. The kernel, whose own objects have not changed meanwhile, finds
-its object at a place (`found_at`) and writes the change into it (`Writing`). Both sides run it.
+For a rank to take before its cell, and to ask afterwards. The kernel, whose own objects have not changed meanwhile,
+finds its object at a place (`found_at`) and writes the change into it (`writes_of`). Runs on both sides; no cell uses
+it yet.
 
 An object is known by identity, a place is the way to it from a name. What an object makes when it is asked is not
 looked at, as in `weight`: containers are read by the methods of the builtin types, other objects by their attributes.
@@ -9,15 +10,14 @@ looked at, as in `weight`: containers are read by the methods of the builtin typ
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.launch.wire.collector import no_collections
 from nbaccel.launch.wire.kind import CannotWrite, Change, Kind, Step, Write
-from nbaccel.launch.wire.kinds import is_found_by_name, kind_of, part
+from nbaccel.launch.wire.kinds import Kinds, is_found_by_name, part
 
 __all__ = ["Inventory", "Place", "found_at", "writes_of"]
 
@@ -67,10 +67,11 @@ def writes_of(changes: Mapping[str, Change], namespace: Mapping[str, Any]) -> tu
     """
     writes: list[Write] = []
     refused: dict[str, str] = {}
+    kinds = Kinds()
     for key, change in changes.items():
         try:
             obj = found_at(Place(*change.token), namespace)
-            kind = kind_of(obj)
+            kind = kinds.of(obj)
             if kind is None:
                 raise CannotWrite(f"it is a {type(obj).__name__} here")
             writes.append(kind.writing(obj, change.content))
@@ -102,7 +103,8 @@ class Inventory:
     """What `names` of a namespace lead to, as it is now.
 
     is_copy: this process is a copy of the kernel, so objects have the addresses that they have there.
-    unlooked: names that lead to more than there was time for; of what only they lead to, changes are not known.
+    unlooked: names that lead to more than there was time for, and, once `changes` was asked, places of what could not
+        be compared; of what only they lead to, changes are not known.
     """
 
     def __init__(
@@ -115,13 +117,15 @@ class Inventory:
     ) -> None:
         self._is_copy = is_copy
         self._objects: list[Any] = []  # kept, so that no id is used twice
+        self._kind_of_each = Kinds()
         self._kinds: list[Kind | None] = []
         self._marks: list[Any] = []
         self._ways: list[tuple[int, Step] | str] = []  # to each: from which, by what; or the name
         self._index: dict[int, int] = {}
+        self._incomparable: list[Any] = []
         self.unlooked: list[str] = []
         until = time.monotonic() + seconds
-        with _no_collections():
+        with no_collections():
             for name in names:
                 if name in namespace:
                     self._add(namespace[name], name)
@@ -158,17 +162,21 @@ class Inventory:
         return Place(way, tuple(reversed(steps)), id(self._objects[owner]) if self._is_copy else 0)
 
     def changes(self) -> Iterator[Change]:
-        """What has happened to each object that is not as it was; `unlooked` names those that cannot be compared."""
+        """What has happened to each object that is not as it was; `unlooked` names those that cannot be compared.
+
+        Asked once.
+        """
         for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=False):
             if kind is None:
                 continue
             try:
                 content = kind.change(obj, mark)
             except Exception:  # an object of a library's that answers now so and now so
-                self.unlooked.append(str(self.place(obj)))
+                self._incomparable.append(obj)
                 continue
             if content is not None and (token := self.token(obj)) is not None:
                 yield Change(token, content)
+        self.unlooked += [str(self.place(obj)) for obj in self._incomparable]
 
     def _add(self, obj: Any, way: tuple[int, Step] | str) -> None:
         if id(obj) not in self._index:
@@ -179,6 +187,7 @@ class Inventory:
     def _look(self, until: float) -> bool:
         """Look into all that was added and what it leads to; False where the time was not enough."""
         objects, kinds, marks, ways, known = self._objects, self._kinds, self._marks, self._ways, self._index
+        kind_of = self._kind_of_each.of
         while (index := len(kinds)) < len(objects):
             if not index % _LOOKS and (time.monotonic() > until or index > _MOST_OBJECTS):
                 return False
@@ -191,6 +200,7 @@ class Inventory:
                     mark, parts = kind.mark(obj), kind.parts(obj)
                 except Exception:  # a foreign class of tensors, say
                     kind = None
+                    self._incomparable.append(obj)
             kinds.append(kind)
             marks.append(mark)
             for step, each in parts:
@@ -199,15 +209,3 @@ class Inventory:
                     objects.append(each)
                     ways.append((index, step))
         return True
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keep the garbage collector off: all that is made here stays, and it would go through it again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -24,9 +24,9 @@ from typing import Any
 
 from nbaccel.launch.wire.arrays import ARRAY, kind_of_memory
 from nbaccel.launch.wire.kind import CannotWrite, Entries, Kind, Step, Write
-from nbaccel.launch.wire.wrappers import is_wrapper, plain
+from nbaccel.launch.wire.wrappers import is_wrapper, plain, wraps
 
-__all__ = ["is_found_by_name", "kind_of", "part"]
+__all__ = ["Kinds", "attributes_of", "is_found_by_name", "part"]
 
 _ATTRIBUTES: Step = ("attributes", None)
 
@@ -58,8 +58,6 @@ _OF_THE_PROCESS = frozenset(
     | {"traitlets", "wandb", "weakref", "zmq"}
 )
 """Packages whose objects live with their process, or know the ranks: nobody looks into these."""
-
-_WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.")
 
 _OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
 
@@ -377,19 +375,29 @@ class _Wrapper(Kind):
 # --- which kind -----------------------------------------------------------------------------------------------------
 
 
-def kind_of(obj: Any) -> Kind | None:
-    """Return how `obj` is looked at; None for a value, and for what belongs to the process.
+class Kinds:
+    """Says how objects are looked at, and remembers it by type for as long as somebody looks."""
 
-    Only its true type is asked: a proxy's ``__class__`` is a property like any other.
-    """
-    kind = _kind_of_type(type(obj))
-    if kind is _CLASS:
-        return kind if type.__dict__["__module__"].__get__(obj) == "__main__" else None
-    if kind is _FUNCTION:
-        return kind if obj.__module__ == "__main__" or obj.__closure__ else None
-    if kind is ARRAY and obj.dtype.hasobject:
-        return _OBJECTS if obj.dtype.kind == "O" else None
-    return kind
+    def __init__(self) -> None:
+        # By the id of the type, which is kept meanwhile: a metaclass may have a hash of its own.
+        self._of_types: dict[int, tuple[type, Kind | None]] = {}
+
+    def of(self, obj: Any) -> Kind | None:
+        """The kind of `obj`; None for a value, and for what belongs to the process.
+
+        Only its true type is asked: a proxy's ``__class__`` is a property like any other.
+        """
+        found = self._of_types.get(id(type(obj)))
+        if found is None:
+            found = self._of_types[id(type(obj))] = (type(obj), _chosen(type(obj)))
+        kind = found[1]
+        if kind is _CLASS:
+            return kind if type.__dict__["__module__"].__get__(obj) == "__main__" else None
+        if kind is _FUNCTION:
+            return kind if obj.__module__ == "__main__" or obj.__closure__ else None
+        if kind is ARRAY and obj.dtype.hasobject:
+            return _OBJECTS if obj.dtype.kind == "O" else None
+        return kind
 
 
 def is_found_by_name(obj: Any) -> bool:
@@ -465,21 +473,11 @@ _OF_BUILTINS: tuple[tuple[type, Kind], ...] = (
     *((types.CellType, _Cell()), (types.MethodType, _Method()), (functools.partial, _Partial()), (type, _CLASS)),
 )
 
-_KINDS: dict[int, tuple[type, Kind | None]] = {}
-"""By the id of the type, which is kept: a metaclass may have a hash of its own."""
-
-
-def _kind_of_type(kind: type) -> Kind | None:
-    found = _KINDS.get(id(kind))
-    if found is None:
-        found = _KINDS[id(kind)] = (kind, _chosen(kind))
-    return found[1]
-
 
 def _chosen(kind: type) -> Kind | None:
     if issubclass(kind, (*_VALUES, *_CLOSED)):
         return None
-    if _wraps(kind):
+    if wraps(kind):
         return _WRAPPER
     if (own := kind_of_memory(kind)) is not None:
         return own
@@ -521,15 +519,7 @@ class _Both(Kind):
         return write
 
 
-def _wraps(kind: type) -> bool:
-    return any(str(base.__module__).startswith(_WRAPPERS) for base in kind.__mro__) or "__nbaccel_unwrap__" in {
-        name for base in kind.__mro__ for name in vars(base)
-    }
-
-
 # --- reading --------------------------------------------------------------------------------------------------------
-
-_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
 
 
 def _slots_of(kind: type) -> dict[str, Any]:
@@ -563,4 +553,6 @@ def _is_put_there(key: Any, value: Any) -> bool:
     """Whether it is no attribute of the user's, but one that training put beside them for its time."""
     if type(key) is not str:
         return False
-    return (key == "forward" and is_wrapper(value)) or (key == "step" and hasattr(value, "_wrapped_by_lr_sched"))
+    if key == "step":  # of an optimizer, see torch/optim/lr_scheduler.py
+        return type(value) in (types.FunctionType, types.MethodType) and hasattr(value, "_wrapped_by_lr_sched")
+    return key == "forward" and is_wrapper(value)

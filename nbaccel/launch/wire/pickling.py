@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from nbaccel.launch.wire.arrays import Values
+from nbaccel.launch.wire.arrays import Values, has_plain_memory
 from nbaccel.launch.wire.event_files import reduce_writer
 from nbaccel.launch.wire.refusal import Refused, refuse_what_lives_here
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
@@ -160,7 +160,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return None
         if not obj.is_leaf:
             raise Refused("part of an autograd graph; send x.detach()", obj)
-        if not _has_plain_memory(obj):
+        if not _is_as_it_lies(obj):
             return None
         storage = obj.untyped_storage()
         address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
@@ -202,7 +202,7 @@ class PlacingPacker(Packer):
         """As a view of a tensor of the notebook's, where all that it looks at is that one's memory."""
         if self._of_memory is None:
             self._of_memory = {_memory(each): each for each in self._places.tensors()}
-        if type(tensor) is not sys.modules["torch"].Tensor or not _has_plain_memory(tensor) or not tensor.numel():
+        if type(tensor) is not sys.modules["torch"].Tensor or not _is_as_it_lies(tensor) or not tensor.numel():
             return None
         known = self._of_memory.get(_memory(tensor))
         if known is None or known.dtype != tensor.dtype or not known.is_contiguous():
@@ -224,15 +224,9 @@ class Places(Protocol):
         """The tensors that the notebook has, and whose memory is laid out as it is there."""
 
 
-def _has_plain_memory(tensor: Any) -> bool:
-    torch: Any = sys.modules["torch"]
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+def _is_as_it_lies(tensor: Any) -> bool:
+    """Whether its values are those in its memory: conjugate and negative views say otherwise by a bit."""
+    return has_plain_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _memory(tensor: Any) -> tuple[str, int]:

@@ -7,8 +7,11 @@ the latter two leave is compared with what the first one does, the ways in which
 from __future__ import annotations
 
 import collections
+import gc
 import os
+import random
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -428,3 +431,42 @@ def test_places_read_as_one_would_write_them() -> None:
     assert str(inventory.place(notebook["m"].weight)) == "m.weight"
     assert str(inventory.place(notebook["s"][0].bias)) == "s[0].bias"
     assert inventory.place([2]) is None
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_two_elements_of_a_large_array_that_change_places_are_a_change(kind: str) -> None:
+    numbers = np.arange(1_000_000)
+    notebook = {"a": numbers if kind == "array" else torch.from_numpy(numbers)}
+    inventory = Inventory(notebook, notebook)
+    numbers[[7, 8]] = numbers[[8, 7]]
+    assert [Place(*change.token).name for change in inventory.changes()] == ["a"]
+
+
+def test_what_cannot_be_compared_is_told() -> None:
+    class Odd(np.random.Generator):
+        bit_generator = property(Hostile.ask)  # type: ignore[assignment]
+
+    notebook: dict[str, Any] = {"a": [1], "b": Odd(np.random.PCG64()), "c": random.SystemRandom()}
+    inventory = Inventory(notebook, notebook)
+    notebook["a"].append(2)
+    assert [Place(*change.token).name for change in inventory.changes()] == ["a"]
+    assert inventory.unlooked == ["b"]
+
+
+def test_no_class_of_the_notebook_is_kept() -> None:
+    notebook = made("class A:\n    __slots__ = ('x',)\na = A(); a.x = 1")
+    inventory = Inventory(notebook, notebook)
+    notebook["a"].x = 2
+    writes, refused = writes_of({"a": next(inventory.changes())}, notebook)
+    assert refused == {}
+    kind = weakref.ref(notebook["A"])
+    del inventory, writes, notebook["a"], notebook["A"]
+    gc.collect()
+    assert kind() is None
+
+
+def test_looking_at_an_optimizer_whose_step_is_the_users_object_asks_it_nothing() -> None:
+    notebook: dict[str, Any] = {"a": {"step": 1}}
+    inventory = Inventory(notebook, notebook)
+    notebook["a"]["step"] = Hostile()
+    assert len(list(inventory.changes())) == 1
