@@ -56,7 +56,7 @@ def test_a_run_of_500_steps_leaves_one_picture_and_its_numbers(kernel: RealKerne
 
 @pytest.mark.slow
 def test_the_panel_follows_the_run_at_two_frames_per_second_at_most(kernel: RealKernel) -> None:
-    cell = kernel.do(accelerate(trains(60, then="time.sleep(0.05)")))
+    cell = kernel.do(accelerate(trains(120, then="time.sleep(0.05)")))
     frames = cell.frames[:-2]  # the last one as a panel, and the picture
     assert len(frames) >= 3
     assert len(frames) <= 1 + 2 * cell.seconds
