@@ -174,13 +174,22 @@ def fingerprint(tensors: Iterable[Any]) -> int | None:
             bits = bits.values()
         bits = torch.view_as_real(bits) if bits.is_complex() else bits
         whole = bits.view(getattr(torch, _INTEGERS[bits.element_size()]))
-        sums.setdefault(tensor.device, []).append(whole.sum(dtype=torch.int64))
+        words = _words(whole) if whole.numel() > _SMALL else whole
+        sums.setdefault(tensor.device, []).append(words.sum(dtype=torch.int64))
         if whole.numel() <= _SMALL:  # of two classes' biases one often gains what the other loses: the sum is the same
             sums[tensor.device].append((whole * whole).sum(dtype=torch.int64))
     numbers = [each for sum_ in sums.values() for each in torch.stack(sum_).tolist()]
     if not any(numbers):
         return None
     return number(repr(numbers).encode())
+
+
+def _words(integers: Any) -> Any:
+    """As integers of 64 bits where they lie in a row: these are summed eight times as fast."""
+    size = integers.element_size()
+    if not integers.is_contiguous() or integers.nbytes % 8 or integers.storage_offset() * size % 8:
+        return integers
+    return integers.reshape(-1).view(sys.modules["torch"].int64)
 
 
 def number(data: bytes) -> int:
