@@ -21,7 +21,13 @@ from typing import Any
 from nbaccel.gpu_driver import cuda_environ
 from nbaccel.world import is_notebook_kernel
 
-__all__ = ["Gpu", "Memory", "Platform", "Survey", "best_precision", "out_of_memory_kills"]
+__all__ = ["Gpu", "Memory", "Platform", "Survey", "best_precision", "out_of_memory_kills", "threads_asked_for"]
+
+
+def threads_asked_for() -> int | None:
+    """CPU threads that the environment asks for, by the variable that torch reads; None where it does not."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def launch(
         start=start,
         environ=settings.environ() | chosen.environ(),
         setup=setup,
-        threads=threads_per_rank(survey.cpu_count, chosen.num_processes),
+        threads=threads_per_rank(survey.cpu_count, chosen.num_processes, here.threads),
         timeout_s=timeout_s,
         hang_timeout_s=hang_timeout_s,
         oom=oom,

@@ -6,6 +6,8 @@ import os
 import sys
 from dataclasses import dataclass
 
+from nbaccel.hardware import threads_asked_for
+
 __all__ = ["ProcessState"]
 
 
@@ -14,15 +16,23 @@ class ProcessState:
     """What preflight needs to know of this process.
 
     can_fork: ranks can be separate processes here at all.  cuda_initialized: this process holds a CUDA context.
+    threads: that it computes with, as its user, the environment or torch has it; None where nobody has said.
     """
 
     can_fork: bool
     cuda_initialized: bool
+    threads: int | None = None
 
     @classmethod
     def now(cls) -> ProcessState:
         torch = sys.modules.get("torch")
-        return cls(can_fork=_can_fork(), cuda_initialized=torch is not None and bool(torch.cuda.is_initialized()))
+        cuda_initialized = torch is not None and bool(torch.cuda.is_initialized())
+        return cls(can_fork=_can_fork(), cuda_initialized=cuda_initialized, threads=_threads())
+
+
+def _threads() -> int | None:
+    torch = sys.modules.get("torch")
+    return threads_asked_for() if torch is None else int(torch.get_num_threads())
 
 
 def _can_fork() -> bool:

@@ -149,13 +149,15 @@ def choose_start(
     return Start("zygote", f"CUDA is initialised in the notebook{f' since {cuda_cell}' if cuda_cell else ''}")
 
 
-def threads_per_rank(cores: int, ranks: int) -> int:
-    """CPU threads of each rank: an equal share, at least one.
+def threads_per_rank(cores: int, ranks: int, own: int | None = None) -> int:
+    """CPU threads of each rank: an equal share, at least one, and no more than the launching process has.
 
-    >>> threads_per_rank(cores=4, ranks=2), threads_per_rank(cores=2, ranks=3)
-    (2, 1)
+    own: `ProcessState.threads`.
+
+    >>> threads_per_rank(cores=4, ranks=2), threads_per_rank(cores=2, ranks=3), threads_per_rank(4, 1, own=2)
+    (2, 1, 2)
     """
-    return max(1, cores // ranks)
+    return max(1, min(cores // ranks, own or cores))
 
 
 def _start_without_fork(requested: str, world_size: int) -> Start:

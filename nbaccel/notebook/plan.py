@@ -78,7 +78,7 @@ class Plan:
             start=start,
             settings=settings_of(options, precision).over(_automatic(devices, start)),
             precision_reason=reason,
-            threads=threads_per_rank(survey.cpu_count, devices.num_processes),
+            threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
         )
 
