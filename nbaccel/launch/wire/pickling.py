@@ -7,6 +7,7 @@ cloudpickle with our own ways for tensors, arrays, functions of the notebook and
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import importlib
 import mmap
@@ -92,16 +93,25 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self._note_package(obj)
         if obj is self._namespace_there:
             return _there, ("globals",)
+        if type(obj) is _ModuleThere:
+            return _globals_of_module, (obj.name,)
         if self._as_written and (reduced := _reduce_to_what_was_written(obj)):
             return reduced
         if reduced := _reduce_standard(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
             return reduced
         refuse_what_lives_here(obj)
+        module = _module_of(obj)
+        if module is not None:
+            self.globals_ref.setdefault(id(obj.__globals__), _ModuleThere(module))
         reduced = super().reducer_override(obj)
-        if issubclass(type(obj), types.FunctionType) and reduced is not NotImplemented and self._is_of_namespace(obj):
+        if reduced is NotImplemented:
+            return reduced
+        if module is not None or self._is_of_namespace(obj):
             make, args, state, items, pairs, set_state = reduced
+            if module is not None:
+                state[1]["__globals__"].clear()
             return make, args, (set_state, state), items, pairs, _set_function_state
-        return reduced
+        return _with_slots(obj, reduced) if issubclass(type(obj), type) else reduced
 
     def forget(self) -> None:
         """Let go of what was packed. A pickler is part of a cycle: all would stay until the collector comes.
@@ -121,8 +131,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return
         self.packages.add(str(name).partition(".")[0])
 
-    def _is_of_namespace(self, function: types.FunctionType) -> bool:
-        return self._namespace is not None and function.__globals__ is self._namespace
+    def _is_of_namespace(self, obj: Any) -> bool:
+        """Whether it is a function of the notebook."""
+        return issubclass(type(obj), types.FunctionType) and obj.__globals__ is self._namespace
 
     def _add_buffer(self, buffer: pickle.PickleBuffer) -> None:
         self.buffers.append(len(self.blocks))
@@ -282,6 +293,18 @@ def _itself(obj: Any) -> Any:
     return obj
 
 
+def _with_slots(kind: type, reduced: Any) -> Any:
+    """A class of the notebook, made with the slots that it has: cloudpickle would give its objects a dictionary."""
+    match reduced:
+        case (make, (meta, name, bases, dict(body), *of_skeleton), (dict(state), extra), *how) if (
+            "__slots__" in state and not issubclass(meta, enum.EnumMeta)
+        ):
+            own = {key: value for key, value in state.items() if type(value) is not types.MemberDescriptorType}
+            body |= {"__slots__": own.pop("__slots__")}
+            return make, (meta, name, bases, body, *of_skeleton), (own, extra), *how
+    return reduced
+
+
 def _reduce_standard(obj: Any) -> Any:
     """Things of the standard library that cloudpickle would refuse, or copy where they should be found."""
     if type(obj) is functools.cached_property:  # holds a lock before Python 3.12
@@ -362,6 +385,31 @@ def _cached_property(function: Any, name: str) -> Any:
 
 class _NamespaceThere:
     """Stands for the namespace that the receiver gives to `unpack`."""
+
+
+class _ModuleThere:
+    """Stands for the globals of a module that the receiver has, too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _module_of(obj: Any) -> str | None:
+    """The installed module in which a function was made, by another function of it; None for anything else.
+
+    Such a function travels by its code. What it reads in its module is the module's over there: cloudpickle would take
+    along copies of it, and these the function would share with nobody.
+    """
+    if not issubclass(type(obj), types.FunctionType) or obj.__module__ == "__main__":
+        return None
+    module = sys.modules.get(obj.__module__)
+    if module is None or module.__spec__ is None or vars(module) is not obj.__globals__:
+        return None
+    return str(obj.__module__)
+
+
+def _globals_of_module(name: str) -> dict[str, Any]:
+    return vars(importlib.import_module(name))
 
 
 def _there(what: str, *args: Any) -> Any:

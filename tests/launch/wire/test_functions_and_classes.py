@@ -1,0 +1,54 @@
+"""Functions of installed modules and classes of the notebook on their way to another process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nbaccel.launch.wire.parcel import pack, unpack
+
+LIBRARY = """
+import contextvars
+active = contextvars.ContextVar("active")
+def make():
+    def hook(): return active
+    return hook
+"""
+
+
+@pytest.fixture
+def library() -> Iterator[types.ModuleType]:
+    """An installed module, which has what cannot be pickled."""
+    module = types.ModuleType("nbaccel_library")
+    module.__spec__ = sys.__spec__
+    exec(LIBRARY, vars(module))
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def travelled(value: Any) -> Any:
+    parcel = pack({"x": value})
+    try:
+        return unpack(parcel.fd)["x"]
+    finally:
+        os.close(parcel.fd)
+
+
+def test_a_function_of_an_installed_module_shares_what_is_there(library: types.ModuleType) -> None:
+    hook = travelled(library.make())
+    assert hook.__globals__ is vars(library)
+    assert hook() is library.active
+
+
+def test_a_class_keeps_its_slots() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("class A:\n    __slots__ = ('x', '__y')\n    def __init__(self): self.x, self.__y = 1, 2", namespace)
+    a = travelled(namespace["A"]())
+    assert not hasattr(a, "__dict__")
+    assert (a.x, a._A__y) == (1, 2)
