@@ -402,8 +402,8 @@ def _module_of(obj: Any) -> str | None:
     """
     if not issubclass(type(obj), types.FunctionType) or obj.__module__ == "__main__":
         return None
-    module = sys.modules.get(obj.__module__)
-    if module is None or module.__spec__ is None or vars(module) is not obj.__globals__:
+    module = sys.modules.get(obj.__module__)  # anything may stand there
+    if getattr(module, "__dict__", None) is not obj.__globals__ or getattr(module, "__spec__", None) is None:
         return None
     return str(obj.__module__)
 

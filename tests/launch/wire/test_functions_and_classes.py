@@ -46,6 +46,16 @@ def test_a_function_of_an_installed_module_shares_what_is_there(library: types.M
     assert hook() is library.active
 
 
+def test_what_else_stands_among_the_modules_does_not_matter(
+    library: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.active = 1
+    hook = library.make()
+    for other in (object(), None, types.ModuleType("other")):
+        monkeypatch.setitem(sys.modules, library.__name__, other)
+        assert travelled(hook)() == 1
+
+
 def test_a_class_keeps_its_slots() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec("class A:\n    __slots__ = ('x', '__y')\n    def __init__(self): self.x, self.__y = 1, 2", namespace)
