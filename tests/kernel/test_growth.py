@@ -93,6 +93,14 @@ class Notebook:
     def held(self) -> Held:
         return Held(*self.kernel.value("held()"))
 
+    def held_by_cells(self) -> Held:
+        """The least after each of two rounds of cells: a picture that the collector has not come to is no growth."""
+        found = []
+        for kind in [*CELLS] * 2:
+            self.run(kind)
+            found.append(self.held())
+        return min(found, key=lambda held: held.mib)
+
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Iterator[Notebook]:
@@ -104,12 +112,12 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_cells_that_are_over_leave_no_memory_no_file_and_no_thread_in_the_kernel(notebook: Notebook) -> None:
-    for kind in [*CELLS, *CELLS]:
+    for kind in CELLS:
         notebook.run(kind)
-    before = notebook.held()
-    for kind in [*CELLS] * 6:
+    before = notebook.held_by_cells()
+    for kind in [*CELLS] * 3:
         notebook.run(kind)
-    after = notebook.held()
+    after = notebook.held_by_cells()
     assert after.mib - before.mib <= MOST_MIB * 6 * len(CELLS)
     assert (after.files, after.threads) == (before.files, before.threads)
 
