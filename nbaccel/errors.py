@@ -11,6 +11,7 @@
     ├── ResultsMissing           the run is over, but a name of --out did not come back
     ├── NoInput                  code in a rank asked for keyboard input
     ├── NotInRanks               code in a rank waits for what runs in the notebook alone: a thread, a loader's worker
+    ├── StayedInRank             a part of an object that a cell left could not leave its rank, and is asked for
     ├── NotPrepared              several ranks, and a model that would train separately in each
     ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
     ├── PeerFailed               another rank failed in a block that this one was waiting for
@@ -50,6 +51,7 @@ __all__ = [
     "RanksFailed",
     "ResultsMissing",
     "RunStopped",
+    "StayedInRank",
     "StepCorrupted",
     "UntrustedPickle",
 ]
@@ -127,6 +129,10 @@ class NoInput(NbaccelError):
 
 class NotInRanks(NbaccelError, RuntimeError):
     """Code in a rank waits for what runs in the notebook alone: a thread, or a worker of a loader."""
+
+
+class StayedInRank(NbaccelError, AttributeError):
+    """An object that a cell left came without this part, which could not leave its rank: a lock, a thread, a file."""
 
 
 class NotPrepared(NbaccelError):

@@ -49,7 +49,7 @@ def test_the_quickstart_trains_a_model_that_knows_digits(
     accuracy = re.search(r"has not seen: (\d\.\d+)", text(notebook))
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.95
-    assert "model (updated in place" in text(notebook)
+    assert "model trained in place" in text(notebook)
     mimes = {mime for output in outputs(notebook) for mime in output.get("data", {})}
     assert "image/png" in mimes
     assert mimes <= {"text/plain", "text/html", "image/png"}, "what a saved notebook cannot show has no place in it"

@@ -9,10 +9,24 @@ from nbaccel.intervals import said
 from nbaccel.launch.group import Ended
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.spec import Task
+from nbaccel.launch.wire.kind import Change
 from nbaccel.launch.wire.parcel import unpack_what_can_be_rebuilt
 from nbaccel.view.words import plural
 
-__all__ = ["Outcome"]
+__all__ = ["Outcome", "Returned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a rank sent back.
+
+    values: by name.  changes: of objects that the kernel has.
+    lost: the numbers of other changes, in the order of the rank's, which cannot be rebuilt here, each with the reason.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Change] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -33,23 +47,36 @@ class Outcome:
     restarts: list[str] = field(default_factory=list)
 
     def values(self, rank: int | None = None) -> dict[str, Any]:
-        """Names and objects that `rank` sent back, by default the rank that speaks for all; empty if it died.
+        """Names and objects that `rank` sent back, by default the rank that speaks for all; empty if it died."""
+        return self.returned(rank).values
 
-        What cannot be rebuilt here is missing, and the rank's report says so from then on.
+    def returned(self, rank: int | None = None) -> Returned:
+        """What `rank` sent back, by default the rank that speaks for all; nothing if it died.
+
+        Values that cannot be rebuilt here are missing, and the rank's report says so from then on.
         """
         report = self.ended.reports[self.task.speaker if rank is None else rank]
         if report is None or report.parcel_fd < 0:
-            return {}
+            return Returned()
+        task = self.task
         try:
             values, refused = unpack_what_can_be_rebuilt(
-                report.parcel_fd, namespace=self.task.namespace, anchored=self.task.anchored
+                report.parcel_fd,
+                namespace=task.namespace,
+                anchored=task.anchored,
+                placed=task.placed,
+                is_lasting=True,
             )
         except Exception:
             if self.error is None:
                 raise
-            return {}
+            return Returned()
         report.missing |= {name.removeprefix("out:"): why for name, why in refused.items() if name.startswith("out:")}
-        return {name.removeprefix("out:"): value for name, value in values.items() if name.startswith("out:")}
+        return Returned(
+            {name.removeprefix("out:"): value for name, value in values.items() if name.startswith("out:")},
+            {name: value for name, value in values.items() if name.startswith("change:")},
+            {int(name.removeprefix("change:")): why for name, why in refused.items() if name.startswith("change:")},
+        )
 
     def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str, first_step: int) -> str:
         """The line on a run that ended well at a time limit.

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from nbaccel.launch.home import Home
 from nbaccel.launch.limits import ProgramLimit
 from nbaccel.launch.preflight import Start
+from nbaccel.launch.wire.kind import Change
 from nbaccel.launch.wire.parcel import Parcel, pack, unpack
+from nbaccel.launch.wire.pickling import Places
 from nbaccel.settings import OOM_CHOICES, STOP
 from nbaccel.world import World
 
@@ -36,12 +38,17 @@ class Results:
     missing: names that were asked for and are not there, with the reason.
     optional: names in `values` that are dropped silently when they cannot travel.
     facts: small JSON about the run: sizes, names not asked for, the last expression's display.
+    changes: of objects that the kernel has.  places: where these are; None where only values go back.
+    may_lack: a value comes without its parts that cannot travel, and `facts["lacks"]` says which these were.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[Change] = ()
+    places: Places | None = None
+    may_lack: bool = False
 
 
 class Task(ABC):
@@ -61,6 +68,9 @@ class Task(ABC):
 
     reference: ClassVar[str]
     """How a zygote, and a rank that stays, finds the class again: "module:Class"."""
+
+    def begin(self, rank: int) -> None:  # noqa: B027  # few tasks have to
+        """Note what has to be known of the time before `run`, in a rank."""
 
     @abstractmethod
     def run(self) -> None:
@@ -101,6 +111,14 @@ class Task(ABC):
     def anchored(self, name: str) -> Any:
         """The kernel's object behind an anchor."""
         raise LookupError(name)
+
+    def placed(self, token: Any) -> Any:
+        """The kernel's object at a place.
+
+        Raises:
+            LookupError: there is nothing, or another object.
+        """
+        raise LookupError(str(token))
 
 
 class FunctionTask(Task):

@@ -71,7 +71,9 @@ def _what_is_left(ended: Ended) -> str:
 def _travelled(report: Report, task: Task) -> BaseException | None:
     """The user's exception object, if it could be pickled and can be unpickled here."""
     try:
-        values, _ = unpack_what_can_be_rebuilt(report.parcel_fd, namespace=task.namespace, anchored=task.anchored)
+        values, _ = unpack_what_can_be_rebuilt(
+            report.parcel_fd, namespace=task.namespace, anchored=task.anchored, placed=task.placed
+        )
         error = values.get("error")
         str(error)  # who shows it will ask for its text, and must not meet a second error there
     except Exception:  # whatever a foreign class does when it is rebuilt: its report in text is enough

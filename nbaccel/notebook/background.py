@@ -85,7 +85,7 @@ class BackgroundRun(Beside):
     @property
     def is_worth_waiting_for(self) -> bool:
         """Whether it has left something that only `%accelerate wait` brings."""
-        return bool(self.run.task.out) or self.run.error is not None or self._trouble is not None
+        return self.run.has_left_something or self.run.error is not None or self._trouble is not None
 
     def wait(self) -> bool:
         """Wait until the run is over; False if an interrupt ended the waiting, which the run does not notice."""
@@ -128,7 +128,8 @@ class BackgroundRun(Beside):
     @property
     def what_waits(self) -> str:
         """What `%accelerate wait` would bring, in words."""
-        return ", ".join([*self.run.task.out, *([] if self.run.error is None else ["its error"])]) or "no value"
+        whatever = ["what it left"] if self.run.task.leaves_all and self.run.has_left_something else self.run.task.out
+        return ", ".join([*whatever, *([] if self.run.error is None else ["its error"])]) or "no value"
 
     def _progress(self) -> str:
         shown = self.run.shown
@@ -270,7 +271,11 @@ class Background:
         current = self._current
         if current is None:
             return ""
-        waits = f"; %accelerate wait brings {current.what_waits}" if current.is_over else ""
+        waits = (
+            f"; %accelerate wait brings {current.what_waits}"
+            if current.is_over and current.is_worth_waiting_for
+            else ""
+        )
         return f"{current}{waits}"
 
     def _running_or_over(self) -> BackgroundRun | None:

@@ -14,17 +14,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbaccel.errors import ResultsMissing
+from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.events import Listener
 from nbaccel.launch.beside import Beside
-from nbaccel.launch.outcome import Outcome
+from nbaccel.launch.outcome import Outcome, Returned
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.watching import Watching
+from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.results import install
+from nbaccel.view.words import listed
 
 __all__ = ["CellRun", "Host", "Shown", "briefly", "raise_if_missing", "with_reasons"]
 
@@ -55,14 +57,18 @@ class CellRun:
 
     shown: what is seen of it.  error, end, seconds: what it raises, its end in a word, and how long all its attempts
         took together; valid after `go`.
+    told: see `LeftByCell`.
     """
 
-    def __init__(self, plan: Plan, source: CellSource, task: CellTask, spec: LaunchSpec, shown: ShownRun) -> None:
+    def __init__(
+        self, plan: Plan, source: CellSource, task: CellTask, spec: LaunchSpec, shown: ShownRun, told: set[str]
+    ) -> None:
         self.plan = plan
         self.source = source
         self.task = task
         self.spec = spec
         self.shown = shown
+        self._told = told
         self.error: BaseException | None = None
         self.end = ""
         self.seconds = 0.0
@@ -84,6 +90,12 @@ class CellRun:
         self._outcome = host.run(self.spec, watching)
         self.seconds = self.shown.elapsed_s
         self.error, self.end = _how_it_ended(self._outcome, self.plan, self.seconds, self.shown.history.first_step)
+
+    @property
+    def has_left_something(self) -> bool:
+        """Whether names or changes wait for `conclude`; leftovers of loops do not count."""
+        report = self.outcome.ended.reports[self.task.speaker]
+        return bool(self.task.out) or (report is not None and bool(report.facts.get("leaves")))
 
     def show_end(self) -> None:
         self.shown.end(self.end, self.seconds, self.error, self.outcome.ended.first_failed)
@@ -110,29 +122,80 @@ class CellRun:
             say(outcome.at_the_limit(limit_s, "--resume", "--checkpoint-every", first_step))
         if outcome.start.method != self.plan.start.method:
             say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
-        values = _values_of(outcome)
-        result = values.pop(RESULT, None)
+        returned = _returned(outcome)
+        result = returned.values.pop(RESULT, None)
         facts = {} if report is None else report.facts
         missing = dict.fromkeys(self.task.out, f"rank {speaker} had ended") if report is None else report.missing
         missing.pop(RESULT, None)  # its display is there
         left = LeftInRanks(ended.reports, speaker, namespace)
+        whence = "" if error is None else f" from the {self.end} run"
+        if self.task.leaves_all:
+            self._leave_all(returned, facts, missing, left, namespace, say, whence)
+            if error is not None:
+                raise error
+        else:
+            self._leave_what_was_named(returned, facts, missing, left, namespace, say, whence)
+        shown = facts.get("result")
+        return result if result is not None or shown is None else Shown(shown["data"], shown["metadata"])
+
+    def _leave_all(
+        self,
+        returned: Returned,
+        facts: Mapping[str, Any],
+        missing: Mapping[str, str],
+        left: LeftInRanks,
+        namespace: dict[str, Any],
+        say: Callable[[str], None],
+        whence: str,
+    ) -> None:
+        """Make the notebook what the same cell would have left; where ranks trained apart, write over nothing."""
+        is_meant = bool(self.plan.settings.independent)
+        only_new = not is_meant and (bool(left.apart) or isinstance(self.error, NotPrepared))
+        new = [name for name in returned.values if name not in namespace]
+        doubt = "" if is_meant else left.not_one_training(new if only_new else returned.values)
+        arrived = LeftByCell(returned, facts, missing, self.task, self._told, from_gpus=bool(self.plan.devices.gpus))
+        try:
+            arrived.enter(only_new=only_new)
+        finally:
+            if line := arrived.line(whence):
+                say(line)
+            if doubt:
+                say(doubt)
+
+    def _leave_what_was_named(
+        self,
+        returned: Returned,
+        facts: Mapping[str, Any],
+        missing: Mapping[str, str],
+        left: LeftInRanks,
+        namespace: dict[str, Any],
+        say: Callable[[str], None],
+        whence: str,
+    ) -> None:
+        """What `--out` names, and what there is to say about the rest."""
+        values, error, ended = returned.values, self.error, self.outcome.ended
+        _ = left.trained  # before anything comes
         if arrivals := install(values, namespace, facts.get("sizes", {})):
-            whence = "" if error is None else f" from the {self.end} run"
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")
+        for name, parts in facts.get("lacks", {}).items():
+            say(f"{name} came without {', '.join(dict.fromkeys(parts))}")
         if not self.plan.settings.independent and (doubt := left.not_one_training(values)):
             say(doubt)
         if error is not None:
             if missing:
                 say(f"not brought back: {with_reasons(missing)}")
             raise error
-        for line in left.not_brought_back(values):
-            say(line)
+        if self.plan.options.out != ():  # who says `--out none` knows
+            for line in left.not_brought_back(values):
+                say(line)
+        if names := facts.get("stays"):
+            say(
+                f"{listed(names)} {'stays' if len(names) == 1 else 'stay'} in the ranks: %accelerate pull brings a copy"
+            )
         if not ended.is_timed_out:  # a run that was planned to end somewhere may not have got to the name
             raise_if_missing(missing, self.task.out)
         elif missing:
             say(f"not brought back: {with_reasons(missing)}")
-        shown = facts.get("result")
-        return result if result is not None or shown is None else Shown(shown["data"], shown["metadata"])
 
 
 def briefly(error: BaseException) -> BaseException:
@@ -163,9 +226,9 @@ def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int)
     return outcome.error, "done" if outcome.error is None else "failed"
 
 
-def _values_of(outcome: Outcome) -> dict[str, Any]:
+def _returned(outcome: Outcome) -> Returned:
     try:
-        return outcome.values()
+        return outcome.returned()
     except Exception as error:  # whatever a foreign class does when it is rebuilt
         raise ResultsMissing(
             f"rank {outcome.task.speaker} sent its results, but they cannot be rebuilt in the notebook "

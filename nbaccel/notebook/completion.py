@@ -46,11 +46,9 @@ def _variables(names: Iterable[str], symbol: str) -> list[str]:
 def _flags(parser: argparse.ArgumentParser, words: list[str], symbol: str, names: Iterable[str]) -> list[str]:
     """A flag, or what may follow the one that was written."""
     action = _open_flag(parser, words)
-    if action is not None and action.metavar == "NAMES":
-        return _variables(names, symbol)
-    if action is not None and words[-1] in action.option_strings:
-        values = action.choices or EXAMPLES.get(action.dest, ())
-        return [str(value) for value in values if str(value).startswith(symbol)]
+    if action is not None:
+        variables = _variables(names, symbol) if action.metavar == "NAMES" else []
+        return [*variables, *(_values(action, symbol) if words[-1] in action.option_strings else [])]
     return sorted(flag for other in parser._actions for flag in other.option_strings if flag.startswith(symbol or "--"))
 
 
@@ -62,7 +60,13 @@ def _settings(parser: argparse.ArgumentParser, before: str, symbol: str) -> list
     action = next((action for action in parser._actions if f"--{key}" in action.option_strings), None)
     if action is None:
         return []
-    values = ("true", "false") if action.nargs == 0 else action.choices or ()
+    if action.nargs == 0:
+        return [word for word in ("true", "false") if word.startswith(symbol)]
+    return _values(action, symbol)
+
+
+def _values(action: argparse.Action, symbol: str) -> list[str]:
+    values = action.choices or EXAMPLES.get(action.dest, ())
     return [str(value) for value in values if str(value).startswith(symbol)]
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter, argument, construct_parser, kwds
 
 from nbaccel.intervals import parse_interval, parse_seconds
-from nbaccel.notebook.options import AUTO
+from nbaccel.notebook.options import AUTO, CELL
 from nbaccel.notebook.values import (
     checked,
     one_of,
@@ -22,6 +22,7 @@ from nbaccel.notebook.values import (
     read_kept,
     read_names,
     read_only,
+    read_out,
     read_processes,
     read_rank,
     read_ranks,
@@ -44,8 +45,9 @@ _SETTINGS = (
           help="auto, no, fp16 or bf16; default auto: what suits the device"),
     _flag("-a", "--accumulate", metavar="K", type=read_batches,
           help="batches per optimizer step; default 1"),
-    _flag("-o", "--out", metavar="NAMES", type=read_names,
-          help="variables to bring back from rank 0: model,history; default none"),
+    _flag("-o", "--out", metavar="NAMES", type=read_out,
+          help="variables to bring back from rank 0, and no others: model,history, or none; default cell: all that the "
+               "cell would leave in the notebook"),
     _flag("-i", "--in", metavar="NAMES", type=read_names, dest="inputs",
           help="variables to send to a zygote though the cell does not mention them; default none"),
     _flag("-r", "--ranks", metavar="RANKS", type=read_ranks,
@@ -81,7 +83,7 @@ _SETTINGS = (
     _flag("--resume", metavar="PATH", nargs="?", const="",
           help="go on from the checkpoint in PATH, or from the newest in --checkpoint-dir; default off"),
     _flag("--time-limit", metavar="T", type=checked(parse_seconds),
-          help="end well after 11h30m: finish the step, save, bring --out back; default never"),
+          help="end well after 11h30m: finish the step, save, bring back what there is; default never"),
 )  # fmt: skip
 """Flags that a notebook can choose for all its cells: `%accelerate config` and nbaccel.toml know them by their long
 names."""
@@ -101,6 +103,7 @@ _OF_ONE_CELL = (
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "num_processes": (AUTO, "1", "2", "4", "8"),
     "accumulate": ("1", "2", "4", "8"),
+    "out": (CELL, "none"),
     "ranks": ("all", "0", "0,1"),
     "devices": ("0", "0,1"),
     "timeout": ("60", "600"),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from nbaccel.launch.rank.parameters import checksum, parameters_of, parts_of
 from nbaccel.launch.wire.wrappers import plain
+from nbaccel.view.words import listed
 
 __all__ = ["LeftInRanks"]
-
-_MOST_NAMES = 6
 
 
 class LeftInRanks:
@@ -32,35 +32,46 @@ class LeftInRanks:
         self._speaker = speaker
         self._sums: Mapping[str, int] = self._own.get("checksums", {})
         self._holders: Collection[str] = self._own.get("holders", ())
-        self._changed = [name for name in self._own.get("changed", ()) if name in namespace]
-        self._trained = [name for name, number in self._sums.items() if _checksum(namespace.get(name)) != number]
+        self._changed = [name for name in dict.fromkeys(self._own.get("changed", ())) if name in namespace]
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """Names whose parameters are not the notebook's, as these are when this is asked first."""
+        return [name for name, number in self._sums.items() if _checksum(self._namespace.get(name)) != number]
+
+    @property
+    def apart(self) -> list[str]:
+        """Names whose parameters the ranks left different from each other."""
+        return [
+            name
+            for name, number in self._sums.items()
+            if name not in self._holders
+            and any(facts.get("checksums", {}).get(name, number) != number for facts in self._facts)
+        ]
 
     def not_one_training(self, came: Collection[str]) -> str:
         """What to say where ranks trained apart, or all did the same; "" where they trained together.
 
         came: names that have been brought back.
         """
-        apart = [
-            name
-            for name, number in self._sums.items()
-            if name not in self._holders
-            and any(facts.get("checksums", {}).get(name, number) != number for facts in self._facts)
-        ]
-        if apart:
+        if apart := self.apart:
             whose = f", and what came back is rank {self._speaker}'s" if set(apart) & set(came) else ""
             return (
                 f"{', '.join(apart)} {'differ' if len(apart) > 1 else 'differs'} between the ranks{whose}: nothing "
-                f"kept {_them(apart)} in step. {self._how_to_keep_in_step(apart)}; --independent, if that is meant"
+                f"kept {_them(apart)} in step. {self._remedy(apart, 'does')}; --independent, if that is meant"
             )
         together = any(facts.get("exchanged", True) or facts.get("was_warned", True) for facts in self._facts)
-        changed = [name for name in self._trained if name not in self._holders]
-        changed += [name for name in self._changed if _can_be_trained(self._namespace[name])]
-        if self._ranks == 1 or len(self._facts) < self._ranks or not changed or together:
+        if self._ranks == 1 or len(self._facts) < self._ranks or together:
+            return ""
+        changed = [name for name in self.trained if name not in self._holders]
+        others = [name for name in self._changed if name not in changed]
+        changed += [name for name in others if _can_be_trained(self._namespace[name])]
+        if not changed:
             return ""
         if changed[0] in self._sums:
-            found = f"all {self._ranks} ranks did the same work on {_listed(changed)}, and exchanged nothing"
-            return f"{found}. {self._how_to_keep_in_step(changed)} and shares the work out; -n 1 does it once"
-        found = f"each of {self._ranks} ranks changed {_listed(changed)} by itself, and they exchanged nothing"
+            found = f"all {self._ranks} ranks did the same work on {listed(changed)}, and exchanged nothing"
+            return f"{found}. {self._remedy(changed, 'shares the work out')}; -n 1 does it once"
+        found = f"each of {self._ranks} ranks changed {listed(changed)} by itself, and they exchanged nothing"
         return f"{found}: -n 1 does the work once"
 
     def not_brought_back(self, came: Collection[str]) -> Iterator[str]:
@@ -68,15 +79,15 @@ class LeftInRanks:
         namespace = self._namespace
         stale = [
             name
-            for name in self._trained
+            for name in self.trained
             if name not in came and name in namespace and _checksum(namespace[name]) != self._sums[name]
         ]
         trained = [name for name in stale if name not in self._holders]
         if not trained and stale:  # what they hold came under another name, as a new object
-            yield f"{_listed(stale)} still {'holds' if len(stale) == 1 else 'hold'} what was there before the cell"
+            yield f"{listed(stale)} still {'holds' if len(stale) == 1 else 'hold'} what was there before the cell"
         if trained:
             how = self._how_to_bring(trained)
-            yield f"trained in the ranks, and in the notebook as before: {_listed(trained)}; {how}"
+            yield f"trained in the ranks, and in the notebook as before: {listed(trained)}; {how}"
         for name in self._sums:
             if name in came and name not in self._holders and _checksum(namespace.get(name)) != self._sums[name]:
                 kind = type(plain(namespace.get(name))).__name__
@@ -90,12 +101,12 @@ class LeftInRanks:
             stays = [name for name in bound if not self._inner(name)]
             yield from (f"{name} cannot leave its process{self._inner(name)}" for name in bound if name not in stays)
             if stays:
-                yield f"not brought back: {_listed(stays)}; a lock, a thread, a file or a weak reference is in it"
+                yield f"not brought back: {listed(stays)}; a lock, a thread, a file or a weak reference is in it"
         changed, made = ([name for name in names if name not in bound] for names in (changed, made))
         models = self._own.get("models", {})
         made.sort(key=lambda name: (name not in models, name.isupper()))  # models first, and constants last
         if names := [*changed, *made]:
-            yield f"not brought back: {_listed(names)}; add {_them(names)} to --out"
+            yield f"not brought back: {listed(names)}; add {_them(names)} to --out"
 
     def _how_to_bring(self, names: Sequence[str]) -> str:
         """--out takes a model, and not what holds one: a Trainer has locks and functions that cannot travel."""
@@ -131,14 +142,14 @@ class LeftInRanks:
         part = self._own.get("models", {}).get(name)
         return f": {part} = {name}.{part} as the cell's last line, and --out {part}" if part else ""
 
-    def _how_to_keep_in_step(self, names: Sequence[str]) -> str:
+    def _remedy(self, names: Sequence[str], does: str) -> str:
         values = [plain(self._namespace[name]) for name in names if name in self._namespace]
         torch = sys.modules.get("torch")
         if torch is not None and values and all(issubclass(type(value), torch.Tensor) for value in values):
-            return 'p.grad = accelerator.reduce(p.grad, "mean") for each of them before its update does'
+            return f'p.grad = accelerator.reduce(p.grad, "mean") for each of them, before its update, {does}'
         if any(facts.get("has_prepared") for facts in self._facts):
             return "Something was prepared: the loop has to use what accelerator.prepare returned"
-        return "accelerator.prepare does, before the loop"
+        return f"accelerator.prepare, before the loop, {does}"
 
 
 def _checksum(value: Any) -> int | None:
@@ -163,11 +174,6 @@ def _is_model(value: Any) -> bool:
 def _can_be_trained(value: Any) -> bool:
     """Whether it is an estimator, a sampler ... and not one of the many objects that a look changes, too."""
     return any(hasattr(type(value), method) for method in ("fit", "train", "learn", "run"))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _them(names: Sequence[str]) -> str:

@@ -86,7 +86,7 @@ class AccelerateMagics(Magics):
           %accelerate memory            who holds how much of it
           %accelerate why               what the ranks of a run that failed or was interrupted were doing, side by side
           %accelerate status            how the run in the background (--bg) goes, and what %accelerate alone says
-          %accelerate wait              wait for that run, and bring back what --out names
+          %accelerate wait              wait for that run, and bring back what it left
           %accelerate attach            show its panel in this cell too, and wait; an interrupt ends the waiting
           %accelerate stop              finish its step, the second time end it now; without one, end ranks that stay
           %accelerate start FLAGS       start ranks that stay: cells run in them, and names last from cell to cell

@@ -10,9 +10,11 @@ from dataclasses import dataclass, fields, replace
 
 from nbaccel.errors import LaunchRefused
 
-__all__ = ["AUTO", "Limit", "Options", "expanded"]
+__all__ = ["AUTO", "CELL", "NAMED", "Limit", "Options", "expanded"]
 
 AUTO = "auto"
+CELL, NAMED = "cell", "named"
+"""What a cell leaves in the notebook: all that it would without ranks, or what `--out` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Options:
     """The choices of one cell, or of `%accelerate config`. None: not chosen.
 
     num_processes: a number or "auto".  mixed_precision: as flagged, "auto" too.
+    out: names of `--out`, or `CELL`, which None means, too, or `NAMED` without any.
     inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".
     timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
@@ -42,7 +45,7 @@ class Options:
     num_processes: int | str | None = None
     mixed_precision: str | None = None
     accumulate: int | None = None
-    out: tuple[str, ...] | None = None
+    out: tuple[str, ...] | str | None = None
     inputs: tuple[str, ...] | None = None
     ranks: str | None = None
     devices: str | None = None
@@ -70,6 +73,11 @@ class Options:
         """These choices, and `weaker`'s where these say nothing. "auto" is a choice."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(weaker, **{name: value for name, value in chosen.items() if value is not None})
+
+    @property
+    def names_back(self) -> tuple[str, ...] | None:
+        """Names to bring back; None for all that the cell leaves."""
+        return self.out if isinstance(self.out, tuple) else () if self.out == NAMED else None
 
     @property
     def world_size(self) -> int | None:

@@ -22,12 +22,14 @@ from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_la
 from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
 from nbaccel.launch.rank.lost_threads import threads_held_by
+from nbaccel.launch.rank.names import made_before_read
 from nbaccel.launch.screen.audience import Audience, can_answer, runs_unattended
 from nbaccel.launch.screen.frames import Frames
 from nbaccel.launch.screen.painter import Screen
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec, Results
+from nbaccel.launch.wire.wrappers import plain, take_off_forward
 from nbaccel.notebook.background import Background
 from nbaccel.notebook.cell_run import CellRun, Host, Shown, raise_if_missing, with_reasons
 from nbaccel.notebook.cell_screen import CellScreen
@@ -43,7 +45,7 @@ from nbaccel.notebook.refusals import (
     without_a_missing_source,
 )
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
-from nbaccel.notebook.source import made_before_read, read_cell
+from nbaccel.notebook.source import read_cell
 from nbaccel.notebook.start_flags import of_the_start
 from nbaccel.notebook.stay import Stay
 from nbaccel.notebook.steered import Steered, steered
@@ -54,6 +56,7 @@ __all__ = ["LastRun", "Session"]
 SETUP = "nbaccel.train.setup:setup_rank"
 """Gives every rank its process group and, unless the notebook has the name, `accelerator`."""
 
+_ACCELERATOR = "accelerator"
 
 _MOST_THREADS = 3
 """Lines about threads of the notebook before a run."""
@@ -98,6 +101,7 @@ class Session:
         self._audience = Audience()
         self._launcher = launcher
         self._setup = setup
+        self._told: set[str] = set()
         self.stay = Stay(
             shell.user_ns, lambda: self.launcher, lambda: self.survey(), lambda: self.cuda.first_cell, setup, self.say
         )
@@ -147,7 +151,7 @@ class Session:
             self.say(news_of_the_source)
         if host is self.launcher:
             self._say_what_is_short(plan, source, needed, carried, survey)
-        spec = plan.spec(task, self._setup, wants_results=bool(task.out))
+        spec = plan.spec(task, self._setup, wants_results=task.leaves_all or bool(task.out))
         if options.bg:
             if not (why := self._why_not_in_the_background(plan)):
                 return self._leave(host, plan, source, task, spec)
@@ -156,7 +160,7 @@ class Session:
         if plan.start.method == "inline":
             return self._run_inline(spec, source.name, task, self._show(plan, source, spec, Frames()))
         with steered(self.shell) as (frames, beside):
-            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames))
+            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told)
             self.rank_memory.begin(source.name)
             run.go(host, listeners=[self.rank_memory], beside=beside)
             try:
@@ -175,7 +179,7 @@ class Session:
             raise LaunchRefused(
                 f"--only {asked.only} names ranks that stay, and none do: %accelerate start, or leave it out."
             )
-        task = CellTask(source, self.shell.user_ns, options.out or (), options.inputs or (), debugged=options.pdb)
+        task = CellTask(source, self.shell.user_ns, options.names_back, options.inputs or (), debugged=options.pdb)
         return self.launcher, Plan.of(options, task, survey, ProcessState.now(), self.cuda.first_cell), task
 
     def say(self, line: str) -> None:
@@ -211,7 +215,7 @@ class Session:
         """Refuse names that can only be mistakes, before anything starts."""
         known = self.shell.user_ns.keys() | self.stay.names
         mentioned = set(re.findall(r"[^\W\d]\w*", body))
-        _refuse_unknown("--out", options.out, known | mentioned, "neither the notebook nor the cell has")
+        _refuse_unknown("--out", options.names_back, known | mentioned, "neither the notebook nor the cell has")
         _refuse_unknown("--in", options.inputs, known, "the notebook has not")
 
     def _show(
@@ -243,7 +247,7 @@ class Session:
         """Start the run and let the cell end."""
         button = Steered(None, set(), "Stop: %accelerate stop")  # clicks come between cells, as all messages do
         shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
-        run = CellRun(plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown)
+        run = CellRun(plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown, self._told)
         self.rank_memory.begin(source.name)
         self.launcher.post_mortem = None
         current = self.background.begin(run, host, [self.rank_memory], [button])
@@ -270,9 +274,10 @@ class Session:
                 self.stay.after(run.error)
 
     def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: ShownRun) -> Any:
-        """The cell in the notebook's own process. Names that `--out` does not list are as before afterwards."""
+        """The cell in the notebook's own process."""
+        leaving = self._as_written if task.leaves_all else self._only_out_changes
         try:
-            with shown.until_its_end(), self._only_out_changes(task), left_for_why(self.launcher, title, task):
+            with shown.until_its_end(), leaving(task), left_for_why(self.launcher, title, task):
                 run_inline(spec, [shown])
             results = task.results_here()
             raise_if_missing(results.missing, task.out)
@@ -284,7 +289,23 @@ class Session:
         return _value_of(results)
 
     @contextmanager
+    def _as_written(self, task: CellTask) -> Iterator[None]:
+        """The cell's names stay, without what training has put around their objects."""
+        namespace = self.shell.user_ns
+        before = dict(namespace)
+        try:
+            yield
+        finally:
+            for name, value in list(namespace.items()):
+                if before.get(name) is not value:
+                    namespace[name] = plain(value)
+                take_off_forward(plain(value))
+            if _ACCELERATOR not in before and _ACCELERATOR not in task.names_mentioned():
+                namespace.pop(_ACCELERATOR, None)
+
+    @contextmanager
     def _only_out_changes(self, task: CellTask) -> Iterator[None]:
+        """Names that `--out` does not list are as before afterwards."""
         namespace = self.shell.user_ns
         before = dict(namespace)
         try:

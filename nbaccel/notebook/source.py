@@ -10,7 +10,7 @@ import ast
 import difflib
 import linecache
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -19,7 +19,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.launch.rank.cell import CellSource
 from nbaccel.notebook.comments import MAGIC, is_code
 
-__all__ = ["made_before_read", "read_cell"]
+__all__ = ["read_cell"]
 
 _INSTALLERS = frozenset({"pip", "conda", "mamba", "micromamba", "uv"})
 _INSTALL_COMMAND = re.compile(r"\b(pip3?|conda|mamba|micromamba|uv)\s+(pip\s+)?install\b")
@@ -49,57 +49,6 @@ def read_cell(shell: Any, body: str) -> CellSource:
     # No modification time: linecache keeps such an entry, and tracebacks that show this name find their lines.
     linecache.cache[name] = (len(raw), None, raw.splitlines(keepends=True), name)
     return CellSource(code, name, raw, flags=shell.compile.flags, is_timed=is_timed)
-
-
-def made_before_read(code: str) -> set[str]:
-    """Return the names that the cell binds in any case before it reads them: what they were before is not needed.
-
-    >>> sorted(made_before_read("model = build()\\nmodel.train()\\nif x:\\n    y = 1\\nprint(y)"))
-    ['model']
-    """
-    try:
-        body = ast.parse(code).body
-    except SyntaxError:  # compiling tells it better
-        return set()
-    read: set[str] = set()
-    made: set[str] = set()
-    _follow(body, read, made)
-    return made
-
-
-def _follow(body: list[ast.stmt], read: set[str], made: set[str]) -> None:
-    """Add to `read` the names that `body` reads before they are in `made`, and to `made` what it binds for certain."""
-    for statement in body:
-        match statement:
-            case ast.With() | ast.AsyncWith():
-                _take(statement.items, read, made)
-                _follow(statement.body, read, made)
-            case ast.For() | ast.AsyncFor() | ast.While() | ast.If() | ast.Try() | ast.Match():
-                inside = set(made)
-                for part in ast.iter_child_nodes(statement):
-                    if not isinstance(part, ast.stmt):
-                        _take([part], read, inside)
-                    else:
-                        _follow([part], read, inside)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                _take([statement], read, made)
-                made |= {statement.name} - read
-            case ast.Import() | ast.ImportFrom():
-                bound = {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
-                made |= bound - read
-            case _:
-                _take([statement], read, made)
-
-
-def _take(nodes: Sequence[ast.AST], read: set[str], made: set[str]) -> None:
-    """Account for the names in `nodes`: those that are read first, then those that are bound."""
-    names = [leaf for node in nodes for leaf in ast.walk(node) if isinstance(leaf, ast.Name)]
-    changed = {
-        node.target.id for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-    }
-    read |= ({name.id for name in names if not isinstance(name.ctx, ast.Store)} | changed) - made
-    if not any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) for node in nodes):
-        made |= {name.id for name in names if isinstance(name.ctx, ast.Store)} - read
 
 
 def _raw_cell(shell: Any, body: str) -> str:

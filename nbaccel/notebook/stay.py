@@ -161,7 +161,7 @@ class Stay:
         task = CellTask(
             source,
             self._notebook,
-            options.out or (),
+            options.names_back,
             options.inputs or (),
             home=residents.home,
             speaker=min(lodging.ranks),

@@ -19,8 +19,8 @@ CSS_CLASS = "nbaccel-stop"
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 LABELS = (
-    ("Stop after this step", "Every rank finishes its step, and the names of --out come back"),
-    ("Stop now", "Ends the ranks in the middle of the step; what --out names is lost"),
+    ("Stop after this step", "Every rank finishes its step, and what the cell has made so far comes back"),
+    ("Stop now", "Ends the ranks in the middle of the step; what the cell has made is lost"),
     ("Stopping", "The ranks are being ended"),
 )
 """What the button says, and what a pointer that rests on it is told, by how often the run was asked to end."""

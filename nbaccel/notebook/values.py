@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.notebook.options import AUTO, expanded
+from nbaccel.notebook.options import AUTO, CELL, NAMED, expanded
 
 __all__ = [
     "checked",
@@ -22,6 +22,7 @@ __all__ = [
     "read_kept",
     "read_names",
     "read_only",
+    "read_out",
     "read_processes",
     "read_rank",
     "read_ranks",
@@ -71,6 +72,12 @@ def read_names(text: str) -> tuple[str, ...]:
         what = f"{wrong[0]!r} is not the name of a variable" if wrong else "no name was given"
         raise argparse.ArgumentTypeError(f"{what}; write names with commas between them, such as model,history")
     return names
+
+
+def read_out(text: str) -> tuple[str, ...] | str:
+    """Names of variables, or a word for what a cell leaves in the notebook."""
+    word = text.strip().lower()
+    return NAMED if word in ("none", NAMED) else CELL if word == CELL else read_names(text)
 
 
 def read_curves(text: str) -> tuple[str, ...]:

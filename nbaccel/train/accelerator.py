@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import Module
@@ -109,6 +109,13 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     ...     optimizer.step()
     ...     optimizer.zero_grad()
     """
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        accelerator = super().__new__(cls)
+        accelerator._made_with = args, kwargs
+        return accelerator
 
     def __init__(
         self,
@@ -411,6 +418,11 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._refuse_half_a_resume()
         self._is_ready = True
 
+    def __nbaccel_anew__(self) -> tuple[Any, ...]:
+        """How the notebook gets one like this, which has prepared nothing: what is said to whoever packs results."""
+        args, kwargs = self._made_with
+        return _made, (type(self), args, kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_engine": None}
 
@@ -418,6 +430,10 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self.__dict__.update(state)
         self._is_ready = False
         _watch_forks(self)
+
+
+def _made(kind: type[Accelerator], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Accelerator:
+    return kind(*args, **kwargs)
 
 
 def _watch_forks(accelerator: Accelerator) -> None:

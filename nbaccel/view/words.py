@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["duration", "gigabytes", "number", "plural", "rate", "span"]
+__all__ = ["duration", "gigabytes", "listed", "number", "plural", "rate", "span", "with_article"]
 
 _DIGITS = 4
 
@@ -72,3 +72,20 @@ def plural(count: int, noun: str) -> str:
     ('1 step', '1,200 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(texts: Sequence[str], most: int = 6) -> str:
+    """
+    >>> listed(["a", "b"]), listed(["a", "b", "c", "d"], most=2)
+    ('a, b', 'a, b and 2 more')
+    """
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def with_article(noun: str) -> str:
+    """
+    >>> with_article("Lock"), with_article("Accelerator")
+    ('a Lock', 'an Accelerator')
+    """
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

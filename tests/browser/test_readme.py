@@ -33,7 +33,7 @@ model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReL
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)"""
 
-TRAINS = """%%accelerate -n 2 --seed 0 --plot loss,acc --out model
+TRAINS = """%%accelerate -n 2 --seed 0 --plot loss,acc
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in accelerator.epochs(40):
     for inputs, targets in loader:

@@ -69,6 +69,26 @@ def test_the_run_goes_on_in_its_cell_while_others_run_and_sees_the_notebook_as_o
     assert kernel.do("%accelerate wait").stdout.startswith("nothing runs in the background")
 
 
+def test_without_out_all_that_the_cell_leaves_comes_when_somebody_waits(kernel: RealKernel, start: str) -> None:
+    kernel.do("factor, seen, same = 7, [1], None\nsame = seen")
+    begin(kernel, waits("", start).replace("answer + 1", "seen.append(2)"), "waiting")
+    kernel.do("other = seen")
+    go(kernel)
+    waited = kernel.do("%accelerate wait")
+    assert re.search(r"^brought back: (seen, answer|answer, seen)$", waited.stdout, re.M)
+    assert kernel.value("[answer, seen, seen is same, 'Path' in globals()]") == [42, [1, 2], True, True]
+
+
+def test_what_the_notebook_has_bound_anew_meanwhile_stays(kernel: RealKernel) -> None:
+    kernel.do("factor, seen = 7, [1]")
+    begin(kernel, waits("").replace("answer + 1", "seen.append(2)"), "waiting")
+    kernel.do("seen = ['new']")
+    go(kernel)
+    waited = kernel.do("%accelerate wait")
+    assert "brought back: answer; not brought back: seen (another object by now)\n" in waited.stdout
+    assert kernel.value("seen") == ["new"]
+
+
 def test_the_cell_returns_at_once(kernel: RealKernel) -> None:
     kernel.do("factor = 7")
     seconds = []
@@ -132,6 +152,16 @@ def test_what_nobody_has_waited_for_is_not_lost_to_the_next_cell(kernel: RealKer
     )
     kernel.do("%accelerate wait")
     assert kernel.value("answer") == 42
+
+
+def test_a_run_that_has_only_printed_makes_room_for_the_next(kernel: RealKernel) -> None:
+    kernel.do("names = ['a']")
+    for text in ("one", "two"):
+        running = begin(kernel, accelerate(f"for name in names:\n    print({text!r})", flags="--bg"), text)
+        while "has ended in the background (done)\n" not in (status := kernel.do("%accelerate status").stdout):
+            assert "has been running in the background" in status
+        assert "wait brings" not in running.cell.stdout
+    assert kernel.do("%accelerate wait").stdout == ""
 
 
 @pytest.mark.slow

@@ -52,6 +52,17 @@ def test_the_zygote_gets_the_lambda_the_class_and_the_gigabyte(kernel: RealKerne
     kernel.do("del large")
 
 
+def test_what_a_cell_binds_before_it_reads_it_need_not_travel(kernel: RealKernel) -> None:
+    loop = "for i in range(2):\n    loss = (weight * i).sum()\n    loss.backward()"
+    kernel.do(f"import torch\nweight = torch.ones(2, requires_grad=True)\n{loop}")
+    kernel.do(accelerate(loop, "zygote", n=1))
+    assert kernel.value("[loss.item(), loss.requires_grad]") == [2.0, False]
+    kernel.do("loss = (weight * 2).sum()")
+    error = kernel.run(accelerate("for i in range(2):\n    loss = loss * i", "zygote", n=1)).failed("NameError")
+    assert "the notebook's loss was not sent to the ranks, as the cell binds it" in error.text
+    kernel.do("del weight, loss")
+
+
 def test_an_open_file_is_refused_by_name_before_a_zygote_rank_starts(kernel: RealKernel) -> None:
     kernel.do("opened = open('/proc/self/cmdline')")
     cell = kernel.run(accelerate("print('started')\nopened.read()", "zygote"))
@@ -74,10 +85,26 @@ def test_a_missing_name_says_how_to_send_it(kernel: RealKernel) -> None:
     assert "3" in kernel.do(accelerate("print(eval('hid' + 'den'))", "zygote", flags="--in hidden")).printed
 
 
-def test_what_a_cell_assigns_does_not_reach_the_notebook(kernel: RealKernel, start: str) -> None:
-    kernel.do("untouched = [1]\nname = 'LOCAL'")
-    kernel.do(accelerate("untouched.append(2); name = 'changed'; fresh = 1", start))
-    assert kernel.value("[untouched, name, 'fresh' in globals()]") == [[1], "LOCAL", False]
+ASSIGNS = "changed.append(2); name = 'changed'; fresh = 1; del gone"
+
+
+def test_what_a_cell_assigns_changes_and_deletes_reaches_the_notebook(kernel: RealKernel, start: str) -> None:
+    kernel.do("changed = same = [1]\nname = 'LOCAL'\ngone = 1")
+    cell = kernel.do(accelerate(ASSIGNS, start))
+    assert kernel.value("[changed is same, changed, name, fresh, 'gone' in globals()]") == [
+        True,
+        [1, 2],
+        "changed",
+        1,
+        False,
+    ]
+    assert {"changed", "name", "fresh"} == {*re.findall(r"\w+", cell.stdout.rpartition("brought back: ")[2])}
+
+
+def test_what_a_cell_assigns_does_not_reach_the_notebook_with_out_none(kernel: RealKernel, start: str) -> None:
+    kernel.do("changed = [1]\nname = 'LOCAL'\ngone = 1")
+    kernel.do(accelerate(ASSIGNS, start, flags="--out none"))
+    assert kernel.value("[changed, name, 'fresh' in globals(), gone]") == [[1], "LOCAL", False, 1]
 
 
 def test_views_of_one_storage_stay_views(kernel: RealKernel, start: str) -> None:

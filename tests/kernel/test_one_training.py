@@ -87,13 +87,17 @@ def test_what_neither_a_step_nor_a_backward_shows_is_compared_when_the_cell_ends
     assert re.search(r"^model differs between the ranks, and what came back is rank 0's", cell.stdout, re.M)
 
 
-def test_models_that_nobody_asked_for_are_compared_too(kernel: RealKernel) -> None:
+@pytest.mark.parametrize("flags", ["", "--out none"])
+def test_models_that_nobody_asked_for_are_compared_too(kernel: RealKernel, flags: str) -> None:
     """As with fastai's optimizers, and with loops that update lists of tensors by hand."""
     kernel.do(MAKES)
     kernel.do("class Learner: pass\nlearn = Learner()\nlearn.model = model\nweights = list(model.parameters())")
-    cell = kernel.do(accelerate(BY_HAND + "learn, weights"))
+    cell = kernel.do(accelerate(BY_HAND + "learn, weights", flags=flags))
     assert "model differs between the ranks: nothing kept it in step" in cell.stdout
-    assert "trained in the ranks, and in the notebook as before: model; add model to --out" in cell.stdout
+    assert "trained in place" not in cell.stdout
+    assert kernel.value("all(torch.equal(new, old) for new, old in zip(model.parameters(), before))") is True
+    said = "trained in the ranks, and in the notebook as before: model; add model to --out"
+    assert (said in cell.stdout) is bool(flags)
 
 
 TRAINER = """
@@ -117,12 +121,10 @@ trainer = Trainer(model)
 
 
 @pytest.mark.parametrize(("start", "n"), [("fork", 2), ("fork", 1), ("zygote", 2)])
-def test_a_model_that_a_method_trained_and_that_stays_in_the_ranks_is_named(
-    kernel: RealKernel, start: str, n: int
-) -> None:
+def test_a_model_that_a_method_trained_comes_or_is_named(kernel: RealKernel, start: str, n: int) -> None:
     kernel.do(MAKES + TRAINER)
     begins = "import torch.distributed as dist\nif accelerator.num_processes > 1: accelerator.wait_for_everyone()\n"
-    cell = kernel.do(accelerate(begins + "trainer.train()", start, n))
+    cell = kernel.do(accelerate(begins + "trainer.train()", start, n, flags="--out none"))
     said = "trained in the ranks, and in the notebook as before: trainer; add model to --out"
     assert said in cell.stdout
     assert kernel.value("all(torch.equal(new, old) for new, old in zip(model.parameters(), before))") is True
@@ -130,32 +132,61 @@ def test_a_model_that_a_method_trained_and_that_stays_in_the_ranks_is_named(
     assert "trained in the ranks" not in cell.stdout
     assert kernel.value("trainer.model is model") is True
     assert kernel.value("any(torch.equal(new, old) for new, old in zip(model.parameters(), before))") is False
+    assert kernel.value("trainer.log") == []
+    kernel.do("before = [weight.clone() for weight in model.parameters()]")
+    cell = kernel.do(accelerate(begins + "trainer.train()", start, n))
+    assert re.search(r"^brought back: (trainer\.)?model trained in place \(178 parameters\)", cell.stdout, re.M)
+    assert kernel.value("trainer.model is model") is True
+    assert kernel.value("any(torch.equal(new, old) for new, old in zip(model.parameters(), before))") is False
+    assert kernel.value("trainer.log") == ["trained"]
 
 
-def test_a_model_that_a_function_of_the_notebook_trained_is_named(kernel: RealKernel) -> None:
+def test_each_name_of_what_all_ranks_did_alike_is_said_once(kernel: RealKernel) -> None:
+    kernel.do(MAKES)
+    cell = kernel.do(accelerate("with torch.no_grad():\n    for each in model.parameters():\n        each.add_(1e-3)"))
+    assert "all 2 ranks did the same work on model, and exchanged nothing" in cell.text
+
+
+@pytest.mark.parametrize("flags", ["", "--out none"])
+def test_a_model_that_a_function_of_the_notebook_trained_comes_or_is_named(kernel: RealKernel, flags: str) -> None:
     kernel.do(MAKES)
     kernel.do("def step(a, b):\n    return nn.functional.cross_entropy(model(a), b).backward()")
     kernel.do(
         "def epoch():\n    for a, b in loader: step(a, b)\n    optimizer.step()\n    history.append(1)\nhistory = []"
     )
-    cell = kernel.do(accelerate("torch.manual_seed(1)\nepoch()"))
+    cell = kernel.do(accelerate("torch.manual_seed(1)\nepoch()", flags=flags))
     assert "each does the same work on the same data" in cell.text
-    assert "trained in the ranks, and in the notebook as before: model; add model to --out" in cell.stdout
-    assert "not brought back: history; add it to --out" in cell.stdout
+    if flags:
+        assert "trained in the ranks, and in the notebook as before: model; add model to --out" in cell.stdout
+        assert "not brought back: history; add it to --out" in cell.stdout
+        assert kernel.value("history") == []
+    else:
+        assert "brought back: model trained in place (178 parameters), history, optimizer\n" in cell.stdout
+        assert "as before" not in cell.stdout
+        assert kernel.value("history") == [1]
+    stays = "all(torch.equal(new, old) for new, old in zip(model.parameters(), before))"
+    assert kernel.value(stays) is bool(flags)
 
 
-def test_what_was_trained_comes_first_and_what_is_left_out_is_counted(kernel: RealKernel) -> None:
+def test_a_model_is_named_first_and_what_is_left_out_is_counted(kernel: RealKernel) -> None:
     kernel.do(MAKES)
     prepares = "prepared, optimizer, loader = accelerator.prepare(nn.Linear(8, 2), optimizer, loader)\n"
-    cell = kernel.do(accelerate(prepares + "\n".join(f"{name} = [1]" for name in "abcdefgh")))
+    body = prepares + "\n".join(f"{name} = [1]" for name in "abcdefgh")
+    cell = kernel.do(accelerate(body, flags="--out none"))
     assert "not brought back: prepared, a, b, c, d, e and 4 more; add them to --out" in cell.stdout
+    cell = kernel.do(accelerate(body))
+    assert "brought back: prepared (18 parameters), " in cell.stdout
+    assert kernel.value("type(prepared).__name__") == "Linear"
+    assert kernel.value("[a, h]") == [[1], [1]]
 
 
-def test_an_estimator_that_ranks_fitted_is_named(kernel: RealKernel) -> None:
+@pytest.mark.parametrize("flags", ["", "--out none"])
+def test_an_estimator_that_ranks_fitted_is_named(kernel: RealKernel, flags: str) -> None:
     kernel.do("class Estimator:\n    def fit(self):\n        self.coef_ = 1\nmodel = Estimator()")
-    cell = kernel.do(accelerate("model.fit()", flags="--cpu"))
+    cell = kernel.do(accelerate("model.fit()", flags=flags))
     assert "each of 2 ranks changed model by itself, and they exchanged nothing: -n 1 does the work once" in cell.stdout
-    assert "not brought back: model; add it to --out" in cell.stdout
+    assert ("not brought back: model; add it to --out" if flags else "brought back: model\n") in cell.stdout
+    assert kernel.value("hasattr(model, 'coef_')") is not bool(flags)
 
 
 def test_a_loop_that_goes_on_with_what_was_not_prepared_is_told_which(kernel: RealKernel) -> None:
@@ -169,13 +200,41 @@ def test_what_came_as_a_new_object_is_said_of_those_that_hold_the_old_one(kernel
     kernel.do(
         "class Body: pass\nbody = Body()\nbody.net = model\nclass Has: pass\nhas = Has()\nhas.body = body\ndel model"
     )
-    cell = kernel.do(accelerate("torch.manual_seed(1)\nhas\n" + LOOP.replace("model(", "has.body.net(")))
+    of_has = "torch.manual_seed(1)\nhas\n" + LOOP.replace("model(", "has.body.net(")
+    cell = kernel.do(accelerate(of_has, flags="--out none"))
     assert "in the notebook as before: has; add body to --out" in cell.stdout
     cell = kernel.do(
         accelerate("torch.manual_seed(1)\nhas\n" + LOOP.replace("model(", "body.net("), flags="--out body")
     )
     assert "brought back: body (" in cell.stdout
     assert "still hold" in cell.stdout
+
+
+HAS_A_BODY = f"""{MAKES}
+class Body: pass
+class Has: pass
+net, body, has = model, Body(), Has()
+body.net, has.body = net, body
+del model
+"""
+
+TRAINS_THE_BODY = "torch.manual_seed(1)\nhas\n" + LOOP.replace("model(", "has.body.net(")
+
+
+@pytest.mark.parametrize("start", ["fork", "zygote"])
+def test_what_an_object_holds_is_trained_in_place(kernel: RealKernel, start: str) -> None:
+    kernel.do(HAS_A_BODY)
+    cell = kernel.do(accelerate(TRAINS_THE_BODY, start))
+    assert "as before" not in cell.stdout
+    assert "still hold" not in cell.stdout
+    assert kernel.value("has.body is body and body.net is net") is True
+    assert kernel.value("any(torch.equal(new, old) for new, old in zip(net.parameters(), before))") is False
+
+
+def test_a_model_that_only_objects_hold_is_named_as_trained(kernel: RealKernel) -> None:
+    kernel.do(HAS_A_BODY + "del net, body")
+    cell = kernel.do(accelerate(TRAINS_THE_BODY))
+    assert "brought back: has.body.net trained in place (178 parameters)" in cell.stdout
 
 
 def test_what_was_prepared_is_the_same_in_all_ranks(kernel: RealKernel) -> None:
@@ -214,7 +273,8 @@ def test_what_a_class_leaves_out_of_its_copies_is_said_also_of_what_came(kernel:
         "fits = Fits()"
     )
     how = "net = fits.net as the cell's last line, and --out net"
-    assert f"in the notebook as before: fits; {how}" in kernel.do(accelerate("fits.fit()")).stdout
+    cell = kernel.do(accelerate("fits.fit()", flags="--out none"))
+    assert f"in the notebook as before: fits; {how}" in cell.stdout
     cell = kernel.do(accelerate("fits.fit()", flags="--out fits"))
     assert f"fits came without all that was trained, which a Fits leaves out of its copies: {how}" in cell.stdout
     kernel.do(accelerate("fits.fit()\nnet = fits.net", flags="--out net"))
@@ -226,17 +286,33 @@ def test_nobody_is_told_to_bring_what_cannot_travel(kernel: RealKernel) -> None:
     kernel.do(
         "import threading\nclass Learner:\n    def __init__(self): self.lock, self.model = threading.Lock(), model"
     )
-    cell = kernel.do(accelerate("learner = Learner()\nlock = threading.Lock()\nseen = [1]"))
+    body = "learner = Learner()\nlock = threading.Lock()\nseen = [1]"
+    cell = kernel.do(accelerate(body, flags="--out none"))
     how = "model = learner.model as the cell's last line, and --out model"
     assert f"learner cannot leave its process: {how}" in cell.stdout
     assert "not brought back: lock; a lock, a thread, a file or a weak reference is in it" in cell.stdout
     assert "not brought back: seen; add it to --out" in cell.stdout
+    cell = kernel.do(accelerate(body))
+    assert "--out" not in cell.stdout
+    said = "brought back: learner, seen; not brought back: lock (a lock); learner came without a lock\n"
+    assert said in cell.stdout
+    assert kernel.value("[learner.model is model, seen]") == [True, [1]]
+    assert (
+        "a part of learner stayed in its rank: a lock"
+        in kernel.run("with learner.lock: pass").failed("StayedInRank").text
+    )
 
 
 def test_a_table_that_the_cell_made_or_wrote_into_is_named(kernel: RealKernel) -> None:
     kernel.do("import pandas as pd\ntable = pd.DataFrame({'a': [1.0, 2.0]})")
-    cell = kernel.do(accelerate("table['a'] = 5.0\nmade = {'a': pd.Series([1.0])}", n=1))
+    body = "table['a'] = 5.0\nmade = {'a': pd.Series([1.0])}"
+    cell = kernel.do(accelerate(body, n=1, flags="--out none"))
     assert "not brought back: table, made; add them to --out" in cell.stdout
+    assert kernel.value("table.a.tolist()") == [1.0, 2.0]
+    kernel.do("same = table")
+    cell = kernel.do(accelerate(body, n=1))
+    assert re.search("^brought back: (table, made|made, table)$", cell.stdout, re.M)
+    assert kernel.value("[table is same, table.a.tolist(), made['a'].tolist()]") == [True, [5.0, 5.0], [1.0]]
 
 
 def test_a_class_that_cannot_be_looked_at_loses_no_result(kernel: RealKernel) -> None:

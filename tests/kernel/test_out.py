@@ -143,11 +143,14 @@ member.Report.from_frame = classmethod(recording)
 """
 
 
-def test_a_model_as_last_expression_is_shown_and_not_sent(kernel: RealKernel, start: str) -> None:
+@pytest.mark.parametrize(("name", "flags"), [("big = ", "--out none"), ("", "")])
+def test_a_model_as_last_expression_is_shown_and_not_sent(
+    kernel: RealKernel, start: str, name: str, flags: str
+) -> None:
     kernel.do(RECORDS_PARCELS)
     try:
-        body = "import torch\nbig = torch.nn.utils.skip_init(torch.nn.Linear, 16384, 16384)  # 1 GB\nbig.eval()"
-        cell = kernel.do(accelerate(body, start))
+        body = f"import torch\n{name}torch.nn.utils.skip_init(torch.nn.Linear, 16384, 16384)  # 1 GB"
+        cell = kernel.do(accelerate(f"{body}\nbig.eval()" if name else body, start, flags=flags))
         texts = [data.get("text/plain", "") for data in [*cell.displays, cell.result or {}]]
         assert any("Linear(in_features=16384, out_features=16384" in text for text in texts), (
             cell.displays,

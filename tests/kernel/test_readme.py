@@ -54,13 +54,13 @@ def fresh(environment, tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def test_the_readmes_cell_trains_as_plain_pytorch_does(fresh: RealKernel) -> None:
     setup, cell = readme_blocks()
-    assert cell.startswith("%%accelerate -n 2 --out model\n")
+    assert cell.startswith("%%accelerate -n 2\n")
     fresh.do("import torch")
     fresh.do(_REFERENCE.format(setup=setup))
     ran = fresh.do(cell)
     seed = re.search(r"seed (\d+)", ran.stdout)
     assert seed is not None
-    assert "brought back: model (updated in place" in ran.stdout
+    assert "brought back: model trained in place (1.5 k parameters), optimizer, loss\n" in ran.stdout
     assert fresh.value("identity == id(model)")
     fresh.do(_COMPARE.format(seed=seed[1]))
     assert fresh.value("worst") < 1e-12

@@ -135,7 +135,7 @@ ENDINGS = {
     "out of memory": "raise MemoryError",
     "a time limit": "import time\ntime.sleep(60)",
 }
-FLAGS = {"a time limit": "-t 2"}
+FLAGS = {"a time limit": "-t 2", "names bound anew": "--out none"}
 
 
 @pytest.fixture

@@ -34,6 +34,15 @@ def test_the_file_is_where_the_choices_begin_and_is_told_once(file: ConfigFile) 
     assert configuration.news() == ""
 
 
+@pytest.mark.parametrize("out", ["cell", "named"])
+def test_the_file_says_what_cells_leave_in_the_notebook(file: ConfigFile, out: str) -> None:
+    file.path.write_text(f'out = "{out}"\n')
+    configuration = Configuration(file)
+    assert configuration.options == Options(out=out)
+    assert configuration.news() == f"{file.path}: out={out}"
+    assert Options(out=("model",)).over(configuration.options).names_back == ("model",)
+
+
 def test_what_is_changed_wins_over_the_file_and_leaves_it_alone(file: ConfigFile) -> None:
     file.write({"seed": 3, "accumulate": 4})
     configuration = Configuration(file)

@@ -30,6 +30,7 @@ WRONG = {
             "--out modle",
             "--out modle: neither the notebook nor the cell has a variable of that name (did you mean",
         ),
+        ("--out none,model", "--out none: neither the notebook nor the cell has a variable of that name"),
     ],
     "--in": [
         ("--in 3", "'3' is not the name of a variable"),
@@ -160,6 +161,19 @@ def test_a_wrong_value_is_one_sentence_and_starts_nothing(
     assert sentence in said
     assert len(said.splitlines()) == 1
     assert recorder.specs == []
+
+
+@pytest.mark.parametrize(
+    ("word", "names_back"), [("none", ()), ("named", ()), ("cell", None), ("Cell", None), ("model", ("model",))]
+)
+def test_a_word_says_what_a_cell_leaves_in_the_notebook(
+    planned: Any, recorder: Any, word: str, names_back: tuple[str, ...] | None
+) -> None:
+    planned.run("model = 1")
+    planned.run(f"%%accelerate --out {word}\nmodel")
+    (spec,) = recorder.specs
+    assert spec.task.leaves_all is (names_back is None)
+    assert spec.task.out == (names_back or ())
 
 
 @pytest.mark.parametrize("action", [action for action in PARSER._actions if action.nargs is None], ids=long)

@@ -34,6 +34,9 @@ def options(line: str) -> Options:
         ("--out 'model, history'", Options(out=("model", "history"))),
         ('--out "model , history"', Options(out=("model", "history"))),
         ("-o model,model,", Options(out=("model",))),
+        ("--out none", Options(out="named")),
+        ("--out named", Options(out="named")),
+        ("--out cell", Options(out="cell")),
         ("-r all", Options(ranks="all")),
         ("-r 0,2-3", Options(ranks="0,2-3")),
         ("-d 2,3 -t 1.5", Options(devices="2,3", timeout=1.5)),
@@ -119,6 +122,8 @@ def test_a_value_may_be_written_in_capitals() -> None:
         "-t 90 --time-limit 11h30m",
         "--checkpoint-every 500steps --keep-checkpoints 2 --resume here",
         "--plot a,b",
+        "--out cell",
+        "--out none",
     ],
 )
 def test_what_is_described_is_read_as_the_same(line: str) -> None:

@@ -33,7 +33,8 @@ def test_a_cell_without_flags_is_one_rank_on_the_cpu(planned: Any) -> None:
     assert spec.setup == "nbaccel.train.setup:setup_rank"
     assert spec.start.method == "fork"
     assert spec.timeout_s is None
-    assert not spec.wants_results
+    assert spec.wants_results  # all that the cell leaves
+    assert spec.task.leaves_all
     assert spec.oom == "shrink"
     assert {name: value for name, value in spec.environ.items() if name != "NBACCEL_SEED"} == {
         "ACCELERATE_MIXED_PRECISION": "no",

@@ -98,9 +98,47 @@ def test_only_what_out_names_comes_back(notebook: Any, start: str) -> None:
     assert type(notebook.names["thing"]) is notebook.names["class_of_the_notebook"]
 
 
-def test_data_that_was_not_asked_for_is_hinted_at(notebook: Any) -> None:
-    cell = notebook.run("%%accelerate\nimport math\nscores = [1]\nnames = {'a': 1}\ndef helper(): pass\n")
+MAKES_NAMES = "import math\nscores = [1]\nnames = {'a': 1}\ndef helper(): return scores\n"
+
+
+def test_what_a_cell_makes_comes_and_data_is_named(notebook: Any) -> None:
+    cell = notebook.run(f"%%accelerate\n{MAKES_NAMES}")
+    assert lines(cell) == ["brought back: scores, names"]
+    assert notebook.names["math"].pi > 3
+    assert notebook.names["helper"]() is notebook.names["scores"]
+    assert notebook.names["names"] == {"a": 1}
+
+
+def test_another_name_for_a_trained_model_is_no_news(notebook: Any) -> None:
+    notebook.run("import torch\nmodel = torch.nn.Linear(2, 1)")
+    cell = notebook.run(
+        "%%accelerate\nsame, descent = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))\n"
+        "accelerator.backward(same(torch.ones(1, 2)).sum())\ndescent.step()\n"
+    )
+    assert cell.error is None
+    assert lines(cell)[0] == "brought back: model trained in place (3 parameters), descent"
+    assert notebook.names["same"] is notebook.names["model"]
+
+
+@pytest.mark.parametrize("start", ["fork", "inline"])
+def test_a_cell_that_only_prints_says_nothing_more(notebook: Any, start: str) -> None:
+    notebook.run("x = [1]")
+    assert lines(notebook.run(f"%%accelerate --start {start}\nprint(x)\n")) == ["[1]"]
+
+
+@pytest.mark.parametrize("out", ["none", "named"])
+def test_data_that_was_not_asked_for_is_hinted_at(notebook: Any, out: str) -> None:
+    cell = notebook.run(f"%%accelerate --out {out}\n{MAKES_NAMES}")
     assert lines(cell) == ["not brought back: names, scores; add them to --out"]
+    assert not {"math", "scores", "names", "helper"} & notebook.names.keys()
+
+
+def test_the_configuration_says_what_cells_leave_and_a_cell_says_otherwise(notebook: Any) -> None:
+    notebook.run("%accelerate config out=named")
+    notebook.run("%%accelerate\na = 1\n")
+    notebook.run("%%accelerate --out cell\nb = 1\n")
+    assert "a" not in notebook.names
+    assert notebook.names["b"] == 1
 
 
 @pytest.mark.parametrize("start", ["fork", "inline"])

@@ -16,8 +16,8 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Gpu, Memory, Survey
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.holdings import Holding
+from nbaccel.launch.rank.names import made_before_read
 from nbaccel.notebook.shortages import loaders_in, where_made
-from nbaccel.notebook.source import made_before_read
 
 GB = 10**9
 TWO_T4 = tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 15 * GB, 9 * GB, (7, 5)) for number in range(2))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import dis
 import inspect
 import json
 import linecache
@@ -16,33 +15,51 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from nbaccel.errors import CannotSend
+from nbaccel.hardware import usable_memory
 from nbaccel.launch.home import Home, anchors_of
-from nbaccel.launch.rank.parameters import checksums, is_bound_to_its_process, mark, model_in
+from nbaccel.launch.rank.names import (
+    loop_variables,
+    made_before_read,
+    names_assigned,
+    names_in_magics,
+    names_read,
+    seeds,
+    with_their_own,
+)
+from nbaccel.launch.rank.parameters import checksums, is_bound_to_its_process, mark, model_in, parameters_of
 from nbaccel.launch.spec import Results, Task
+from nbaccel.launch.wire.arrays import TensorChange
+from nbaccel.launch.wire.delta import Baseline, belongs_to_ipython
+from nbaccel.launch.wire.inventory import Place, found_at
+from nbaccel.launch.wire.kind import Change
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack_what_can_be_rebuilt
+from nbaccel.launch.wire.randomness import random_states
 from nbaccel.launch.wire.weight import size_of, sizes_of
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
-__all__ = [
-    "RESULT",
-    "CellSource",
-    "CellTask",
-    "names_assigned",
-    "names_read",
-    "new_main",
-]
+__all__ = ["RANDOM", "RESULT", "CellSource", "CellTask", "new_main"]
 
-RESULT = "<last expression>"
-"""The name under which the last expression's value travels; no variable can be called so."""
+RESULT, RANDOM = "<last expression>", "<random states>"
+"""Names under which the last expression's value and the random states travel; no variable can be called so."""
+
+_ACCELERATOR = "accelerator"
+"""The name that a rank's setup binds where the notebook has none of it."""
 
 _SMALL_BYTES = 1_000_000
+_WORTH_MEASURING_BYTES = 100_000_000
+_MOST_GRADIENT_BYTES = 64_000_000
+"""More of them stay in the rank: a loop has used them up, and they are as large as the model once more."""
+
+_MOST_OF_MEMORY, _MOST_OF_MEMORY_FOR_A_MODEL = 0.25, 0.75
+"""Shares of the memory that is free: of what a cell made, a value beyond them stays in its rank."""
+
 _OF_RANKS = (
     "torch.utils.tensorboard",
     "tensorboardX",
@@ -54,8 +71,6 @@ _OF_RANKS = (
 )
 _TRAINERS = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.trainer")
 """Packages and modules whose objects know the ranks, and are no data."""
-_READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"})
-_WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,34 +110,17 @@ class CellSource:
         return parts
 
 
-def names_read(parts: list[types.CodeType]) -> set[str]:
-    """Global names that the code may read, in nested functions too; names of builtins are among them."""
-    return {name for code in parts for name in _names(code, _READS, nested=True)}
-
-
-def names_assigned(parts: list[types.CodeType]) -> set[str]:
-    """Names that the code's top level binds."""
-    return {name for code in parts for name in _names(code, _WRITES, nested=False)}
-
-
-def _names(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in kinds:
-            yield str(instruction.argval)
-    if nested:
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from _names(constant, kinds, nested)
-
-
 class CellTask(Task):
-    """Runs a cell and sends back what `out` names.
+    """Runs a cell and sends back what it has made of the notebook, or what `out` names.
 
     namespace: the notebook's globals; a fork runs in its copy of them.
-    out: names to bring back, from rank 0 only.
+    out: names to bring back, of the rank that speaks; None for all that the cell has bound, deleted and changed. Ranks
+        that stay keep that, and send what is named.
     extra: names that the cell reads only dynamically and that shall travel too (`--in`).
     home: of ranks that stay.  speaker: the rank whose names go back.
     debugged: see `Task`.
+    is_copy: `namespace` is the notebook's, or a fork's copy of it, and not made of what was sent.
+    leaves_all: what the same cell would leave in the notebook goes back.
     """
 
     reference = "nbaccel.launch.rank.cell:CellTask"
@@ -131,40 +129,57 @@ class CellTask(Task):
         self,
         source: CellSource,
         namespace: dict[str, Any],
-        out: tuple[str, ...] = (),
+        out: tuple[str, ...] | None = None,
         extra: tuple[str, ...] = (),
         *,
         home: Home | None = None,
         speaker: int = 0,
         debugged: int | None = None,
+        is_copy: bool = True,
     ) -> None:
         self.source = source
         self.debugged = debugged
         self.namespace: dict[str, Any] = namespace
-        self.out = out
+        self.leaves_all = out is None and home is None
+        self.out = out or ()
         self.extra = extra
         self.home = home
         self.speaker = speaker
         self._anchors = anchors_of(namespace) if home is None else home.anchors
         self._parts = source.compile()
         self._started_with = {name: id(value) for name, value in namespace.items()}
+        self._is_copy = is_copy
         self._marks: dict[str, int] = {}
+        self._baseline: Baseline | None = None
         self._last: Any = None
         self._has_last = False
+        self._unsent: dict[str, str] = {}  # names that the notebook has, and that this process lacks; with the reason
 
     # --- in a rank ---------------------------------------------------------------------------------------------
+
+    def begin(self, rank: int) -> None:
+        if rank == self.speaker and self.leaves_all:
+            mentioned = self.names_mentioned() & self._started_with.keys() & self.namespace.keys()
+            models_first = sorted(mentioned, key=lambda name: (_turn(plain(self.namespace[name])), name))
+            self._baseline = Baseline(self.namespace, models_first, is_copy=self._is_copy)
 
     def run(self) -> None:
         shown = self.source.shown or self.source.code
         linecache.cache[self.source.name] = (len(shown), None, shown.splitlines(keepends=True), self.source.name)
-        with suppress(Exception):  # as in `results`
-            self._marks = self._marked()
+        if not self.leaves_all:
+            with suppress(Exception):  # as in `results`
+                self._marks = self._marked()
         began = time.monotonic()
         statements, *expression = self._parts
-        _execute(statements, self.namespace)
-        if expression:
-            self._last = _execute(expression[0], self.namespace)
-            self._has_last = self._last is not None
+        try:
+            _execute(statements, self.namespace)
+            if expression:
+                self._last = _execute(expression[0], self.namespace)
+                self._has_last = self._last is not None
+        except NameError as error:
+            if why := self._unsent.get(str(error.name)):
+                error.add_note(f"the notebook's {error.name} was not sent to the ranks, as the cell binds it: {why}")
+            raise
         if self.source.is_timed:
             print(f"Wall time: {time.monotonic() - began:.3g} s")
 
@@ -173,12 +188,43 @@ class CellTask(Task):
         with suppress(Exception):  # what is said of names is worth less than the names themselves
             sums, found["holders"] = self._trained()
             found["checksums"] = sums
-            if rank == self.speaker and self.home is None:
+            if rank == self.speaker and self.home is not None:
+                found["stays"] = self._data_not_asked_for()
+            elif rank == self.speaker and not self.leaves_all:
                 found |= self._left_here(sums)
         if rank != self.speaker:
             return Results(facts=found)
-        here = self.results_here()
+        here = self.results_here() if self._baseline is None else self._all_that_is_left(self._baseline)
         return replace(here, facts={**here.facts, **found})
+
+    def _all_that_is_left(self, baseline: Baseline) -> Results:
+        """What the notebook would have after the same cell, and has not."""
+        delta, inventory = baseline.delta(), baseline.inventory
+        bound = {name: plain(value) for name, value in delta.bound.items()}
+        if _ACCELERATOR not in self._started_with and _ACCELERATOR in self.names_mentioned():
+            bound.setdefault(_ACCELERATOR, self.namespace.get(_ACCELERATOR))  # ours: later cells may ask it for more
+        huge = _huge({name: value for name, value in bound.items() if inventory.place(value) is None})
+        here = self.results_here()
+        changes, unlooked = delta.changes, dict(delta.unlooked)
+        if _gradient_bytes(changes, bound) > _MOST_GRADIENT_BYTES:
+            inventory.takes_gradients = False
+            unlooked |= {f"gradients of {name}": "larger than 64 MB" for name in _only_gradients(changes)}
+            changes = list(_without_gradients(changes))
+        changed = [Place(*change.token).name for change in changes]
+        facts: dict[str, Any] = {"changed": changed, "deleted": delta.deleted, "unlooked": unlooked, "huge": huge}
+        facts["leaves"] = bool(changes or delta.deleted or bound.keys() - self.leftovers())
+        values = {name: value for name, value in bound.items() if name not in huge} | dict(here.values)
+        if seeds(self._parts, self.namespace):  # else the notebook goes on drawing as if the cell had not been
+            values[RANDOM] = random_states()
+        return Results(
+            values,
+            delta.staying,
+            optional=here.optional | {RANDOM},
+            facts={**here.facts, **facts},
+            changes=changes,
+            places=inventory,
+            may_lack=True,
+        )
 
     def _left_here(self, sums: Mapping[str, int]) -> dict[str, list[str] | dict[str, str]]:
         """Names of what the cell changed or made, which of them hold a model, and which cannot leave the process.
@@ -205,7 +251,7 @@ class CellTask(Task):
             if _is_small_data(self._last):
                 values[RESULT] = self._last
         missing = {name: "the cell ended without assigning it" for name in self.out if name not in self.namespace}
-        return Results(values, missing, optional=frozenset({RESULT}), facts=facts)
+        return Results(values, missing, optional=frozenset({RESULT}), facts=facts, may_lack=True)
 
     def _trained(self) -> tuple[dict[str, int], list[str]]:
         """Numbers by which ranks, and the notebook, compare the parameters that a cell trained.
@@ -230,23 +276,21 @@ class CellTask(Task):
                     found[name] = own
         return found
 
+    def names_mentioned(self) -> set[str]:
+        """Names that the cell's code reads or binds, also in functions of the notebook, and in magics."""
+        names = names_read(self._parts) | names_assigned(self._parts) | names_in_magics(self.source.code)
+        return with_their_own(names, self.namespace)
+
     def _mentioned(self) -> set[str]:
-        """Names that the notebook had before, and that the cell reads or binds, also in functions of the notebook."""
-        names = names_read(self._parts) | names_assigned(self._parts)
-        to_read = list(names)
-        while to_read:
-            for code in _codes(self.namespace.get(to_read.pop())):
-                more = set(_names(code, _READS, nested=True)) - names
-                names |= more
-                to_read += more
-        return (names & self._started_with.keys() & self.namespace.keys()) - _loop_variables(self.source.code)
+        """Those of them that the notebook had before."""
+        names = self.names_mentioned() & self._started_with.keys() & self.namespace.keys()
+        return names - loop_variables(self.source.code)
 
     def _data_not_asked_for(self) -> list[str]:
         """Names the cell bound to data that `--out` did not list; no modules, functions or loop variables."""
-        loop_variables = _loop_variables(self.source.code)
         return [
             name
-            for name in sorted(names_assigned(self._parts) - set(self.out) - loop_variables)
+            for name in sorted(self.binds() - set(self.out))
             if not name.startswith("_")
             and name in self.namespace
             and id(self.namespace[name]) != self._started_with.get(name)
@@ -273,26 +317,46 @@ class CellTask(Task):
         """Names that are to be there before the cell: those it reads and does not bind itself."""
         return names_read(self._parts) - names_assigned(self._parts)
 
+    def binds_here(self) -> set[str]:
+        """Names that the cell's top level binds."""
+        return names_assigned(self._parts)
+
+    def binds(self) -> set[str]:
+        """Names that may be results: those the cell binds, but no leftovers of loops and `with`."""
+        return names_assigned(self._parts) - self.leftovers()
+
+    def leftovers(self) -> set[str]:
+        """Names that loops and `with` bind."""
+        return loop_variables(self.source.code)
+
     def names_to_send(self) -> list[str]:
         """What a process that is no copy of the kernel needs: the names the cell reads, and those of --out and --in."""
-        wanted = names_read(self._parts) | set(self.out) | set(self.extra)
+        wanted = names_read(self._parts) | names_in_magics(self.source.code) | set(self.out)
+        wanted = (wanted - made_before_read(self.source.code)) | set(self.extra)
         if self.home is not None:
             wanted -= self.home.there
-        return sorted(name for name in wanted if name in self.namespace and not _belongs_to_ipython(name))
+        return sorted(name for name in wanted if name in self.namespace and not belongs_to_ipython(name))
 
     def pack(self) -> Parcel:
-        values = {f"in:{name}": self.namespace[name] for name in self.names_to_send()}
-        head = {"source": self.source, "out": self.out, "speaker": self.speaker, "debugged": self.debugged}
+        out = None if self.leaves_all else self.out
+        head: dict[str, Any] = {"source": self.source, "out": out, "speaker": self.speaker, "unsent": {}}
+        head["debugged"] = self.debugged
+        return self._packed(head)
+
+    def _packed(self, head: dict[str, Any]) -> Parcel:
+        values = {f"in:{name}": self.namespace[name] for name in self.names_to_send() if name not in head["unsent"]}
         anchors = None if self.home is None else self.home.anchors
         parcel, refused = pack_what_can_travel({"head": head} | values, anchors=anchors, namespace=self.namespace)
         if self.home is not None:  # the ranks may have no need of what they lack: the cell may be about to make it
             came = {name.removeprefix("in:"): value for name, value in values.items() if name not in refused}
             self.home.learn(came)
             return parcel
-        if not refused:
+        names = {name.removeprefix("in:"): reason for name, reason in refused.items()}
+        if not names:
             return parcel
         os.close(parcel.fd)
-        names = {name.removeprefix("in:"): reason for name, reason in refused.items()}
+        if not head["unsent"] and names.keys() <= self.binds_here() - {*self.out, *self.extra}:
+            return self._packed(head | {"unsent": names})  # of an earlier run of the same loop, most likely
         listed = "\n".join(f"  {name}: {reason}" for name, reason in names.items())
         raise CannotSend(
             "the cell reads names that cannot travel to the ranks, which here start from a clean process:\n"
@@ -315,14 +379,17 @@ class CellTask(Task):
             home.learn(came)
         for name, value in came.items():
             namespace.setdefault(name, value)
-        return cls(
+        task = cls(
             head["source"],
             namespace,
             head["out"],
             home=home,
             speaker=head["speaker"],
             debugged=head["debugged"],
+            is_copy=False,
         )
+        task._unsent = head["unsent"]
+        return task
 
     def anchored(self, name: str) -> Any:
         if self.home is not None:
@@ -330,21 +397,12 @@ class CellTask(Task):
         kind, _, of = name.partition(":")
         return type(self.namespace[of]) if kind == "type" else self.namespace[of]
 
-    def knows(self, name: str) -> bool:
-        """Whether the notebook has a name that a rank missed."""
-        return name in self.namespace
+    def placed(self, token: Any) -> Any:
+        return found_at(Place(*token), self.namespace)
 
-
-def _codes(value: Any) -> Iterator[types.CodeType]:
-    """The code of a function of the notebook, or of the methods of a class of it."""
-    kind = type(value)
-    if kind is types.FunctionType:
-        if value.__module__ == "__main__":
-            yield value.__code__
-        return
-    owner = value if kind is type else kind
-    if owner.__module__ == "__main__":
-        yield from (part.__code__ for part in vars(owner).values() if type(part) is types.FunctionType)
+    def has_still(self, name: str) -> bool:
+        """Whether the notebook's name has the object that it had when the task was made."""
+        return name in self.namespace and id(self.namespace[name]) == self._started_with.get(name)
 
 
 def _execute(code: types.CodeType, namespace: dict[str, Any]) -> Any:
@@ -437,6 +495,14 @@ def _is_data(value: Any) -> bool:
     return not comes_from_us or is_model or is_wrapper(value)  # what we wrap is data
 
 
+def _turn(value: Any) -> int:
+    """When it is looked at: models first, and optimizers, which lead to their parameters, too, at the end."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return 1
+    return 0 if issubclass(type(value), torch.nn.Module) else 1 + issubclass(type(value), torch.optim.Optimizer)
+
+
 def _is_heavy(value: Any) -> bool:
     """Modules, optimizers and figures: their display is wanted, the object itself is not."""
     torch = sys.modules.get("torch")
@@ -446,24 +512,39 @@ def _is_heavy(value: Any) -> bool:
     return figure is not None and issubclass(type(value), figure.FigureBase)
 
 
+def _gradient_bytes(changes: Iterable[Change], made: Mapping[str, Any]) -> int:
+    """Of all gradients that the notebook would get."""
+    known = sum(change.content.gradient_bytes for change in changes if type(change.content) is TensorChange)
+    gradients = [parameter.grad for value in made.values() for parameter in parameters_of(value)]
+    return int(known + sum(gradient.nbytes for gradient in gradients if gradient is not None))
+
+
+def _only_gradients(changes: Iterable[Change]) -> set[str]:
+    """Names that lead to tensors with a new gradient and the values that they had: somebody means to step."""
+    contents = [(change.token, change.content) for change in changes if type(change.content) is TensorChange]
+    return {Place(*token).name for token, content in contents if content.values is None and content.gradient_bytes}
+
+
+def _without_gradients(changes: Iterable[Change]) -> Iterator[Change]:
+    for change in changes:
+        if type(change.content) is not TensorChange:
+            yield change
+        elif change.content.values is not None:
+            yield Change(change.token, replace(change.content, gradient=None))
+
+
+def _huge(made: Mapping[str, Any]) -> dict[str, int]:
+    """Names of what would fill the memory of the machine, with its bytes: the rank has it, too, and the way here."""
+    large = {name: nbytes for name, nbytes in sizes_of(made).items() if nbytes > _WORTH_MEASURING_BYTES}
+    free = usable_memory().available_bytes if large else 0
+    return {
+        name: nbytes
+        for name, nbytes in large.items()
+        if nbytes > free * (_MOST_OF_MEMORY_FOR_A_MODEL if _is_heavy(made[name]) else _MOST_OF_MEMORY)
+    }
+
+
 def _is_loader(value: Any) -> bool:
     """A loader holds no result: it is made of data that the notebook has."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(type(value), torch.utils.data.DataLoader)
-
-
-def _loop_variables(code: str) -> set[str]:
-    """Names bound by `for` and `with` at the top level and in its blocks: not results, but leftovers."""
-    targets: list[ast.AST] = []
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.For | ast.AsyncFor):
-            targets.append(node.target)
-        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            targets.append(node.optional_vars)
-    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-
-
-def _belongs_to_ipython(name: str) -> bool:
-    return name in {"In", "Out", "get_ipython", "exit", "quit", "open", "display"} or (
-        name.startswith("_") and name.strip("_i0123456789dhost") == ""
-    )

@@ -269,7 +269,7 @@ class OneTraining:
             f"{library} trains by itself, and shares nothing out among ranks: run this cell with -n 1 or without the "
             "magic, or write the loop with accelerator.prepare.\n"
             if library
-            else "Prepare what is trained, before the loop:\n"
+            else "Prepare what is trained, in this cell and before the loop:\n"
             "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
         )
         self._refused = NotPrepared(

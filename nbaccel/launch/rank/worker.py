@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
@@ -51,6 +51,8 @@ from nbaccel.launch.snapshot import Snapshot
 from nbaccel.launch.spec import RankBoot, Results, Task, load_named
 from nbaccel.launch.wire.channel import Channel
 from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate
+from nbaccel.launch.wire.inventory import Place
+from nbaccel.launch.wire.kind import Change
 from nbaccel.launch.wire.parcel import pack_what_can_travel
 from nbaccel.launch.wire.ring import RingWriter
 from nbaccel.settings import RunSettings
@@ -163,6 +165,7 @@ class _Rank:
             with debugging(task.debugged, self.rank, self._voice.ask, self._voice.tell) as debugger:
                 try:
                     with self._children, self.interrupt:
+                        task.begin(self.rank)
                         task.run()
                         self._one_training.end()
                 except bdb.BdbQuit:
@@ -197,22 +200,30 @@ class _Rank:
         namespace = None if task is None else task.namespace
         anchors = {} if task is None else task.anchors()
         values = {f"out:{name}": value for name, value in results.values.items()}
-        if error is not None:
-            values["error"] = error
+        changes = {f"change:{number}": change for number, change in enumerate(results.changes)}
         home = None if task is None else task.home
-        parcel, refused = pack_what_can_travel(values, anchors=anchors, namespace=namespace, as_written=True)
+        parcel, refused = pack_what_can_travel(
+            values | changes | ({} if error is None else {"error": error}),
+            anchors=anchors,
+            namespace=namespace,
+            as_written=True,
+            places=results.places,
+            may_lack=values.keys() if results.may_lack else (),
+        )
+        stayed = {_in_words(key, changes): why for key, why in refused.items() if key.startswith("change:")}
         missing = dict(results.missing) | {
             name.removeprefix("out:"): reason
             for name, reason in refused.items()
-            if name != "error" and name.removeprefix("out:") not in results.optional
+            if name.startswith("out:") and name.removeprefix("out:") not in results.optional
         }
+        lacks = {name.removeprefix("out:"): list(parts) for name, parts in parcel.lacks.items()}
         sys.stdout.flush()
         sys.stderr.flush()
         message: dict[str, Any] = {
             "op": "done",
             "status": status,
             "missing": missing,
-            "facts": dict(results.facts) | self._one_training.facts(),
+            "facts": {**results.facts, "stayed": stayed, "lacks": lacks, **self._one_training.facts()},
             "exit_code": error.code if isinstance(error, SystemExit) else None,
             "chain": chain,
             "snapshot": snapshot.to_json(),
@@ -295,6 +306,13 @@ def _snapshot(task: Task | None, trace: TracebackType | None, calls: CallLog) ->
         return Snapshot(left_behind(*top) if trace is None else scenes(trace, *top), calls.last())
     except Exception:  # it explains how a run ended, and must not change that
         return Snapshot()
+
+
+def _in_words(refused: str, changes: Mapping[str, Change]) -> str:
+    """The place of a change, or of an entry of one, that could not be packed."""
+    key, _, entry = refused.removeprefix("change:").partition(":")
+    place = Place(*changes[f"change:{key}"].token)
+    return str(Place(place.name, (*place.steps, ("value", entry)))) if entry else str(place)
 
 
 def _results_of(task: Task, rank: int) -> Results:

@@ -11,13 +11,16 @@ import operator
 import pickle
 import random
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nbaccel.launch.wire.kind import CannotWrite, Kind, Write
+from nbaccel.view.words import with_article
 
-__all__ = ["ARRAY", "Values", "has_plain_memory", "kind_of_memory"]
+__all__ = ["ARRAY", "ARRAY_OF_A_CLASS", "TensorChange", "Values", "has_plain_memory", "kind_of_memory"]
 
 _WHOLE = 1 << 22
 """Bytes that are compared by a checksum; more of them by that of sums over blocks, which are as fast as memory is."""
@@ -36,15 +39,34 @@ class Values(NamedTuple):
     tensor: Any
 
 
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """What has happened to a tensor.
+
+    values: None where they are as before.  wants_gradient: whether it does now.
+    gradient: the one that it has now, or None, in a tuple; None where it is as before.
+    """
+
+    values: Values | None
+    wants_gradient: bool
+    gradient: tuple[Any] | None
+
+    @property
+    def gradient_bytes(self) -> int:
+        has_one = self.gradient is not None and self.gradient[0] is not None
+        return int(self.gradient[0].nbytes) if self.gradient is not None and has_one else 0
+
+
 def kind_of_memory(kind: type) -> Kind | None:
     """Return how objects of exactly this type are looked at; None where it is not of this module."""
     torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and issubclass(kind, torch.Tensor):
-        return _TENSOR if kind in _tensor_types(torch) else Kind()
+        return _TENSOR if kind in _tensor_types(torch) else _TENSOR_OF_A_CLASS
     if torch is not None and issubclass(kind, torch.Generator):
         return _Stateful(_bytes_of_generator, _set_bytes_of_generator)
-    if np is not None and kind is np.ndarray:
-        return ARRAY
+    if np is not None and issubclass(kind, np.ndarray):
+        # A memory map is the file, and that is the same for all.
+        return ARRAY if kind is np.ndarray else Kind() if issubclass(kind, np.memmap) else ARRAY_OF_A_CLASS
     if np is not None and issubclass(kind, np.random.Generator):
         return _Stateful(_state_of_bits, _set_state_of_bits)
     if np is not None and issubclass(kind, np.random.RandomState):
@@ -59,7 +81,7 @@ def kind_of_memory(kind: type) -> Kind | None:
 
 
 class _Tensor(Kind):
-    """The values, the shape, and whether gradients are wanted; not the gradients, which no copy takes along.
+    """The values, the shape, whether gradients are wanted, and the gradient.
 
     Fused optimizers and writes through ``.data`` do not count up a tensor's version, so values are compared. The
     version counts beside them where not all are read, and alone where they have no plain memory.
@@ -68,17 +90,24 @@ class _Tensor(Kind):
     def mark(self, obj: Any) -> _Seen:
         return _Seen.of(obj)
 
-    def change(self, obj: Any, mark: _Seen) -> tuple[Values, bool] | None:
-        return (Values(obj.detach()), obj.requires_grad) if _Seen.of(obj).differs(mark) else None
+    def change(self, obj: Any, mark: _Seen) -> TensorChange | None:
+        now = _Seen.of(obj)
+        values = Values(obj.detach()) if now.differs(mark) else None
+        gradient = None if _is_same_gradient(now.gradient, mark.gradient) else (obj.grad,)
+        if values is None and gradient is None:
+            return None
+        return TensorChange(values, obj.requires_grad, gradient)
 
     def keeps_memory(self, obj: Any, mark: _Seen) -> bool:
         return mark.digest is not None and has_plain_memory(obj) and _layout(obj) == mark.layout
 
-    def writing(self, obj: Any, change: tuple[Any, bool]) -> Write:
+    def writing(self, obj: Any, change: TensorChange) -> Write:
         torch: Any = sys.modules["torch"]
-        new, wants_gradient = change
+        new: Any = change.values
+        if new is None:
+            return lambda: _set_gradient(obj, change)
         if type(obj) not in _tensor_types(torch):
-            raise CannotWrite(f"it is a {type(obj).__name__} here")
+            raise CannotWrite(f"it is {with_article(type(obj).__name__)} here")
         is_lazy = _is_lazy(obj)
         is_alike = not is_lazy and obj.shape == new.shape and obj.dtype == new.dtype
         if is_alike and (obj.is_inference() or _overlaps(obj)):
@@ -94,10 +123,30 @@ class _Tensor(Kind):
                     if is_lazy:
                         obj.__class__ = obj.cls_to_become
                     obj.data = new.to(obj.device)
-            if obj.is_leaf and obj.requires_grad != wants_gradient:
-                obj.requires_grad_(wants_gradient)
+            if obj.is_leaf and obj.requires_grad != change.wants_gradient:
+                obj.requires_grad_(change.wants_gradient)
+            _set_gradient(obj, change)
 
         return write
+
+
+def _set_gradient(tensor: Any, change: TensorChange) -> None:
+    if change.gradient is not None and tensor.is_leaf:
+        (gradient,) = change.gradient
+        tensor.grad = None if gradient is None else gradient.to(tensor.device)
+
+
+class _TensorOfAClass(Kind):
+    """Tensors of other classes, which keep their values where nobody else can say: it counts how often torch wrote."""
+
+    def mark(self, obj: Any) -> int:
+        torch: Any = sys.modules["torch"]
+        with torch._C.DisableTorchFunctionSubclass():
+            return 0 if obj.is_inference() else int(obj._version)
+
+    def change(self, obj: Any, mark: int) -> None:
+        if self.mark(obj) != mark:
+            raise TypeError("it was written to")
 
 
 class _Array(Kind):
@@ -123,6 +172,24 @@ class _Array(Kind):
             obj[...] = new
 
         return write
+
+
+class _ArrayOfAClass(_Array):
+    """The values of masked arrays, of matrices ...: as an array of NumPy's own, by whose methods they are read."""
+
+    def mark(self, obj: Any) -> Any:
+        return None if obj.dtype.hasobject else super().mark(self._base(obj))
+
+    def change(self, obj: Any, mark: Any) -> tuple[Any] | None:
+        return None if mark is None else super().change(self._base(obj), mark)
+
+    def writing(self, obj: Any, change: tuple[Any]) -> Write:
+        return super().writing(self._base(obj), change)
+
+    @staticmethod
+    def _base(obj: Any) -> Any:
+        np: Any = sys.modules["numpy"]
+        return np.ndarray.view(obj, np.ndarray)
 
 
 class _Table(Kind):
@@ -187,6 +254,7 @@ class _Seen(NamedTuple):
 
     memory: where its values were; of the host's alone, an address says that they are the same ones.
     version: how often torch wrote into it.  digest: of its values; None where they have no plain memory.
+    gradient: which it has, and the version of that.
     """
 
     layout: tuple[Any, ...]
@@ -194,16 +262,20 @@ class _Seen(NamedTuple):
     memory: int
     version: int
     digest: int | None
+    gradient: tuple[Any, int] | None = None
 
     @classmethod
     def of(cls, tensor: Any) -> _Seen:
+        layout, wants_gradient = _layout(tensor), tensor.requires_grad
         if _is_lazy(tensor):
-            return cls(_layout(tensor), tensor.requires_grad, 0, 0, None)
+            return cls(layout, wants_gradient, 0, 0, None)
         version = 0 if tensor.is_inference() else tensor._version
+        gradient = tensor.grad if tensor.is_leaf else None
+        seen = None if gradient is None else (weakref.ref(gradient), gradient._version)
         if not has_plain_memory(tensor):
-            return cls(_layout(tensor), tensor.requires_grad, 0, version, None)
+            return cls(layout, wants_gradient, 0, version, None, seen)
         values = tensor.detach()
-        return cls(_layout(tensor), tensor.requires_grad, values.data_ptr(), version, _digest_of_tensor(values))
+        return cls(layout, wants_gradient, values.data_ptr(), version, _digest_of_tensor(values), seen)
 
     def differs(self, before: _Seen) -> bool:
         if (self.layout, self.wants_gradient, self.digest) != (before.layout, before.wants_gradient, before.digest):
@@ -215,6 +287,12 @@ class _Seen(NamedTuple):
     def nbytes(self) -> int:
         _, dtype, shape = self.layout
         return int(math.prod(shape) * dtype.itemsize)
+
+
+def _is_same_gradient(now: tuple[Any, int] | None, before: tuple[Any, int] | None) -> bool:
+    if now is None or before is None:
+        return now is before
+    return now[0]() is before[0]() and now[1] == before[1]
 
 
 def _tensor_types(torch: Any) -> tuple[type, ...]:
@@ -302,4 +380,5 @@ def _digest_of_blocks(flat: Any, sums: Callable[[Any, int], Any]) -> int:
     return zlib.crc32(rest.cpu().numpy() if hasattr(rest, "cpu") else rest, digest)
 
 
-_TENSOR, ARRAY, _TABLE = _Tensor(), _Array(), _Table()
+_TENSOR, _TENSOR_OF_A_CLASS, _TABLE = _Tensor(), _TensorOfAClass(), _Table()
+ARRAY, ARRAY_OF_A_CLASS = _Array(), _ArrayOfAClass()

@@ -1,8 +1,7 @@
 """Inventory: the objects that a notebook's names lead to, each with its place, and what has changed in them since.
 
 For a rank to take before its cell, and to ask afterwards. The kernel, whose own objects have not changed meanwhile,
-finds its object at a place (`found_at`) and writes the change into it (`writes_of`). Runs on both sides; no cell uses
-it yet.
+finds its object at a place (`found_at`) and writes the change into it (`writes_of`). Runs on both sides.
 
 An object is known by identity, a place is the way to it from a name. What an object makes when it is asked is not
 looked at, as in `weight`: containers are read by the methods of the builtin types, other objects by their attributes.
@@ -11,19 +10,23 @@ looked at, as in `weight`: containers are read by the methods of the builtin typ
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from nbaccel.launch.wire.collector import no_collections
 from nbaccel.launch.wire.kind import CannotWrite, Change, Kind, Step, Write
-from nbaccel.launch.wire.kinds import Kinds, is_found_by_name, part
+from nbaccel.launch.wire.kinds import Kinds, globals_of, is_found_by_name, part
+from nbaccel.view.words import with_article
 
 __all__ = ["Inventory", "Place", "found_at", "writes_of"]
 
 _MOST_OBJECTS = 300_000
 _MOST_SECONDS = 0.3
 _OF_MODULES = ("_modules", "_parameters", "_buffers")
+_MANY = 1000
 _LOOKS = 256
 """Objects between two looks at the clock."""
 
@@ -60,20 +63,30 @@ def _index(key: Any) -> str:
     return key if type(key) is str and key.isdigit() else repr(key)
 
 
-def writes_of(changes: Mapping[str, Change], namespace: Mapping[str, Any]) -> tuple[list[Write], dict[str, str]]:
+def _elements(obj: Any) -> int:
+    """How many there are in a large container, which is looked at after the others; 0 for anything else."""
+    for kind in (list, dict, tuple, deque):
+        if issubclass(type(obj), kind):
+            return length if (length := kind.__len__(obj)) > _MANY else 0
+    return 0
+
+
+def writes_of(
+    changes: Mapping[str, Change], placed: Callable[[tuple[Any, ...]], Any]
+) -> tuple[list[Write], dict[str, str]]:
     """Prepare writing `changes` into the notebook's own objects; and the keys of those that cannot be written, and why.
 
-    Nothing is written until all is there: the writes run nobody's code.
+    placed: finds an object by its token.  Nothing is written until all is there: the writes run nobody's code.
     """
     writes: list[Write] = []
     refused: dict[str, str] = {}
     kinds = Kinds()
     for key, change in changes.items():
         try:
-            obj = found_at(Place(*change.token), namespace)
+            obj = placed(change.token)
             kind = kinds.of(obj)
             if kind is None:
-                raise CannotWrite(f"it is a {type(obj).__name__} here")
+                raise CannotWrite(f"it is {with_article(type(obj).__name__)} here")
             writes.append(kind.writing(obj, change.content))
         except Exception as error:  # also of a key that is asked for its hash
             refused[key] = str(error)
@@ -89,22 +102,26 @@ def found_at(place: Place, namespace: Mapping[str, Any]) -> Any:
     >>> found_at(Place("x", (("value", "a"), ("item", 1))), {"x": {"a": [5, [6]]}})
     [6]
     """
-    obj = owner = namespace[place.name]
-    for step in place.steps:
-        obj = part(obj, step)
-        if step[0] != "attributes":
-            owner = obj
+    try:
+        obj = owner = namespace[place.name]
+        for step in place.steps:
+            obj = part(obj, step)
+            if step[0] != "attributes":
+                owner = obj
+    except LookupError:
+        raise LookupError(f"{place} is not there any more") from None
     if place.address and id(owner) != place.address:
         raise LookupError(f"{place} is another object by now")
     return obj
 
 
 class Inventory:
-    """What `names` of a namespace lead to, as it is now.
+    """What `names` of a namespace lead to, as it is now; also by what functions and classes of the notebook mention.
 
     is_copy: this process is a copy of the kernel, so objects have the addresses that they have there.
+    takes_gradients: see `Places`.
     unlooked: names that lead to more than there was time for, and, once `changes` was asked, places of what could not
-        be compared; of what only they lead to, changes are not known.
+        be compared, each with the reason; of what only they lead to, changes are not known.
     """
 
     def __init__(
@@ -115,6 +132,9 @@ class Inventory:
         is_copy: bool = True,
         seconds: float = _MOST_SECONDS,
     ) -> None:
+        self.takes_gradients = True
+        self._namespace = namespace
+        self._classes: set[int] = set()  # whose code was looked at
         self._is_copy = is_copy
         self._objects: list[Any] = []  # kept, so that no id is used twice
         self._kind_of_each = Kinds()
@@ -123,14 +143,16 @@ class Inventory:
         self._ways: list[tuple[int, Step] | str] = []  # to each: from which, by what; or the name
         self._index: dict[int, int] = {}
         self._incomparable: list[Any] = []
-        self.unlooked: list[str] = []
+        self.unlooked: dict[str, str] = {}
         until = time.monotonic() + seconds
         with no_collections():
-            for name in names:
+            for name in sorted(names, key=lambda name: _elements(namespace.get(name))):
                 if name in namespace:
                     self._add(namespace[name], name)
+                    if self.unlooked and self._kind_of_each.of(namespace[name]) is None:
+                        continue  # a value, a module: nothing to look at
                     if self.unlooked or not self._look(until):
-                        self.unlooked.append(name)
+                        self.unlooked[name] = "too large to be compared"
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -176,7 +198,8 @@ class Inventory:
                 continue
             if content is not None and (token := self.token(obj)) is not None:
                 yield Change(token, content)
-        self.unlooked += [str(self.place(obj)) for obj in self._incomparable]
+        for obj in self._incomparable:
+            self.unlooked[str(self.place(obj))] = f"{with_article(type(obj).__name__)} cannot be compared"
 
     def _add(self, obj: Any, way: tuple[int, Step] | str) -> None:
         if id(obj) not in self._index:
@@ -187,9 +210,9 @@ class Inventory:
     def _look(self, until: float) -> bool:
         """Look into all that was added and what it leads to; False where the time was not enough."""
         objects, kinds, marks, ways, known = self._objects, self._kinds, self._marks, self._ways, self._index
-        kind_of = self._kind_of_each.of
+        kind_of, seen = self._kind_of_each.of, self._classes
         while (index := len(kinds)) < len(objects):
-            if not index % _LOOKS and (time.monotonic() > until or index > _MOST_OBJECTS):
+            if not index % _LOOKS and time.monotonic() > until:
                 return False
             obj = objects[index]
             kind = kind_of(obj)
@@ -203,9 +226,15 @@ class Inventory:
                     self._incomparable.append(obj)
             kinds.append(kind)
             marks.append(mark)
+            if (code := obj if type(obj) is FunctionType else type(obj)) is obj or id(code) not in seen:
+                seen.add(id(code))
+                for name in globals_of(code, self._namespace):
+                    self._add(self._namespace[name], name)
             for step, each in parts:
                 if id(each) not in known:
                     known[id(each)] = len(objects)
                     objects.append(each)
                     ways.append((index, step))
+                    if len(objects) > _MOST_OBJECTS:
+                        return False
         return True

@@ -19,14 +19,16 @@ import pathlib
 import re
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from nbaccel.launch.wire.arrays import ARRAY, kind_of_memory
+from nbaccel.launch.wire.arrays import ARRAY, ARRAY_OF_A_CLASS, kind_of_memory
 from nbaccel.launch.wire.kind import CannotWrite, Entries, Kind, Step, Write
-from nbaccel.launch.wire.wrappers import is_wrapper, plain, wraps
+from nbaccel.launch.wire.libraries import is_accelerator, is_lightnings_callback
+from nbaccel.launch.wire.wrappers import is_put_there, plain, wraps
+from nbaccel.view.words import with_article
 
-__all__ = ["Kinds", "attributes_of", "is_found_by_name", "part"]
+__all__ = ["ATTRIBUTES", "Kinds", "attributes_of", "globals_of", "is_found_by_name", "part"]
 
 _ATTRIBUTES: Step = ("attributes", None)
 
@@ -53,7 +55,7 @@ _CLOSED = (
 
 _OF_THE_PROCESS = frozenset(
     {"IPython", "_io", "_thread", "accelerate", "asyncio", "concurrent", "google", "io", "ipykernel", "ipywidgets"}
-    | {"lightning", "lightning_fabric", "logging", "matplotlib", "multiprocessing", "nbaccel", "pyarrow"}
+    | {"lightning", "lightning_fabric", "logging", "matplotlib", "multiprocessing", "nbaccel", "pyarrow", "queue"}
     | {"pytorch_lightning", "ray", "socket", "ssl", "subprocess", "tensorboard", "tensorboardX", "threading", "tqdm"}
     | {"traitlets", "wandb", "weakref", "zmq"}
 )
@@ -103,7 +105,8 @@ class _Dict(Kind):
             stay.append(key)
         anew = list(now)[len(stay) :]
         changed = [key for key in stay if not _is_same(now[key][1], before[key][1])] + anew
-        removed = [key for key in before if key not in now] + [key for key in anew if key in before]
+        there = set(map(id, keys))  # also those of what training has put there
+        removed = [key for key in before if key not in there] + [key for key in anew if key in before]
         if not removed and not changed:
             return None
         return Entries(
@@ -127,7 +130,7 @@ class _Dict(Kind):
 def _own_entries(keys: Iterable[Any], values: Iterable[Any]) -> dict[int, tuple[Any, Any]]:
     """Key and value by the id of the key, but for what training has put there."""
     pairs = zip(keys, values, strict=True)
-    return {id(key): (key, value) for key, value in pairs if not _is_put_there(key, value)}
+    return {id(key): (key, value) for key, value in pairs if not is_put_there(key, value)}
 
 
 class _List(Kind):
@@ -138,18 +141,18 @@ class _List(Kind):
         return list.copy(obj)
 
     def change(self, obj: Any, mark: Any) -> Any:
-        """How many of the first elements stay, and the others."""
+        """How many elements there were, how many of the first ones stay, and the others."""
         now = list.copy(obj)
         if len(now) == len(mark) and not any(map(operator.is_not, now, mark)):
             return None
         pairs = enumerate(zip(now, mark, strict=False))
         stay = next((index for index, (new, old) in pairs if not _is_same(new, old)), min(len(now), len(mark)))
-        return None if stay == len(now) == len(mark) else (stay, now[stay:])
+        return None if stay == len(now) == len(mark) else (len(mark), stay, now[stay:])
 
     def writing(self, obj: Any, change: Any) -> Write:
-        stay, rest = change
-        if list.__len__(obj) < stay:
-            raise CannotWrite("it is shorter than before the cell")
+        before, stay, rest = change
+        if list.__len__(obj) != before:
+            raise CannotWrite("the notebook has changed it meanwhile")
         return lambda: list.__setitem__(obj, slice(stay, None), rest)
 
 
@@ -163,12 +166,16 @@ class _Deque(_List):
     def change(self, obj: Any, mark: Any) -> Any:
         now = list(deque.__iter__(obj))
         is_same = len(now) == len(mark) and all(map(_is_same, now, mark))
-        return None if is_same else (now,)
+        return None if is_same else (len(mark), now)
 
     def writing(self, obj: Any, change: Any) -> Write:
+        before, now = change
+        if deque.__len__(obj) != before:
+            raise CannotWrite("the notebook has changed it meanwhile")
+
         def write() -> None:
             deque.clear(obj)
-            deque.extend(obj, change[0])
+            deque.extend(obj, now)
 
         return write
 
@@ -405,6 +412,28 @@ def is_found_by_name(obj: Any) -> bool:
     return issubclass(type(obj), (*_VALUES, types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType))
 
 
+def globals_of(obj: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
+    """Names of `namespace` that the code of a function of the notebook may read; of a class, that of its methods."""
+    if type(obj) is types.FunctionType:
+        if obj.__globals__ is namespace:
+            yield from (name for name in _names_in(obj.__code__) if name in namespace)
+        return
+    for base in type.__dict__["__mro__"].__get__(obj):
+        if type.__dict__["__module__"].__get__(base) == "__main__":
+            yield from (name for name in (base.__name__,) if name in namespace)
+            for value in type.__dict__["__dict__"].__get__(base).values():
+                function = value.__func__ if type(value) in (staticmethod, classmethod) else value
+                if type(function) is types.FunctionType:
+                    yield from globals_of(function, namespace)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            yield from _names_in(constant)
+
+
 def part(obj: Any, step: Step) -> Any:
     """Return the part of `obj` that a step leads to.
 
@@ -420,7 +449,7 @@ def part(obj: Any, step: Step) -> Any:
     except LookupError:
         raise
     except Exception as error:  # an object of another class than the one that had this part
-        raise LookupError(f"a {type(obj).__name__} has no part {step}") from error
+        raise LookupError(f"{with_article(type(obj).__name__)} has no part {step}") from error
 
 
 def attributes_of(obj: Any) -> dict[str, Any] | None:
@@ -467,6 +496,8 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 _DICT, _TUPLE, _WRAPPER, _CLASS, _FUNCTION, _OBJECTS = _Dict(), _Tuple(), _Wrapper(), _Class(), _Function(), _Objects()
+ATTRIBUTES: Kind = _DICT
+"""How what an object itself has is looked at."""
 _OF_BUILTINS: tuple[tuple[type, Kind], ...] = (
     *((OrderedDict, _Dict(OrderedDict)), (dict, _DICT), (list, _List()), (deque, _Deque()), (tuple, _TUPLE)),
     *((set, _Set()), (bytearray, _Bytes()), (array.array, _Bytes()), (types.FunctionType, _FUNCTION)),
@@ -480,9 +511,10 @@ def _chosen(kind: type) -> Kind | None:
     if wraps(kind):
         return _WRAPPER
     if (own := kind_of_memory(kind)) is not None:
-        return own
+        return _Both(own, _Object(_slots_of(kind))) if own is ARRAY_OF_A_CLASS else own
     module = str(type.__dict__["__module__"].__get__(kind))
-    if module.partition(".")[0] in _OF_THE_PROCESS:
+    is_of_the_process = module.partition(".")[0] in _OF_THE_PROCESS or module.startswith("torch.utils.tensorboard")
+    if is_of_the_process and not is_lightnings_callback(kind):
         return None
     for builtin, own in _OF_BUILTINS:
         if issubclass(kind, builtin):
@@ -537,22 +569,22 @@ def _items(iterate: Callable[[Any], Iterator[Any]], obj: Any) -> Iterable[tuple[
     """The elements that `iterate` gives, but for plain values."""
     if _EXACT_VALUES.issuperset(map(type, iterate(obj))):
         return ()
-    return [(("item", index), each) for index, each in enumerate(iterate(obj)) if type(each) not in _EXACT_VALUES]
+    return ((("item", index), each) for index, each in enumerate(iterate(obj)) if type(each) not in _EXACT_VALUES)
 
 
 def _is_same(new: Any, old: Any) -> bool:
-    """Whether it is the object that was there, also inside of what `prepare` put around it, or an equal value."""
+    """Whether it is the object that was there, also inside of what `prepare` put around it, or an equal value.
+
+    Of an Accelerator, a rank may have made another, which stands for the same.
+    """
     return (
         new is old
-        or (is_wrapper(new) and plain(new) is plain(old))
+        or (wraps(type(new)) and plain(new) is plain(old))
+        or (is_accelerator(new) and is_accelerator(old))
+        or (
+            type(new) is types.MethodType is type(old)
+            and new.__func__ is old.__func__
+            and _is_same(new.__self__, old.__self__)
+        )
         or (type(new) in _EXACT_VALUES and type(new) is type(old) and (new == old or (new != new and old != old)))
     )
-
-
-def _is_put_there(key: Any, value: Any) -> bool:
-    """Whether it is no attribute of the user's, but one that training put beside them for its time."""
-    if type(key) is not str:
-        return False
-    if key == "step":  # of an optimizer, see torch/optim/lr_scheduler.py
-        return type(value) in (types.FunctionType, types.MethodType) and hasattr(value, "_wrapped_by_lr_sched")
-    return key == "forward" and is_wrapper(value)

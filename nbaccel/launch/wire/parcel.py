@@ -3,8 +3,8 @@
 All names travel in one pickle, so what was shared stays shared. Memory of tensors and arrays lies beside the pickle,
 page aligned, one block per storage: the receiver maps it copy-on-write instead of reading it, so n ranks hold one
 copy and none sees another's writes. A view brings the whole storage that it looks at along, as ``torch.save`` does.
-Tensors of any device arrive on the CPU, and without their gradients, which ``torch.save`` leaves behind as well. It
-opens no connection: whoever wants to send hands over the file descriptor.
+Tensors of any device arrive on the CPU, and on their way to ranks without their gradients, which ``torch.save`` leaves
+behind as well. It opens no connection: whoever wants to send hands over the file descriptor.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import os
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.errors import CannotSend
@@ -52,10 +52,12 @@ class Parcel:
     """A packed parcel. Whoever packed it closes `fd`; mappings of it outlive that.
 
     fd: the memfd.  nbytes: its length.
+    lacks: names whose values came without some of their parts, and what these were.
     """
 
     fd: int
     nbytes: int
+    lacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def pack(
@@ -99,21 +101,27 @@ def pack_what_can_travel(
     namespace: dict[str, Any] | None = None,
     as_written: bool = False,
     places: Places | None = None,
+    may_lack: Collection[str] = (),
 ) -> tuple[Parcel, dict[str, str]]:
     """The parcel of every value that can travel, and the names that cannot, each with the reason.
 
     Of a `Change` what can travel does; the rest of it is "name:key".
 
     places: of what the receiver has; where given, only the place of such an object travels, and all else as written.
+    may_lack: names whose values come without their parts that cannot travel, rather than not at all: see `Absent`.
     """
     rest = values
     refused: dict[str, str] = {}
-    make = _packers(anchors or {}, namespace, as_written, places)
+    lacking: set[str] = set()
+    make = _packers(anchors or {}, namespace, as_written, places, lacking)
     while True:
         try:
             return _write(rest, make), refused
         except Exception as error:  # also a second time, of an object that answers now so and now so
             culprits = _culprits(rest, make, namespace) or {name: reason(error, name, rest) for name in rest}
+        if parted := {name for name in culprits if name in may_lack} - lacking:
+            lacking |= parted
+            continue
         rest = {name: value for name, value in rest.items() if name not in culprits}
         for name, why in culprits.items():
             value = values[name]
@@ -132,6 +140,7 @@ def unpack(
     namespace: dict[str, Any] | None = None,
     anchored: Callable[[str], Any] | None = None,
     placed: Callable[[Any], Any] | None = None,
+    is_lasting: bool = False,
 ) -> dict[str, Any]:
     """The values of the parcel behind `fd`, which stays open and is the caller's to close.
 
@@ -139,8 +148,9 @@ def unpack(
         it; a name that it has already keeps its value.
     anchored: finds an object of this process by the name it was anchored under.
     placed: finds one by what the sender's `Places.token` said of it.
+    is_lasting: what comes stays for long, and must not keep a larger rest of the parcel alive.
     """
-    values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed)).load()
+    values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting)).load()
     return values
 
 
@@ -150,15 +160,16 @@ def unpack_what_can_be_rebuilt(
     namespace: dict[str, Any] | None = None,
     anchored: Callable[[str], Any] | None = None,
     placed: Callable[[Any], Any] | None = None,
+    is_lasting: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of the parcel behind `fd` that this process can rebuild, and the names of the others, with the reason.
 
     The arguments are those of `unpack`.
     """
     try:
-        return unpack(fd, namespace=namespace, anchored=anchored, placed=placed), {}
+        return unpack(fd, namespace=namespace, anchored=anchored, placed=placed, is_lasting=is_lasting), {}
     except Exception:
-        values, errors = salvaged(_contents(fd, namespace, anchored, placed))
+        values, errors = salvaged(_contents(fd, namespace, anchored, placed, is_lasting))
     return values, {name: f"it cannot be rebuilt here: {in_words(error)}" for name, error in errors.items()}
 
 
@@ -182,13 +193,14 @@ def _contents(
     namespace: dict[str, Any] | None,
     anchored: Callable[[str], Any] | None,
     placed: Callable[[Any], Any] | None,
+    is_lasting: bool,
 ) -> Contents:
     mapping, (places, buffers, packages) = _opened(fd)
     for name in packages:
         if name not in sys.modules:
             with suppress(Exception):  # where it is needed, the pickle says so better
                 importlib.import_module(name)
-    return Contents(mapping, places, buffers, namespace, anchored, placed)
+    return Contents(mapping, places, buffers, namespace, anchored, placed, is_lasting)
 
 
 _MakePacker = Callable[[Any], Packer]
@@ -196,11 +208,15 @@ _MakePacker = Callable[[Any], Packer]
 
 
 def _packers(
-    anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool, places: Places | None = None
+    anchors: Mapping[int, str],
+    namespace: dict[str, Any] | None,
+    as_written: bool,
+    places: Places | None = None,
+    may_lack: Collection[str] = (),
 ) -> _MakePacker:
     if places is not None:
-        return lambda file: PlacingPacker(file, anchors, namespace, places)
-    return lambda file: Packer(file, anchors, namespace, as_written)
+        return lambda file: PlacingPacker(file, anchors, namespace, places, may_lack)
+    return lambda file: Packer(file, anchors, namespace, as_written, may_lack)
 
 
 def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, Any] | None) -> dict[str, str]:
@@ -235,7 +251,7 @@ def _write(values: dict[str, Any], make: _MakePacker) -> Parcel:
         packer.forget()
         table = pickle.dumps((places, packer.buffers, _in_order_of_import(packer.packages)))
         _write_all(fd, memoryview(table + _FOOTER.pack(_MAGIC, end)), end)
-        return Parcel(fd, end + len(table) + _FOOTER.size)
+        return Parcel(fd, end + len(table) + _FOOTER.size, packer.lacks)
     except BaseException:
         os.close(fd)
         raise

@@ -7,6 +7,7 @@ cloudpickle with our own ways for tensors, arrays, functions of the notebook and
 from __future__ import annotations
 
 import copy
+import copyreg
 import enum
 import functools
 import importlib
@@ -15,16 +16,23 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import cloudpickle
 
+from nbaccel.launch.wire.absent import Absent
 from nbaccel.launch.wire.arrays import Values, has_plain_memory
 from nbaccel.launch.wire.event_files import reduce_writer
-from nbaccel.launch.wire.refusal import Refused, refuse_what_lives_here
-from nbaccel.launch.wire.wrappers import is_wrapper, plain
+from nbaccel.launch.wire.libraries import is_lightnings_trainer, reduce_accelerate
+from nbaccel.launch.wire.refusal import (
+    Refused,
+    refuse_what_knows_the_ranks,
+    refuse_what_lives_here,
+    what_it_is,
+)
+from nbaccel.launch.wire.wrappers import is_made_anew, is_put_there, plain
 
 __all__ = ["Contents", "Packer", "Places", "PlacingPacker", "Unpacker", "depth_bounded", "is_ours"]
 
@@ -34,6 +42,9 @@ long chain of objects would run over the end of the C stack (8 MiB hold more tha
 
 _COPIED_BELOW = 64 * 1024
 """Bytes. A mapped view keeps the memory of the whole parcel alive, so smaller blocks are copied out instead."""
+
+_COPIED_IF_LASTING = 16 * 1024 * 1024
+"""The same where values live on while most of the parcel is of no use any more, as in a notebook."""
 
 
 @contextmanager
@@ -55,17 +66,29 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
 
     blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
     buffers: which blocks are the out-of-band buffers of the pickle protocol, in its order.
-    as_written: leave out what training put around the user's objects, however deep in a value they lie.
+    as_written: what a cell left, and as the user wrote it: what training put around objects is left out, however deep
+        in a value they lie, and a tensor of a graph comes without it.
+    may_lack: names whose values come with a stand-in (`Absent`) in place of each part that cannot travel.
+    lacks: what such parts were, by name.
     at: the name whose value is being packed, or was last; empty before the first.
     packages: those whose classes, functions and modules the pickle refers to.
     """
 
     def __init__(
-        self, file: Any, anchors: Mapping[int, str], namespace: dict[str, Any] | None, as_written: bool = False
+        self,
+        file: Any,
+        anchors: Mapping[int, str],
+        namespace: dict[str, Any] | None,
+        as_written: bool = False,
+        may_lack: Collection[str] = (),
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
         self.at = ""
+        self.lacks: dict[str, list[str]] = {}
         self.packages: set[str] = set()
+        self._may_lack = may_lack
+        self._whole: Any = None  # the value that `at` names
+        self._absent: dict[int, tuple[str, Any]] = {}  # by id: for what `Absent` was put in, and why
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
         self._index: dict[tuple[str, int, int], int] = {}
@@ -84,10 +107,36 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is _Named:
-            self.at = obj.name
+            self.at, self._whole = obj.name, obj.value
+            if id(obj.value) in self._absent:
+                raise Refused(*self._absent[id(obj.value)])
             if type(obj.value) in weakref.ProxyTypes:  # inside of objects it travels as what it stands for
                 raise Refused("a weak reference cannot be sent to another process; send the object itself", obj.value)
             return _itself, (obj.value,)
+        if self._as_written and obj is not self._whole and is_lightnings_trainer(obj):
+            self._absent[id(obj)] = "a Trainer that knows its rank", obj
+            return _itself, (None,)  # as before it was given to one
+        if self.at not in self._may_lack or obj is self._whole:
+            return self._reduced(obj)
+        try:
+            reduced = self._reduced(obj)
+            return self._reduced_as_usual(obj) if reduced is NotImplemented else reduced
+        except RecursionError:
+            raise
+        except Exception as error:
+            why = what_it_is(error, obj)
+            self.lacks.setdefault(self.at, []).append(why)
+            self._absent[id(obj)] = why, obj
+            return Absent, (self.at, why)
+
+    def _reduced_as_usual(self, obj: Any) -> Any:
+        """What the pickler itself would make of an object for which nobody here has a way of its own."""
+        if issubclass(type(obj), (type, types.FunctionType, types.BuiltinFunctionType)):
+            return NotImplemented  # found by its name
+        special = self.dispatch_table.get(type(obj))
+        return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if special is None else special(obj)
+
+    def _reduced(self, obj: Any) -> Any:
         if id(obj) in self._anchors:
             return _there, ("anchor", self._anchors[id(obj)])
         self._note_package(obj)
@@ -95,8 +144,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return _there, ("globals",)
         if type(obj) is _ModuleThere:
             return _globals_of_module, (obj.name,)
-        if self._as_written and (reduced := _reduce_to_what_was_written(obj)):
-            return reduced
+        if self._as_written:
+            if reduced := _reduce_to_what_was_written(obj):
+                return reduced
+            refuse_what_knows_the_ranks(obj)
         if reduced := _reduce_standard(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
             return reduced
         refuse_what_lives_here(obj)
@@ -119,7 +170,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         An error among it brings a traceback along, and that every frame with the user's objects.
         """
         self.clear_memo()
+        self._absent.clear()
         self.blocks.clear()
+        self._whole = None
 
     def _note_package(self, obj: Any) -> None:
         kind = type(obj)
@@ -170,7 +223,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
             return None
         if not obj.is_leaf:
-            raise Refused("part of an autograd graph; send x.detach()", obj)
+            if not self._as_written:
+                raise Refused("part of an autograd graph; send x.detach()", obj)
+            obj = obj.detach()
         if not _is_as_it_lies(obj):
             return None
         storage = obj.untyped_storage()
@@ -187,8 +242,15 @@ class PlacingPacker(Packer):
     without it, and one that looks at the memory of a tensor of the notebook's comes as such a view.
     """
 
-    def __init__(self, file: Any, anchors: Mapping[int, str], namespace: dict[str, Any] | None, places: Places) -> None:
-        super().__init__(file, anchors, namespace, as_written=True)
+    def __init__(
+        self,
+        file: Any,
+        anchors: Mapping[int, str],
+        namespace: dict[str, Any] | None,
+        places: Places,
+        may_lack: Collection[str] = (),
+    ) -> None:
+        super().__init__(file, anchors, namespace, as_written=True, may_lack=may_lack)
         self._places = places
         self._of_memory: dict[tuple[str, int], Any] | None = None
 
@@ -196,18 +258,24 @@ class PlacingPacker(Packer):
         """Asked of every object, before it is packed."""
         return self._places.token(obj)
 
-    def reducer_override(self, obj: Any) -> Any:
+    def _reduced(self, obj: Any) -> Any:
         if type(obj) is Values:
-            return super()._reduce_tensor(obj.tensor) or (_itself, (obj.tensor,))
-        return super().reducer_override(obj)
+            reduced = super()._reduce_tensor(obj.tensor)
+            return (_itself, (obj.tensor,)) if reduced is None else (_there, ("values", *reduced[1][1:]))
+        reduced = super()._reduced(obj)
+        if reduced is not NotImplemented and self._is_of_namespace(obj):
+            # What it reads there is the notebook's, or comes under its own name.
+            reduced[2][1][1]["__globals__"].clear()
+        return reduced
 
     def _reduce_tensor(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
             return None
-        if not obj.is_leaf:
-            obj = obj.detach()
-        return self._reduce_view(obj) or super()._reduce_tensor(obj)
+        reduced = self._reduce_view(obj if obj.is_leaf else obj.detach()) or super()._reduce_tensor(obj)
+        if not reduced or not self._places.takes_gradients or not obj.is_leaf or obj.grad is None:
+            return reduced
+        return *reduced, obj.grad, None, None, _set_gradient
 
     def _reduce_view(self, tensor: Any) -> Any:
         """As a view of a tensor of the notebook's, where all that it looks at is that one's memory."""
@@ -226,13 +294,22 @@ class PlacingPacker(Packer):
 
 
 class Places(Protocol):
-    """Where the notebook's objects are: an `Inventory`."""
+    """Where the notebook's objects are: an `Inventory`.
+
+    takes_gradients: whether new tensors come with theirs.
+    """
+
+    takes_gradients: bool
 
     def token(self, obj: Any) -> Any:
         """What stands for an object that the notebook has; None for any other."""
 
     def tensors(self) -> Iterator[Any]:
         """The tensors that the notebook has, and whose memory is laid out as it is there."""
+
+
+def _set_gradient(tensor: Any, gradient: Any) -> None:
+    tensor.grad = gradient
 
 
 def _is_as_it_lies(tensor: Any) -> bool:
@@ -266,16 +343,22 @@ def _storage_bytes(storage: Any) -> memoryview:
 
 
 def _reduce_to_what_was_written(obj: Any) -> Any:
-    """A prepared or parallel object as what it wraps, and a model without the forward that `prepare` gave it."""
+    """A prepared or parallel object as what it wraps, and a model without what `prepare` has put into it."""
     inner = plain(obj)
     if inner is not obj:
         return _itself, (inner,)
+    if is_made_anew(obj):
+        return obj.__nbaccel_anew__()
+    if reduced := reduce_accelerate(obj):
+        return reduced
     torch = sys.modules.get("torch")
-    if torch is None or not issubclass(type(obj), torch.nn.Module) or not is_wrapper(vars(obj).get("forward")):
+    if torch is None or not issubclass(type(obj), torch.nn.Module):
+        return None
+    if not (put_there := [name for name, value in vars(obj).items() if is_put_there(name, value)]):
         return None
     match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
         case (make, args, dict(state), *rest):
-            return make, args, {name: value for name, value in state.items() if name != "forward"}, *rest
+            return make, args, {name: value for name, value in state.items() if name not in put_there}, *rest
     return None  # a __reduce__ or __getstate__ of the user's own, which knows best
 
 
@@ -314,7 +397,27 @@ def _reduce_standard(obj: Any) -> Any:
             return getattr, (sys, name)
     if issubclass(type(obj), types.ModuleType) and type(obj) is not types.ModuleType:
         return _reduce_odd_module(obj)
+    if reduced := _reduce_keras(obj):
+        return reduced
     return _reduce_shell(obj) or reduce_writer(obj) or _reduce_loader(obj) or _reduce_scheduler(obj)
+
+
+def _reduce_keras(obj: Any) -> Any:
+    """What belongs to a model of Keras: a loss, metrics, an optimizer, and the containers that it keeps them in.
+
+    By themselves the former pickle as an archive of their configuration: some raise, and an optimizer loses its
+    moments. The latter ask for attributes before they have them.
+    """
+    kind = type(obj)
+    names = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("keras.")]
+    if not names:
+        return None
+    if "KerasSaveable" in names and "Layer" not in names:
+        return copyreg.__newobj__, (kind,), vars(obj)  # type: ignore[attr-defined]
+    if names[0] in ("TrackedList", "TrackedDict", "TrackedSet"):
+        plain_kind = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        return kind, (plain_kind(obj),), vars(obj)
+    return None
 
 
 def _reduce_odd_module(module: types.ModuleType) -> Any:
@@ -432,6 +535,7 @@ class Contents:
     """What lies in one parcel, and the methods that the pickle in it calls by `_there`.
 
     mapping: the parcel, beginning with the pickle.  places: offset and length of each block.  buffers: as `Packer` has.
+    is_lasting: blocks that are less than half of the parcel are copied out, so that none keeps a larger rest alive.
     Nothing here refers to the unpickler: with a cycle the memory would stay until the collector comes.
     """
 
@@ -443,8 +547,10 @@ class Contents:
         namespace: dict[str, Any] | None,
         anchored: Callable[[str], Any] | None,
         placed: Callable[[Any], Any] | None = None,
+        is_lasting: bool = False,
     ) -> None:
         self._placed = placed
+        self._copied_below = max(_COPIED_IF_LASTING, len(mapping) // 2) if is_lasting else _COPIED_BELOW
         self.mapping = mapping
         self._places, self._buffers = places, buffers
         self._blocks: dict[int, memoryview | bytearray] = {}
@@ -499,10 +605,7 @@ class Contents:
         import torch
 
         if index not in self._storages:
-            block = self._block(index)
-            self._storages[index] = (
-                torch.frombuffer(block, dtype=torch.uint8).untyped_storage() if len(block) else torch.UntypedStorage(0)
-            )
+            self._storages[index] = _storage(self._block(index))
         tensor = torch.empty(0, dtype=dtype).set_(self._storages[index], *layout)
         if kind is torch.nn.Parameter:
             tensor = torch.nn.Parameter(tensor, requires_grad)
@@ -511,12 +614,27 @@ class Contents:
         vars(tensor).update(attributes)
         return tensor
 
+    def values(self, kind: Any, index: int, dtype: Any, layout: Any, requires_grad: bool, attributes: Any) -> Any:
+        """A tensor whose values are about to be written into another, and which is not kept: it is never copied out."""
+        import torch
+
+        return torch.empty(0, dtype=dtype).set_(_storage(self._memory(index)), *layout)
+
     def _block(self, index: int) -> memoryview | bytearray:
         if index not in self._blocks:
-            offset, nbytes = self._places[index]
-            memory = memoryview(self.mapping)[offset : offset + nbytes]
-            self._blocks[index] = bytearray(memory) if nbytes < _COPIED_BELOW else memory
+            memory = self._memory(index)
+            self._blocks[index] = bytearray(memory) if memory.nbytes < self._copied_below else memory
         return self._blocks[index]
+
+    def _memory(self, index: int) -> memoryview:
+        offset, nbytes = self._places[index]
+        return memoryview(self.mapping)[offset : offset + nbytes]
+
+
+def _storage(block: memoryview | bytearray) -> Any:
+    import torch
+
+    return torch.frombuffer(block, dtype=torch.uint8).untyped_storage() if len(block) else torch.UntypedStorage(0)
 
 
 def is_ours(module: str, name: str) -> bool:

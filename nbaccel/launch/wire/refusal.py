@@ -16,7 +16,17 @@ import threading
 import types
 from typing import Any
 
-__all__ = ["Refused", "in_words", "reason", "refuse_what_lives_here"]
+from nbaccel.launch.wire.libraries import is_lightnings_callback
+from nbaccel.view.words import with_article
+
+__all__ = [
+    "Refused",
+    "in_words",
+    "reason",
+    "refuse_what_knows_the_ranks",
+    "refuse_what_lives_here",
+    "what_it_is",
+]
 
 _LIVES_HERE: dict[type | tuple[type, ...], str] = {
     (io.TextIOWrapper, io.BufferedIOBase, io.FileIO): "an open file",
@@ -31,6 +41,13 @@ _LIVES_HERE: dict[type | tuple[type, ...], str] = {
     types.FrameType: "a frame of a running function",
 }
 _TYPES = tuple(kind for kinds in _LIVES_HERE for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+_KNOW_THE_RANKS = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "wandb"})
+"""Packages whose objects know which rank of how many they were made in: in the notebook they would say so still."""
+
+_KNOW_NONE = frozenset({"AttributeDict", "SeedableRandomSampler"})
+"""Classes of theirs whose objects are data; so are those of `accelerate.utils`, which say how something is made."""
+
+_CANNOT = " cannot be sent to another process"
 _UNPICKLABLE = re.compile(r"cannot pickle '?([\w.]+)'?")
 
 
@@ -47,10 +64,28 @@ def refuse_what_lives_here(obj: Any) -> None:
     kind = type(obj)  # not `isinstance`, which asks a proxy for the class of what it stands for
     if issubclass(kind, _TYPES) and not issubclass(kind, io.BytesIO):
         words = next(words for kinds, words in _LIVES_HERE.items() if issubclass(kind, kinds))
-        raise Refused(f"{words} cannot be sent to another process", obj)
+        raise Refused(f"{words}{_CANNOT}", obj)
     tqdm = sys.modules.get("tqdm.std")
     if tqdm is not None and issubclass(kind, tqdm.tqdm):  # pickles, but cannot be unpickled
-        raise Refused("a progress bar cannot be sent to another process", obj)
+        raise Refused(f"a progress bar{_CANNOT}", obj)
+
+
+def refuse_what_knows_the_ranks(obj: Any) -> None:
+    """Raise `Refused` for an object that would tell the notebook that it is one rank of several."""
+    kind = type(obj)
+    module = type.__dict__["__module__"].__get__(kind)
+    if type(module) is not str or module.partition(".")[0] not in _KNOW_THE_RANKS:
+        return
+    is_data = kind.__name__ in _KNOW_NONE or module.startswith("accelerate.utils.") or is_lightnings_callback(kind)
+    if not is_data:
+        raise Refused(f"{with_article(kind.__name__)} that knows its rank", obj)
+
+
+def what_it_is(error: Exception, obj: Any) -> str:
+    """`obj`, for which packing failed by `error`, in a few words: "a lock"."""
+    if isinstance(error, Refused):
+        return str(error).removesuffix(_CANNOT)
+    return with_article(type(obj).__name__)
 
 
 def reason(error: Exception, name: str, names: dict[str, Any]) -> str:
@@ -65,7 +100,7 @@ def reason(error: Exception, name: str, names: dict[str, Any]) -> str:
     if isinstance(error, RecursionError) or "deep recursion" in message:
         return "it is nested too deeply to be sent to another process"
     if found := _UNPICKLABLE.match(message):
-        return f"an object of type {found[1]} cannot be sent to another process"
+        return f"an object of type {found[1]}{_CANNOT}"
     return in_words(error)
 
 

@@ -5,16 +5,20 @@ Objects of `nbaccel.train` say what they wrap by `__nbaccel_unwrap__`: this room
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
-__all__ = ["is_wrapper", "plain", "wraps"]
+from nbaccel.launch.wire.libraries import is_of_one_rank, wrapped_as
+
+__all__ = ["is_made_anew", "is_put_there", "is_wrapper", "plain", "take_off_forward", "wraps"]
 
 
 def plain(value: Any) -> Any:
     """What a prepared or parallel object wraps; any other object itself.
 
-    Objects of `nbaccel.train` say so by `__nbaccel_unwrap__`; torch's own wrappers, and classes derived from them, are
-    known by their module.
+    Objects of `nbaccel.train` say so by `__nbaccel_unwrap__`; the wrappers of torch and of Accelerate, and classes
+    derived from torch's, are known by their module.
     """
     if is_wrapper(value):
         return value.__nbaccel_unwrap__()
@@ -22,12 +26,14 @@ def plain(value: Any) -> Any:
         return plain(value.module)
     if _is_compiled(type(value)) and hasattr(value, "_orig_mod"):
         return plain(value._orig_mod)
+    if part := wrapped_as(type(value)):
+        return plain(getattr(value, part))
     return value
 
 
 def wraps(kind: type) -> bool:
     """Whether objects of a class may stand for another that they wrap."""
-    return _has_unwrap(kind) or _is_parallel(kind) or _is_compiled(kind)
+    return _has(kind, "__nbaccel_unwrap__") or _is_parallel(kind) or _is_compiled(kind) or wrapped_as(kind) != ""
 
 
 def _is_parallel(kind: type) -> bool:
@@ -39,15 +45,39 @@ def _is_compiled(kind: type) -> bool:
     return str(kind.__module__).startswith("torch._dynamo.")
 
 
+def take_off_forward(value: Any) -> None:
+    """Give a model, and the models in it, the `forward` of their classes back where training has put one before it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(type(value), torch.nn.Module):
+        return
+    for module in torch.nn.Module.modules(value):
+        if is_wrapper(vars(module).get("forward")):
+            del vars(module)["forward"]
+
+
 def is_wrapper(value: Any) -> bool:
     """Whether `value` says what it wraps. Its class is asked: a ``__getattr__`` of the user's may do anything."""
-    return _has_unwrap(type(value))
+    return _has(type(value), "__nbaccel_unwrap__")
 
 
-def _has_unwrap(kind: type) -> bool:
-    """Also a metaclass may have a ``__getattr__``, which `type.__getattribute__` goes past."""
+def is_put_there(key: Any, value: Any) -> bool:
+    """Whether it is no attribute of the user's, but one that training put beside them for its time."""
+    if type(key) is not str:
+        return False
+    if key == "step":  # of an optimizer, see torch/optim/lr_scheduler.py
+        return type(value) in (types.FunctionType, types.MethodType) and hasattr(value, "_wrapped_by_lr_sched")
+    return (key == "forward" and is_wrapper(value)) or is_of_one_rank(key, value)
+
+
+def is_made_anew(value: Any) -> bool:
+    """Whether `value` belongs to the ranks, and says how another is made for the notebook: an Accelerator."""
+    return _has(type(value), "__nbaccel_anew__")
+
+
+def _has(kind: type, name: str) -> bool:
+    """Whether a class has the attribute. A metaclass of the user's has a `__getattr__`, too, which this goes past."""
     try:
-        type.__getattribute__(kind, "__nbaccel_unwrap__")
+        type.__getattribute__(kind, name)
     except AttributeError:
         return False
     return True

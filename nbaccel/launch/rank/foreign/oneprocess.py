@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from nbaccel.errors import NotInRanks
 from nbaccel.launch.rank.foreign.anew import SetUpAnew, name_of, names_in, refuse
 from nbaccel.launch.rank.loaded import when_loaded
+from nbaccel.launch.wire.libraries import MADE_WITH
 from nbaccel.world import World
 
 __all__ = ["forget_one_process"]
@@ -36,6 +37,7 @@ def forget_one_process(world: World) -> None:
 
     Nothing changes where this rank is the only one: what the notebook knew is true here, too.
     """
+    when_loaded({"accelerate.accelerator": _note_settings})
     if not world.is_distributed:
         return
     states = _States()
@@ -114,6 +116,18 @@ class _States:
             logs(adapter, *args, **kwargs)
 
         module.MultiProcessAdapter.log = log
+
+
+def _note_settings(module: Any) -> None:
+    """Have every Accelerator know what it was made with: the notebook gets one like it."""
+    begins = module.Accelerator.__init__
+
+    @functools.wraps(begins)
+    def begin(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        begins(accelerator, *args, **kwargs)
+        vars(accelerator)[MADE_WITH] = args, kwargs
+
+    module.Accelerator.__init__ = begin
 
 
 def _is_on_cpu() -> bool:

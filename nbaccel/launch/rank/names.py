@@ -1,0 +1,169 @@
+"""Names: which global names the code of a cell reads and binds. Runs in the kernel and in ranks; runs no code.
+
+By its bytecode where all that can happen counts, by its text where an order does.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "loop_variables",
+    "made_before_read",
+    "names_assigned",
+    "names_in_magics",
+    "names_read",
+    "seeds",
+    "with_their_own",
+]
+
+_READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"})
+_WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
+_SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "seed_everything", "set_seed"})
+
+
+def names_read(parts: Sequence[types.CodeType]) -> set[str]:
+    """Global names that the code may read, in nested functions too; names of builtins are among them."""
+    return {name for code in parts for name in _names(code, _READS, nested=True)}
+
+
+def names_assigned(parts: Sequence[types.CodeType]) -> set[str]:
+    """Names that the code's top level binds."""
+    return {name for code in parts for name in _names(code, _WRITES, nested=False)}
+
+
+def _names(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in kinds:
+            yield str(instruction.argval)
+    if nested:
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from _names(constant, kinds, nested)
+
+
+def with_their_own(names: Iterable[str], namespace: Mapping[str, Any]) -> set[str]:
+    """`names`, and those that functions and classes of the notebook behind them read, and so on."""
+    found = set(names)
+    to_read = list(found)
+    while to_read:
+        for code in _codes(namespace.get(to_read.pop())):
+            more = set(_names(code, _READS, nested=True)) - found
+            found |= more
+            to_read += more
+    return found
+
+
+def seeds(parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool:
+    """Whether the code, or a function of the notebook that it may call, seeds random generators."""
+    called = (namespace.get(name) for name in with_their_own(names_read(parts), namespace))
+    return any(_SEEDS & _all_names(code) for code in (*parts, *(code for value in called for code in _codes(value))))
+
+
+def _all_names(code: types.CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_all_names, inner))
+
+
+def _codes(value: Any) -> Iterator[types.CodeType]:
+    """The code of a function of the notebook, or of the methods of a class of it."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        if value.__module__ == "__main__":
+            yield value.__code__
+        return
+    for owner in type.mro(value if issubclass(kind, type) else kind):
+        if owner.__module__ == "__main__":
+            yield from (part.__code__ for part in map(_function_in, vars(owner).values()) if part is not None)
+
+
+def _function_in(part: Any) -> types.FunctionType | None:
+    """The function that an attribute of a class is, or is made of."""
+    for kind, name in ((staticmethod, "__func__"), (classmethod, "__func__"), (property, "fget")):
+        if type(part) is kind:
+            part = getattr(part, name)
+    return part if type(part) is types.FunctionType else None
+
+
+def names_in_magics(code: str) -> set[str]:
+    """Words in what the cell hands to magics, line by line or as a cell of their own: each may be a name.
+
+    >>> sorted(names_in_magics("get_ipython().run_cell_magic('time', '', 'fit(model)')"))
+    ['fit', 'model']
+    """
+    texts = [
+        str(text.value)
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in ("run_line_magic", "run_cell_magic", "system", "getoutput")
+        for text in (node.args if node.func.attr in ("system", "getoutput") else node.args[1:])
+        if isinstance(text, ast.Constant)
+    ]
+    return {word for text in texts for word in re.findall(r"[^\W\d]\w*", text)}
+
+
+def loop_variables(code: str) -> set[str]:
+    """Names bound by `for` and `with` at the top level and in its blocks: not results, but leftovers."""
+    targets: list[ast.AST] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.For | ast.AsyncFor):
+            targets.append(node.target)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            targets.append(node.optional_vars)
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def made_before_read(code: str) -> set[str]:
+    """Return the names that the cell binds in any case before it reads them: what they were before is not needed.
+
+    >>> sorted(made_before_read("model = build()\\nmodel.train()\\nif x:\\n    y = 1\\nprint(y)"))
+    ['model']
+    """
+    try:
+        body = ast.parse(code).body
+    except SyntaxError:  # compiling tells it better
+        return set()
+    read: set[str] = set()
+    made: set[str] = set()
+    _follow(body, read, made)
+    return made
+
+
+def _follow(body: list[ast.stmt], read: set[str], made: set[str]) -> None:
+    """Add to `read` the names that `body` reads before they are in `made`, and to `made` what it binds for certain."""
+    for statement in body:
+        match statement:
+            case ast.With() | ast.AsyncWith():
+                _take(statement.items, read, made)
+                _follow(statement.body, read, made)
+            case ast.For() | ast.AsyncFor() | ast.While() | ast.If() | ast.Try() | ast.Match():
+                inside = set(made)
+                for part in ast.iter_child_nodes(statement):
+                    if not isinstance(part, ast.stmt):
+                        _take([part], read, inside)
+                    else:
+                        _follow([part], read, inside)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                _take([statement], read, made)
+                made |= {statement.name} - read
+            case ast.Import() | ast.ImportFrom():
+                bound = {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+                made |= bound - read
+            case _:
+                _take([statement], read, made)
+
+
+def _take(nodes: Sequence[ast.AST], read: set[str], made: set[str]) -> None:
+    """Account for the names in `nodes`: those that are read first, then those that are bound."""
+    names = [leaf for node in nodes for leaf in ast.walk(node) if isinstance(leaf, ast.Name)]
+    changed = {
+        node.target.id for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+    }
+    read |= ({name.id for name in names if not isinstance(name.ctx, ast.Store)} | changed) - made
+    if not any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) for node in nodes):
+        made |= {name.id for name in names if isinstance(name.ctx, ast.Store)} - read

@@ -1,0 +1,31 @@
+"""Randomness: the states of the random generators that a process has for everybody, read and set.
+
+Those of Python, of NumPy and of torch on the CPU. Runs in ranks and in the kernel.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+__all__ = ["random_states", "set_random_states"]
+
+
+def random_states() -> dict[str, Any]:
+    """The state of each, by its module; of modules that are not loaded nobody has drawn anything."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if (np := sys.modules.get("numpy")) is not None:
+        states["numpy"] = np.random.get_state()
+    if (torch := sys.modules.get("torch")) is not None:
+        states["torch"] = torch.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Let the generators of this process draw next what they would have in the process of `random_states`."""
+    random.setstate(states["random"])
+    if "numpy" in states and (np := sys.modules.get("numpy")) is not None:
+        np.random.set_state(states["numpy"])
+    if "torch" in states and (torch := sys.modules.get("torch")) is not None:
+        torch.set_rng_state(states["torch"])
