@@ -11,7 +11,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-__all__ = ["CHECKPOINT_DIR", "OOM_CHOICES", "PRECISIONS", "SHRINK", "START_METHODS", "STOP", "RunSettings"]
+__all__ = [
+    "BATCH_CHOICES",
+    "CHECKPOINT_DIR",
+    "EACH",
+    "OOM_CHOICES",
+    "PRECISIONS",
+    "SHRINK",
+    "SPLIT",
+    "START_METHODS",
+    "STOP",
+    "RunSettings",
+]
 
 PRECISIONS = ("no", "fp16", "bf16")
 
@@ -19,6 +30,9 @@ START_METHODS = ("auto", "fork", "zygote", "inline")
 
 OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
 """What follows when a rank dies of memory: the run starts again with smaller batches, or ends."""
+
+BATCH_CHOICES = SPLIT, EACH = ("split", "each")
+"""What ranks get of the batches of a loop that was not prepared: a part of each, or batches of their own."""
 
 CHECKPOINT_DIR = "nbaccel_checkpoints"
 """In the working directory, where Kaggle keeps what shall outlive a session; only made when one asks to save."""
@@ -32,14 +46,17 @@ class RunSettings:
 
     mixed_precision: "no", "fp16" or "bf16"; never "auto", which the kernel resolves before the launch.
     gradient_accumulation_steps: batches per optimizer step.
-    seed: shared seed of the data order; rank r's generators start at seed + r.
+    seed: shared seed of the data order; rank r's generators start at seed + r. None: they are not seeded.
     cpu: stay on the CPU although the machine has devices.
     debug: check every collective, not only the first ones.
     independent: each rank trains a model of its own, and that is meant.
+    strict: a loop that was not prepared is an error, and is not trained on all ranks as it is.
+    batches: one of `BATCH_CHOICES`: what ranks get of the batches of such a loop.
     split: parts that each batch of a training loop is cut into, after a run that ran out of memory.
     checkpoint_every: when the training saves itself, "10min" or "500steps".  checkpoint_dir: where to.
     keep: how many of those checkpoints stay.
     resume: what to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
+    seeds_alike: all ranks' generators start at `seed`, those of a program that knows no ranks.
 
     >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
     >>> both.mixed_precision, both.seed
@@ -52,17 +69,22 @@ class RunSettings:
     cpu: bool | None = None
     debug: bool | None = None
     independent: bool | None = None
+    strict: bool | None = None
+    batches: str | None = None
     split: int | None = None
     checkpoint_every: str | None = None
     checkpoint_dir: str | None = None
     keep: int | None = None
     resume: str | None = None
+    seeds_alike: bool | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
             raise ValueError(
                 f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, got {self.mixed_precision!r}"
             )
+        if self.batches is not None and self.batches not in BATCH_CHOICES:
+            raise ValueError(f"batches must be one of {', '.join(map(repr, BATCH_CHOICES))}, got {self.batches!r}")
         steps = self.gradient_accumulation_steps
         if steps is not None and steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}")
@@ -84,7 +106,10 @@ class RunSettings:
             "ACCELERATE_USE_CPU": None if self.cpu is None else str(self.cpu).lower(),
             "ACCELERATE_DEBUG_MODE": None if self.debug is None else str(int(self.debug)),
             "NBACCEL_INDEPENDENT": None if self.independent is None else str(int(self.independent)),
+            "NBACCEL_STRICT": None if self.strict is None else str(int(self.strict)),
+            "NBACCEL_BATCHES": self.batches,
             "NBACCEL_SEED": self.seed,
+            "NBACCEL_SEEDS_ALIKE": None if self.seeds_alike is None else str(int(self.seeds_alike)),
             "NBACCEL_SPLIT": self.split,
             "NBACCEL_CHECKPOINT_EVERY": self.checkpoint_every,
             "NBACCEL_CHECKPOINT_DIR": self.checkpoint_dir,
@@ -108,9 +133,12 @@ class RunSettings:
             mixed_precision=(env.get("ACCELERATE_MIXED_PRECISION") or "").lower() or None,
             gradient_accumulation_steps=number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
             seed=number("NBACCEL_SEED"),
+            seeds_alike=flag("NBACCEL_SEEDS_ALIKE"),
             cpu=flag("ACCELERATE_USE_CPU"),
             debug=flag("ACCELERATE_DEBUG_MODE"),
             independent=flag("NBACCEL_INDEPENDENT"),
+            strict=flag("NBACCEL_STRICT"),
+            batches=env.get("NBACCEL_BATCHES") or None,
             split=number("NBACCEL_SPLIT"),
             checkpoint_every=env.get("NBACCEL_CHECKPOINT_EVERY"),
             checkpoint_dir=env.get("NBACCEL_CHECKPOINT_DIR"),

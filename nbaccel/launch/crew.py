@@ -76,7 +76,7 @@ class Crew:
                 boots.append(
                     RankBoot(
                         world=world,
-                        environ=dict(spec.environ) | world.environ(port),
+                        environ=spec.environ_of(rank) | world.environ(port),
                         setup=spec.setup,
                         threads=spec.threads,
                         run_nonce=nonce,

@@ -12,7 +12,10 @@ from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.settings import START_METHODS
 
-__all__ = ["Devices", "Start", "choose_devices", "choose_start", "threads_per_rank"]
+__all__ = ["VISIBLE_DEVICES", "Devices", "Start", "choose_devices", "choose_start", "threads_per_rank"]
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable by which CUDA shows a process some of the devices, and numbers them."""
 
 COPY_LIMIT_BYTES = 1_000_000_000
 """What a single process may hold on a device and still be copied to a rank: above, the copy may not fit beside it."""
@@ -49,7 +52,7 @@ class Devices:
         NVML sees no GPU nothing is set: CUDA may know devices that NVML does not (Jetson, WSL).
         """
         if self.gpus or self.hides_gpus:
-            return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in self.gpus)}
+            return {VISIBLE_DEVICES: ",".join(gpu.uuid for gpu in self.gpus)}
         return {}
 
     def __str__(self) -> str:

@@ -10,18 +10,18 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from nbaccel.launch.home import Home
 from nbaccel.launch.limits import ProgramLimit
-from nbaccel.launch.preflight import Start
+from nbaccel.launch.preflight import VISIBLE_DEVICES, Start
 from nbaccel.launch.wire.kind import Change
 from nbaccel.launch.wire.parcel import Parcel, pack, unpack
 from nbaccel.launch.wire.pickling import Places
 from nbaccel.settings import OOM_CHOICES, STOP
 from nbaccel.world import World
 
-__all__ = ["FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "load_named"]
+__all__ = ["FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "TaskWatch", "load_named"]
 
 
 def load_named(reference: str) -> Any:
@@ -65,6 +65,9 @@ class Task(ABC):
 
     debugged: int | None = None
     """The rank whose `breakpoint()` and errors open a debugger in the notebook; None: such calls are refused."""
+
+    knows_ranks: bool = True
+    """Whether its code is written for several ranks; else all go on with the kernel's random numbers."""
 
     reference: ClassVar[str]
     """How a zygote, and a rank that stays, finds the class again: "module:Class"."""
@@ -121,6 +124,33 @@ class Task(ABC):
         raise LookupError(str(token))
 
 
+@runtime_checkable
+class TaskWatch(Protocol):
+    """Keeps one training together in all ranks, though its program does not. A setup may make one, in each rank.
+
+    It does nothing before `begin`, and nothing after `end` or `stop`: a task in which not all ranks take part has none.
+    """
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """A task begins; before its `begin` and `run`.  namespace: its globals, if it is a cell."""
+
+    def end(self) -> None:
+        """The task came to its own end. May wait for peers; what it raises is the task's error."""
+
+    def stop(self) -> None:
+        """The task ended otherwise. Waits for nobody, and never raises."""
+
+    def keeps(self, tensors: Sequence[Any]) -> bool:
+        """Whether it keeps all of them equal in all ranks."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it has trained something in this task."""
+
+    def explain(self) -> str:
+        """Why it does not keep together what ranks train apart; empty where there is nothing to say."""
+
+
 class FunctionTask(Task):
     """Calls a function in every rank and sends its value back."""
 
@@ -175,13 +205,15 @@ class LaunchSpec:
 
     task: what every rank does.  world_size: how many ranks.  start: how they start, and why so.
     environ: variables set in every rank (settings, devices).
-    setup: "module:function" called in every rank with the task's namespace before the task runs.
+    setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
+        `TaskWatch`, which watches this task and all that come after it.
     threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
     wants_results: a failing run waits for rank 0's results before it is ended.
     oom: one of `settings.OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: what an earlier attempt of this run had set itself.
+    own_devices: each rank sees its own device of those in `environ` alone, as the first; else all see all.
     """
 
     task: Task
@@ -197,10 +229,18 @@ class LaunchSpec:
     hang_timeout_s: float | None = None
     stays: bool = False
     program_limit: ProgramLimit | None = None
+    own_devices: bool = False
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
             raise ValueError(f"oom must be one of {', '.join(map(repr, OOM_CHOICES))}, got {self.oom!r}")
+
+    def environ_of(self, rank: int) -> dict[str, str]:
+        """The variables of one rank: `environ`, and which device is its own."""
+        chosen = dict(self.environ)
+        if self.own_devices:
+            chosen[VISIBLE_DEVICES] = chosen[VISIBLE_DEVICES].split(",")[rank]
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.events import Listener
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.outcome import Outcome, Returned
-from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
+from nbaccel.launch.rank.cell import RANDOM, RESULT, CellSource, CellTask
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.watching import Watching
+from nbaccel.launch.wire.randomness import are_here, set_random_states
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.plan import Plan
@@ -124,6 +125,8 @@ class CellRun:
             say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
         returned = _returned(outcome)
         result = returned.values.pop(RESULT, None)
+        if self.task.random is not None and not are_here(self.task.random):
+            returned.values.pop(RANDOM, None)  # cells that ran meanwhile have drawn or seeded
         facts = {} if report is None else report.facts
         missing = dict.fromkeys(self.task.out, f"rank {speaker} had ended") if report is None else report.missing
         missing.pop(RESULT, None)  # its display is there
@@ -174,6 +177,8 @@ class CellRun:
     ) -> None:
         """What `--out` names, and what there is to say about the rest."""
         values, error, ended = returned.values, self.error, self.outcome.ended
+        if (states := values.pop(RANDOM, None)) is not None:
+            set_random_states(states)
         _ = left.trained  # before anything comes
         if arrivals := install(values, namespace, facts.get("sizes", {})):
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")

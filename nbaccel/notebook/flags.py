@@ -29,7 +29,7 @@ from nbaccel.notebook.values import (
     read_seconds,
     read_seed,
 )
-from nbaccel.settings import OOM_CHOICES, PRECISIONS, START_METHODS
+from nbaccel.settings import BATCH_CHOICES, OOM_CHOICES, PRECISIONS, START_METHODS
 
 __all__ = ["EXAMPLES", "flags", "flags_parser", "settings", "some_flags"]
 
@@ -67,11 +67,15 @@ _SETTINGS = (
     _flag("--plain", action="store_true", default=None,
           help="show text only, no panel, no rich output; default off"),
     _flag("--seed", metavar="N", type=read_seed,
-          help="shared seed, rank r computes with N + r; default drawn for each run, and printed"),
+          help="shared seed, rank r computes with N + r; default drawn and printed, or none for a raw loop"),
     _flag("--debug", action="store_true", default=None,
           help="check every collective, not only the first ones; default off"),
     _flag("--independent", action="store_true", default=None,
           help="each rank trains a model of its own, and that is meant; default off: separate trainings are an error"),
+    _flag("--strict", action="store_true", default=None,
+          help="an unprepared loop is an error instead of being trained on all ranks; default off"),
+    _flag("--batches", metavar="HOW", choices=BATCH_CHOICES, type=one_of("what ranks get", *BATCH_CHOICES),
+          help="split every batch of an unprepared loop, or give each rank batches of its own; default split"),
     _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=one_of("what follows", *OOM_CHOICES),
           help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
     _flag("--checkpoint-every", metavar="T", type=checked(parse_interval, keeps_text=True),

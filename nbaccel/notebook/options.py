@@ -58,6 +58,8 @@ class Options:
     seed: int | None = None
     debug: bool | None = None
     independent: bool | None = None
+    strict: bool | None = None
+    batches: str | None = None
     oom: str | None = None
     checkpoint_every: str | None = None
     checkpoint_dir: str | None = None

@@ -22,7 +22,7 @@ from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import SHRINK, STOP, RunSettings
 from nbaccel.view.state import Facts
 
-__all__ = ["Plan", "amount", "choose_precision", "settings_of"]
+__all__ = ["Plan", "amount", "choose_precision", "draws_as_here", "settings_of"]
 
 _WORTH_SAYING_BYTES = 1_000_000_000
 _MOST_SECONDS = 0.3
@@ -76,7 +76,9 @@ class Plan:
             options=options,
             devices=devices,
             start=start,
-            settings=settings_of(options, precision).over(_automatic(devices, start)),
+            settings=settings_of(options, precision).over(
+                _automatic(devices, start, draws_seed=not draws_as_here(options, task), is_raw=_is_raw(options, task))
+            ),
             precision_reason=reason,
             threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
@@ -96,6 +98,7 @@ class Plan:
             wants_results=wants_results,
             oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # it was looked at
             stays=self.stays,
+            own_devices=bool(self.devices.gpus) and not task.knows_ranks,  # it may say "cuda:0"
         )
 
     def facts(self, title: str) -> Facts:
@@ -105,7 +108,7 @@ class Plan:
             str(self.devices),
             f"{self.settings.mixed_precision}" if self.settings.mixed_precision != "no" else "",
             f"accumulate {accumulate}" if accumulate > 1 else "",
-            f"seed {self.settings.seed}",
+            self._random_numbers,
             "memory is held until %accelerate stop" if self.stays else "",
         ]
         plots = self.options.plot or ()
@@ -118,12 +121,18 @@ class Plan:
             str(self.devices),
             f"{self.start.method} ({self.start.reason})",
             f"{precision} ({self.precision_reason})" if self.precision_reason else precision,
-            f"accumulate {self.settings.gradient_accumulation_steps}",
-            f"seed {self.settings.seed}",
+            f"accumulate {self.settings.gradient_accumulation_steps}"
+            + " (both for what is prepared)" * bool(self.settings.seeds_alike),
+            self._random_numbers,
         ]
         if self.bytes_to_copy > _WORTH_SAYING_BYTES:
             parts.append(f"{amount(self.bytes_to_copy)} to copy to the ranks first")
         return ", ".join(parts)
+
+    @property
+    def _random_numbers(self) -> str:
+        seed = self.settings.seed
+        return "random numbers as in the notebook" if seed is None else f"seed {seed}"
 
 
 def choose_precision(options: Options, devices: Devices) -> tuple[str, str]:
@@ -152,6 +161,8 @@ def settings_of(options: Options, precision: str | None) -> RunSettings:
         cpu=options.cpu,
         debug=options.debug,
         independent=options.independent,
+        strict=options.strict,
+        batches=options.batches,
         checkpoint_every=options.checkpoint_every,
         checkpoint_dir=options.checkpoint_dir,
         keep=options.keep_checkpoints,
@@ -159,14 +170,28 @@ def settings_of(options: Options, precision: str | None) -> RunSettings:
     )
 
 
-def _automatic(devices: Devices, start: Start) -> RunSettings:
+def draws_as_here(options: Options, task: Task) -> bool:
+    """Whether all ranks go on with the notebook's random numbers, as the task would without ranks.
+
+    Not where ranks have to differ: with `--independent`, and with `--strict`, which refuses them if they do.
+    """
+    return options.seed is None and _is_raw(options, task)
+
+
+def _is_raw(options: Options, task: Task) -> bool:
+    """Whether the task is a program of one process, which trains on all ranks as it is."""
+    return not (task.knows_ranks or options.independent or options.strict)
+
+
+def _automatic(devices: Devices, start: Start, draws_seed: bool, is_raw: bool) -> RunSettings:
     """What is chosen where nobody has.
 
     The seed comes from the system's own generator: drawing it must not move the notebook's.
     """
     return RunSettings(
         gradient_accumulation_steps=1,
-        seed=random.SystemRandom().randrange(_DRAWN_SEEDS),
+        seed=random.SystemRandom().randrange(_DRAWN_SEEDS) if draws_seed else None,
+        seeds_alike=True if is_raw else None,
         # In the notebook's own process a device that NVML does not know (MPS) may be used.
         cpu=True if not devices.gpus and start.method != "inline" else None,
     )

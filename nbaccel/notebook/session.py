@@ -37,7 +37,7 @@ from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.memory import RankMemory
 from nbaccel.notebook.options import Options
-from nbaccel.notebook.plan import Plan
+from nbaccel.notebook.plan import Plan, draws_as_here
 from nbaccel.notebook.refusals import (
     refuse_contradictions,
     refuse_without_input,
@@ -180,6 +180,8 @@ class Session:
                 f"--only {asked.only} names ranks that stay, and none do: %accelerate start, or leave it out."
             )
         task = CellTask(source, self.shell.user_ns, options.names_back, options.inputs or (), debugged=options.pdb)
+        if draws_as_here(options, task):
+            task.draw_as_here()
         return self.launcher, Plan.of(options, task, survey, ProcessState.now(), self.cuda.first_cell), task
 
     def say(self, line: str) -> None:

@@ -21,6 +21,8 @@ OF_THE_START = {
     "seed": "--seed",
     "debug": "--debug",
     "independent": "--independent",
+    "strict": "--strict",
+    "batches": "--batches",
     "oom": "--oom",
     "checkpoint_every": "--checkpoint-every",
     "checkpoint_dir": "--checkpoint-dir",

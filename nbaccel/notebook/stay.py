@@ -28,7 +28,7 @@ from nbaccel.launch.verdict import ranks_in_words
 from nbaccel.launch.watching import Watching
 from nbaccel.notebook.lodging import Lodging, clock, number_of_ranks
 from nbaccel.notebook.options import Options, expanded
-from nbaccel.notebook.plan import Plan, amount
+from nbaccel.notebook.plan import Plan, amount, draws_as_here
 from nbaccel.notebook.results import install
 from nbaccel.notebook.start_flags import OF_THE_START, refuse_another_start, refuse_flags_of_a_cell
 
@@ -172,7 +172,11 @@ class Stay:
                 f"{name} was defined anew since the ranks got it, and they have the old one: %accelerate push {name}"
             )
         of_the_cell = replace(options, **{name: getattr(plan.options, name) for name in OF_THE_START})
-        return lodging, replace(plan, options=of_the_cell, stays=True), task
+        settings = plan.settings
+        if draws_as_here(of_the_cell, task):
+            task.draw_as_here()
+            settings = replace(settings, seed=None)
+        return lodging, replace(plan, options=of_the_cell, settings=settings, stays=True), task
 
     def after(self, error: BaseException | None) -> None:
         """Say what has become of the ranks, if a cell was not good for them."""

@@ -40,6 +40,7 @@ from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
 from nbaccel.train.gate import make_gate
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
+from nbaccel.train.implicit import step_back
 from nbaccel.train.memory import Freed, free
 from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.models import backend_name, keep_compiled
@@ -391,6 +392,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
 
     def _join_world(self) -> None:
         """Take part in the world as it is now, process group included. Collective where the group is formed."""
+        step_back()
         self.state.look_again()
         self._equip()
         self.state.form_group()

@@ -9,21 +9,31 @@ from typing import Any
 
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
+from nbaccel.train.implicit.devices import use_own_device
+from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.train.seeding import set_seed
+from nbaccel.train.state import current_world
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
 __all__ = ["setup_rank"]
 
 
-def setup_rank(namespace: dict[str, Any] | None, binds_accelerator: bool = True) -> None:
+def setup_rank(namespace: dict[str, Any] | None, binds_accelerator: bool = True) -> ImplicitTraining | None:
     """Seed this rank's generators, and give a cell its `accelerator`, process group included. Collective then.
+
+    Returns what trains loops that nobody prepared; None where there is one rank, or they are not to be trained so.
 
     namespace: the cell's names; None for a function. A name `accelerator` that the user defined is left alone:
     an Accelerator made in the kernel finds this rank's world at its first use.
     binds_accelerator: False when the cell defines that name itself.
     """
-    seed = RunSettings.from_env().seed
-    if seed is not None:
-        set_seed(seed, device_specific=True)
+    settings, world = RunSettings.from_env(), current_world()
+    if world.is_distributed:
+        use_own_device(world)
+    if settings.seed is not None:
+        set_seed(settings.seed, device_specific=not settings.seeds_alike)
     if namespace is not None and binds_accelerator and "accelerator" not in namespace:
         namespace["accelerator"] = Accelerator()
+    if not world.is_distributed or settings.independent or settings.strict:
+        return None
+    return ImplicitTraining(world, settings)

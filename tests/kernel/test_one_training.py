@@ -61,7 +61,7 @@ optimizer = Own(model.parameters())
 @pytest.mark.parametrize("start", ["fork", "zygote"])
 def test_the_first_loop_that_people_write_is_refused_before_its_first_step(kernel: RealKernel, start: str) -> None:
     kernel.do(MAKES)
-    cell = kernel.run(accelerate(LOOP, start=start, flags="--out model"))
+    cell = kernel.run(accelerate(LOOP, start=start, flags="--strict --out model"))
     error = cell.failed("NotPrepared")
     assert "AdamW.step in rank" in error.text
     assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in error.text
@@ -77,13 +77,13 @@ def test_separate_trainings_that_are_meant_run_to_their_end(kernel: RealKernel) 
 
 def test_an_optimizer_that_never_calls_torchs_is_refused_before_its_second_step(kernel: RealKernel) -> None:
     kernel.do(MAKES)
-    cell = kernel.run(accelerate(WITHOUT_SUPER + LOOP, flags="--out model"))
+    cell = kernel.run(accelerate(WITHOUT_SUPER + LOOP, flags="--strict --out model"))
     assert "has trained one model, and rank" in cell.failed("NotPrepared").text
 
 
 def test_what_neither_a_step_nor_a_backward_shows_is_compared_when_the_cell_ends(kernel: RealKernel) -> None:
     kernel.do(MAKES)
-    cell = kernel.do(accelerate(BY_HAND, flags="--out model"))
+    cell = kernel.do(accelerate(BY_HAND, flags="--strict --out model"))
     assert re.search(r"^model differs between the ranks, and what came back is rank 0's", cell.stdout, re.M)
 
 
@@ -92,7 +92,7 @@ def test_models_that_nobody_asked_for_are_compared_too(kernel: RealKernel, flags
     """As with fastai's optimizers, and with loops that update lists of tensors by hand."""
     kernel.do(MAKES)
     kernel.do("class Learner: pass\nlearn = Learner()\nlearn.model = model\nweights = list(model.parameters())")
-    cell = kernel.do(accelerate(BY_HAND + "learn, weights", flags=flags))
+    cell = kernel.do(accelerate(BY_HAND + "learn, weights", flags=f"--strict {flags}"))
     assert "model differs between the ranks: nothing kept it in step" in cell.stdout
     assert "trained in place" not in cell.stdout
     assert kernel.value("all(torch.equal(new, old) for new, old in zip(model.parameters(), before))") is True
@@ -154,7 +154,7 @@ def test_a_model_that_a_function_of_the_notebook_trained_comes_or_is_named(kerne
     kernel.do(
         "def epoch():\n    for a, b in loader: step(a, b)\n    optimizer.step()\n    history.append(1)\nhistory = []"
     )
-    cell = kernel.do(accelerate("torch.manual_seed(1)\nepoch()", flags=flags))
+    cell = kernel.do(accelerate("torch.manual_seed(1)\nepoch()", flags=f"--strict {flags}"))
     assert "each does the same work on the same data" in cell.text
     if flags:
         assert "trained in the ranks, and in the notebook as before: model; add model to --out" in cell.stdout
@@ -249,7 +249,7 @@ def test_what_was_prepared_is_the_same_in_all_ranks(kernel: RealKernel) -> None:
 
 def test_ranks_that_stay_are_compared_in_every_cell(kernel: RealKernel) -> None:
     kernel.do(MAKES)
-    kernel.do("%accelerate start --cpu -n 2")
+    kernel.do("%accelerate start --cpu -n 2 --strict")
     try:
         other = "torch.manual_seed(accelerator.process_index)\n"
         kernel.do("%%accelerate --only 0\n" + MAKES + LOOP)

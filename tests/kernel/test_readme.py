@@ -66,10 +66,10 @@ def test_the_readmes_cell_trains_as_plain_pytorch_does(fresh: RealKernel) -> Non
     assert fresh.value("worst") < 1e-12
 
 
-def test_without_prepare_the_readmes_cell_is_refused(fresh: RealKernel) -> None:
+def test_without_prepare_the_readmes_cell_is_refused_where_that_is_wanted(fresh: RealKernel) -> None:
     setup, cell = readme_blocks()
     fresh.do(setup)
     magic, prepare, *loop = cell.splitlines(keepends=True)
     assert "prepare" in prepare
-    error = fresh.run(magic + "".join(loop)).failed("NotPrepared")
+    error = fresh.run(magic.replace("\n", " --strict\n") + "".join(loop)).failed("NotPrepared")
     assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in error.text

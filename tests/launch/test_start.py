@@ -10,6 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from nbaccel.launch.functions import launch
+from nbaccel.launch.launcher import Launcher
+from nbaccel.launch.preflight import Start
+from nbaccel.launch.screen.router import ConsoleScreen
+from nbaccel.launch.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.watching import Watching
 
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])
@@ -76,3 +81,22 @@ def test_a_fork_that_fails_leaves_the_collector_as_it_was(monkeypatch: pytest.Mo
         launch(int, 2, start_method="fork", cpu=True)
     assert collector() == here
     assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
+
+
+@pytest.mark.parametrize(("own_devices", "seen"), [(True, ["GPU-a", "GPU-b"]), (False, ["GPU-a,GPU-b"] * 2)])
+def test_a_rank_sees_its_own_device_or_all(
+    launcher: Launcher, start_method: str, own_devices: bool, seen: list[str]
+) -> None:
+    spec = LaunchSpec(
+        FunctionTask(lambda: (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"])),
+        2,
+        Start(start_method, "a test"),
+        environ={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
+        own_devices=own_devices,
+    )
+    outcome = launcher.run(spec, Watching(ConsoleScreen()))
+    try:
+        values = [outcome.values(rank)["value"] for rank in range(2)]
+        assert values == [(device, str(rank)) for rank, device in enumerate(seen)]
+    finally:
+        outcome.close()

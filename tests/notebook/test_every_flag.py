@@ -62,6 +62,8 @@ WRONG = {
     "--seed": [("--seed -1", "a seed lies in 0..4294867295; got '-1'")],
     "--debug": [("--debug=1", "--debug takes no value; got '1'.")],
     "--independent": [("--independent=1", "--independent takes no value; got '1'.")],
+    "--strict": [("--strict=1", "--strict takes no value; got '1'.")],
+    "--batches": [("--batches whole", "what ranks get is split or each; got 'whole'")],
     "--oom": [("--oom ignore", "what follows is shrink or stop; got 'ignore'")],
     "--checkpoint-every": [("--checkpoint-every often", "an interval is steps or a time, as in 500, 500steps, 10min")],
     "--checkpoint-dir": [

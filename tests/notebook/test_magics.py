@@ -229,7 +229,7 @@ def test_help_shows_the_flags(planned: Any) -> None:
     ("line", "symbol", "expected"),
     [
         ("%%accelerate --mi", "--mi", ["--mixed-precision"]),
-        ("%%accelerate -n 2 --s", "--s", ["--seed", "--start"]),
+        ("%%accelerate -n 2 --s", "--s", ["--seed", "--start", "--strict"]),
         ("%%accelerate -p ", "", ["auto", "no", "fp16", "bf16"]),
         ("%%accelerate --mixed-precision=b", "b", ["bf16"]),
         ("%%accelerate --start z", "z", ["zygote"]),

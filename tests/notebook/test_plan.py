@@ -97,6 +97,16 @@ def test_devices_are_chosen_by_number(planned: Any) -> None:
 
 
 @on
+@pytest.mark.parametrize("flags", ["", "--start zygote", "--independent"])
+def test_each_rank_of_a_cell_that_knows_no_ranks_sees_its_own_gpu_alone(planned: Any, flags: str) -> None:
+    spec = planned.plan(f"%%accelerate {flags}\nmodel.to('cuda:0')")
+    assert [spec.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["GPU-a", "GPU-b"]
+    knows = planned.plan(f"%%accelerate {flags}\nmodel.to(accelerator.device)")
+    assert [knows.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["GPU-a,GPU-b"] * 2
+    assert planned.plan("%%accelerate --cpu -n 2\nx = 1").environ_of(1)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@on
 def test_more_ranks_than_gpus_are_refused_with_a_way_out(planned: Any) -> None:
     error = planned.run("%%accelerate -n 3\nx = 1").error
     assert isinstance(error, NoSuchDevice)
@@ -121,11 +131,33 @@ def test_a_fresh_seed_is_drawn_printed_and_does_not_move_the_notebooks_own(plann
     state = random.getstate()
     seeds = set()
     for _ in range(3):
-        line = planned.run("%%accelerate\nx = 1").stdout.splitlines()[0]
+        line = planned.run("%%accelerate\naccelerator.print(1)").stdout.splitlines()[0]
         seeds.add(planned.session.launcher.spec.environ["NBACCEL_SEED"])
         assert line.endswith(f"seed {planned.session.launcher.spec.environ['NBACCEL_SEED']}")
     assert len(seeds) > 1
     assert random.getstate() == state
+
+
+def test_a_cell_that_knows_no_ranks_goes_on_with_the_notebooks_random_numbers(planned: Any) -> None:
+    raw = "loss.backward()"
+    line = planned.run(f"%%accelerate -n 2\n{raw}").stdout.splitlines()[0]
+    assert line.endswith(", accumulate 1, random numbers as in the notebook")
+    spec = planned.session.launcher.spec
+    assert "NBACCEL_SEED" not in spec.environ
+    assert spec.task.random["random"] == random.getstate()
+    for flag in ("--seed 7", "--independent", "--strict"):
+        line = planned.run(f"%%accelerate -n 2 {flag}\n{raw}").stdout.splitlines()[0]
+        spec = planned.session.launcher.spec
+        assert line.endswith(f"seed {spec.environ['NBACCEL_SEED']}")
+        assert spec.task.random is None
+    planned.run("%accelerate config seed=3")
+    assert planned.plan(f"%%accelerate -n 2\n{raw}").environ["NBACCEL_SEED"] == "3"
+
+
+def test_what_an_unprepared_loop_gets_reaches_the_ranks(planned: Any) -> None:
+    planned.run("%accelerate config batches=each")
+    environ = planned.plan("%%accelerate -n 2 --strict\nx = 1").environ
+    assert (environ["NBACCEL_STRICT"], environ["NBACCEL_BATCHES"]) == ("1", "each")
 
 
 def test_a_copy_of_more_than_a_gigabyte_is_said_before_the_launch(planned: Any) -> None:

@@ -32,6 +32,9 @@ class Judge(Protocol):
     def settled(self) -> set[int]:
         """Ids of parameters that something synchronises, or whose optimizers have been judged already."""
 
+    def keeps(self, leaf: Any) -> bool:
+        """Whether what watches this task keeps `leaf` equal in all ranks."""
+
     def compare_values(self, key: int, found: int) -> tuple[list[int], list[int]]:
         """The peers whose values differ at `key`, and those that were not there in time."""
 
@@ -96,7 +99,7 @@ class UpdatesByHand:
 
     def _look(self, tensors: Any) -> None:
         settled = self._judge.settled()
-        leaves = [leaf for leaf in _leaves(tensors) if id(leaf) not in settled and not _is_sharded(leaf)]
+        leaves = [leaf for leaf in _leaves(tensors) if id(leaf) not in settled and not self._is_kept(leaf)]
         self._empty += not leaves
         if self._empty == _MOST_EMPTY or self._count == max(_LOOKS):
             self.end()
@@ -118,6 +121,9 @@ class UpdatesByHand:
             self._judge.say_apart(apart)
         elif not missing and not self._judge.has_exchanged():
             self._judge.say_same(is_model=is_model)
+
+    def _is_kept(self, leaf: Any) -> bool:
+        return _is_sharded(leaf) or self._judge.keeps(leaf)
 
     def _is_known(self, leaf: Any) -> bool:
         """Whether a backward that was looked at has reached it before."""

@@ -19,12 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from nbaccel.errors import CannotSend
 from nbaccel.hardware import usable_memory
 from nbaccel.launch.home import Home, anchors_of
 from nbaccel.launch.rank.names import (
+    knows_ranks,
     loop_variables,
     made_before_read,
     names_assigned,
@@ -40,7 +42,7 @@ from nbaccel.launch.wire.delta import Baseline, belongs_to_ipython
 from nbaccel.launch.wire.inventory import Place, found_at
 from nbaccel.launch.wire.kind import Change
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack_what_can_be_rebuilt
-from nbaccel.launch.wire.randomness import random_states
+from nbaccel.launch.wire.randomness import random_states, set_random_states
 from nbaccel.launch.wire.weight import size_of, sizes_of
 from nbaccel.launch.wire.wrappers import is_wrapper, plain
 
@@ -121,6 +123,7 @@ class CellTask(Task):
     debugged: see `Task`.
     is_copy: `namespace` is the notebook's, or a fork's copy of it, and not made of what was sent.
     leaves_all: what the same cell would leave in the notebook goes back.
+    random: the notebook's random states, if the cell goes on with them, see `draw_as_here`.
     """
 
     reference = "nbaccel.launch.rank.cell:CellTask"
@@ -154,10 +157,13 @@ class CellTask(Task):
         self._last: Any = None
         self._has_last = False
         self._unsent: dict[str, str] = {}  # names that the notebook has, and that this process lacks; with the reason
+        self.random: dict[str, Any] | None = None
 
     # --- in a rank ---------------------------------------------------------------------------------------------
 
     def begin(self, rank: int) -> None:
+        if self.random is not None:
+            set_random_states(self.random)
         if rank == self.speaker and self.leaves_all:
             mentioned = self.names_mentioned() & self._started_with.keys() & self.namespace.keys()
             models_first = sorted(mentioned, key=lambda name: (_turn(plain(self.namespace[name])), name))
@@ -195,6 +201,10 @@ class CellTask(Task):
         if rank != self.speaker:
             return Results(facts=found)
         here = self.results_here() if self._baseline is None else self._all_that_is_left(self._baseline)
+        # Else the notebook goes on drawing as if the cell had not been.
+        if self.random is not None or (self.leaves_all and seeds(self._parts, self.namespace)):
+            states = {RANDOM: random_states()}
+            here = replace(here, values={**here.values, **states}, optional=here.optional | {RANDOM})
         return replace(here, facts={**here.facts, **found})
 
     def _all_that_is_left(self, baseline: Baseline) -> Results:
@@ -214,12 +224,10 @@ class CellTask(Task):
         facts: dict[str, Any] = {"changed": changed, "deleted": delta.deleted, "unlooked": unlooked, "huge": huge}
         facts["leaves"] = bool(changes or delta.deleted or bound.keys() - self.leftovers())
         values = {name: value for name, value in bound.items() if name not in huge} | dict(here.values)
-        if seeds(self._parts, self.namespace):  # else the notebook goes on drawing as if the cell had not been
-            values[RANDOM] = random_states()
         return Results(
             values,
             delta.staying,
-            optional=here.optional | {RANDOM},
+            optional=here.optional,
             facts={**here.facts, **facts},
             changes=changes,
             places=inventory,
@@ -313,6 +321,14 @@ class CellTask(Task):
 
     # --- in the kernel -----------------------------------------------------------------------------------------
 
+    @cached_property
+    def knows_ranks(self) -> bool:  # type: ignore[override]  # found out where it is asked first
+        return knows_ranks(self._parts, self.namespace, names_in_magics(self.source.code))
+
+    def draw_as_here(self) -> None:
+        """Go on, in all ranks, with the random numbers of this process, and bring back where they are then."""
+        self.random = random_states()
+
     def names_read(self) -> set[str]:
         """Names that are to be there before the cell: those it reads and does not bind itself."""
         return names_read(self._parts) - names_assigned(self._parts)
@@ -340,7 +356,7 @@ class CellTask(Task):
     def pack(self) -> Parcel:
         out = None if self.leaves_all else self.out
         head: dict[str, Any] = {"source": self.source, "out": out, "speaker": self.speaker, "unsent": {}}
-        head["debugged"] = self.debugged
+        head |= {"debugged": self.debugged, "random": self.random, "knows_ranks": self.knows_ranks}
         return self._packed(head)
 
     def _packed(self, head: dict[str, Any]) -> Parcel:
@@ -388,7 +404,7 @@ class CellTask(Task):
             debugged=head["debugged"],
             is_copy=False,
         )
-        task._unsent = head["unsent"]
+        task._unsent, task.random, task.knows_ranks = head["unsent"], head["random"], head["knows_ranks"]
         return task
 
     def anchored(self, name: str) -> Any:

@@ -9,10 +9,12 @@ import ast
 import dis
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 __all__ = [
+    "knows_ranks",
     "loop_variables",
     "made_before_read",
     "names_assigned",
@@ -25,6 +27,18 @@ __all__ = [
 _READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"})
 _WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "seed_everything", "set_seed"})
+
+_OF_RANKS = frozenset(
+    {
+        *("accelerator", "Accelerator", "notebook_launcher", "PartialState", "AcceleratorState", "Fabric"),
+        *("DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "fully_shard", "init_process_group"),
+    }
+)
+"""Names that only a program for several ranks has."""
+
+_MODULES_OF_RANKS = frozenset({"accelerate", "deepspeed", "nbaccel"})
+_VARIABLES_OF_RANKS = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+_HAVE_TRAINERS = frozenset({"accelerate", "catalyst", "lightning", "pytorch_lightning", "transformers", "trl"})
 
 
 def names_read(parts: Sequence[types.CodeType]) -> set[str]:
@@ -63,6 +77,90 @@ def seeds(parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool
     """Whether the code, or a function of the notebook that it may call, seeds random generators."""
     called = (namespace.get(name) for name in with_their_own(names_read(parts), namespace))
     return any(_SEEDS & _all_names(code) for code in (*parts, *(code for value in called for code in _codes(value))))
+
+
+def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], others: Collection[str] = ()) -> bool:
+    """Whether the code, or what it reads of the notebook, is written for several ranks, by the names that it has.
+
+    others: names that the cell mentions beside its code.
+
+    >>> knows_ranks([compile("model = accelerator.prepare(model)", "", "exec")], {})
+    True
+    >>> knows_ranks([compile("loss.backward()", "", "exec")], {})
+    False
+    """
+    names = with_their_own({*names_read(parts), *others}, namespace)
+    values = {name: namespace[name] for name in names if name in namespace}
+    codes = [*parts, *(code for value in values.values() for code in _codes(value))]
+    paths = [(name,) for name in others] + [path for code in codes for path in _paths(code)]
+    return (
+        any(map(_is_of_ranks, paths))
+        or any(_VARIABLES_OF_RANKS & _all_texts(code) for code in codes)
+        or any(_is_of_ranks(_home_of(value)) or _is_trainer(value) for value in values.values())
+        or any(_makes_trainer(path, values, paths) for path in paths)
+    )
+
+
+def _paths(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+    """Names as the code follows them, attribute by attribute: ("torch", "distributed", "get_rank")."""
+    path: tuple[str, ...] = ()
+    for instruction in dis.get_instructions(code):
+        kind, name = instruction.opname, instruction.argval
+        if kind in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+            yield (*path, str(name))
+            path = path if kind == "IMPORT_FROM" else (*path, str(name))
+        elif kind == "IMPORT_NAME":
+            path = tuple(str(name).split("."))
+            yield path
+        elif kind.startswith("LOAD_") and kind != "LOAD_CONST":
+            path = (str(name[-1] if isinstance(name, tuple) else name),)  # two variables may be loaded at once
+            yield path
+        elif not kind.startswith(("CACHE", "PUSH_NULL", "STORE_")):
+            path = ()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _paths(constant)
+
+
+def _is_of_ranks(path: tuple[str, ...]) -> bool:
+    return (
+        bool(_OF_RANKS.intersection(path))
+        or path[0] in _MODULES_OF_RANKS
+        or "distributed" in path
+        or any(name.startswith("acc") and then == "prepare" for name, then in pairwise(path))
+    )
+
+
+def _makes_trainer(path: tuple[str, ...], values: Mapping[str, Any], paths: Iterable[tuple[str, ...]]) -> bool:
+    """Whether the path leads to a Trainer of a library, through its module."""
+    root, *rest = path
+    if not any(name.endswith("Trainer") for name in rest):
+        return False
+    if root in values:
+        return _home_of(values[root])[0] in _HAVE_TRAINERS
+    return root in _HAVE_TRAINERS or any(other[0] in _HAVE_TRAINERS for other in paths)
+
+
+def _is_trainer(value: Any) -> bool:
+    classes = type.mro(value if issubclass(type(value), type) else type(value))
+    return any(each.__name__.endswith("Trainer") and _home_of(each)[0] in _HAVE_TRAINERS for each in classes)
+
+
+def _home_of(value: Any) -> tuple[str, ...]:
+    """The module that the value is, or is from, part by part."""
+    kind = type(value)
+    if issubclass(kind, types.ModuleType):
+        name = vars(value).get("__name__")
+    elif kind is types.FunctionType:
+        name = value.__globals__.get("__name__")  # of what wraps a function of the notebook, not the notebook
+    else:
+        name = (value if issubclass(kind, type | types.BuiltinFunctionType) else kind).__module__
+    return tuple(str(name).split("."))
+
+
+def _all_texts(code: types.CodeType) -> set[str]:
+    inner = (_all_texts(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return {constant for constant in code.co_consts if isinstance(constant, str)}.union(*inner)
 
 
 def _all_names(code: types.CodeType) -> set[str]:

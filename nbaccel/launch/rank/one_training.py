@@ -1,10 +1,10 @@
 """Find out whether what an optimizer steps is one training in all ranks, before it changes anything. Runs in ranks.
 
 It is decided once for each optimizer, by evidence and never by a library's name. Parameters that DDP or FSDP
-synchronises pass, and so do DTensors. For others the ranks lay a fingerprint of this step's gradients beside each
-other, on the control page, without a collective. Different ones are separate trainings, and an error; equal ones were
-synchronised by hand, or every rank does the same work, and one notice says which. A rank whose peers take no such step
-within 5 s steps alone, and says so.
+synchronises pass, and so do DTensors and what a `TaskWatch` keeps equal. For others the ranks lay a fingerprint of this
+step's gradients beside each other, on the control page, without a collective. Different ones are separate trainings,
+and an error; equal ones were synchronised by hand, or every rank does the same work, and one notice says which. A rank
+whose peers take no such step within 5 s steps alone, and says so.
 
 Updates without a step of torch's optimizers are seen at the backwards, one step later: see `by_hand`. Parameters that
 a cell has trained are compared once more at its end, see `parameters.checksum`.
@@ -28,6 +28,7 @@ from nbaccel.launch.rank.by_hand import UpdatesByHand
 from nbaccel.launch.rank.loaded import when_loaded
 from nbaccel.launch.rank.look import is_users
 from nbaccel.launch.rank.parameters import fingerprint, number
+from nbaccel.launch.spec import TaskWatch
 from nbaccel.launch.wire.control import ControlPage
 from nbaccel.notices import unignored
 from nbaccel.world import World
@@ -67,6 +68,7 @@ class OneTraining:
         self._refused: NotPrepared | None = None
         self._by_hand = UpdatesByHand(self)
         self._is_watching = False
+        self._keeper: TaskWatch | None = None
 
     def watch(self) -> None:
         """Judge every optimizer before its step, from now on. Once per process."""
@@ -79,8 +81,9 @@ class OneTraining:
             }
         )
 
-    def begin(self, outsiders: Sequence[int] = ()) -> None:
-        """A task begins.  outsiders: ranks that take no part in it."""
+    def begin(self, outsiders: Sequence[int] = (), keeper: TaskWatch | None = None) -> None:
+        """A task begins.  outsiders: ranks that take no part in it.  keeper: who keeps its training together."""
+        self._keeper = keeper
         self._peers = [rank for rank in range(self._world.world_size) if rank not in (self._world.rank, *outsiders)]
         self._judged.clear()
         self._laid.clear()
@@ -105,9 +108,13 @@ class OneTraining:
             raise self._refused
 
     def facts(self) -> dict[str, bool]:
-        """For the kernel, at a task's end: whether this rank exchanged anything, was warned, has prepared models."""
+        """For the kernel, at a task's end: whether this rank exchanged anything, was warned, has prepared models.
+
+        implicit: it trained without having prepared anything.
+        """
         return {
-            "exchanged": self.has_exchanged(),
+            "exchanged": self.has_exchanged() or self._is_implicit,
+            "implicit": self._is_implicit,
             "was_warned": self._was_warned or self._has_said,
             "has_prepared": bool(self._wrappers),
         }
@@ -156,8 +163,11 @@ class OneTraining:
         Raises:
             NotPrepared: another rank steps with other gradients, or steps another optimizer.
         """
-        found = fingerprint(parameter.grad for parameter in parameters)
-        if found is None:  # nothing would change
+        alone = [parameter for parameter in parameters if not self.keeps(parameter)]
+        found = fingerprint(parameter.grad for parameter in alone)
+        if found is None:  # nothing else would change
+            if len(alone) < len(parameters):
+                self._settle(optimizer)
             return
         if id(optimizer) not in self._waits and self.has_exchanged():
             # Ranks have spoken with each other: they may be about to, once more. The second step shows it.
@@ -168,7 +178,7 @@ class OneTraining:
         key = number(kind.to_bytes(8, "big") + self._judged[kind].to_bytes(4, "big"))
         apart, missing = self._compare(key, found)
         if apart:
-            self._refuse(optimizer, parameters, apart)
+            self._refuse(optimizer, alone, apart)
         self._settle(optimizer)
         if missing:
             self._say_alone(optimizer, missing)
@@ -200,7 +210,15 @@ class OneTraining:
     # -- for updates by hand
 
     def has_exchanged(self) -> bool:
-        return self._collectives() != self._begun_with
+        """Whether the program has; of a task that is kept together nothing can be known by counting."""
+        return not self._is_implicit and self._collectives() != self._begun_with
+
+    def keeps(self, leaf: Any) -> bool:
+        return self._keeper is not None and self._keeper.keeps([leaf])
+
+    @property
+    def _is_implicit(self) -> bool:
+        return self._keeper is not None and self._keeper.is_at_work
 
     def settled(self) -> set[int]:
         optimizers = [optimizer for known in (*self._settled.values(), *self._waits.values()) if (optimizer := known())]
@@ -272,10 +290,12 @@ class OneTraining:
             else "Prepare what is trained, in this cell and before the loop:\n"
             "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
         )
+        why = "" if self._keeper is None else self._keeper.explain()
         self._refused = NotPrepared(
             f"{found} Each rank would train a model of its own, and one of {self._world.world_size} would come back. "
             f"{remedy}"
             "Separate trainings that are meant: %%accelerate --independent, or launch(..., independent=True)."
+            + (why and f"\n{why}")
         )
         raise self._refused
 

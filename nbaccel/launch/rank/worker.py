@@ -29,6 +29,8 @@ from nbaccel.launch.rank.farewell import Farewell
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.foreign.existing_world import join_existing_world
 from nbaccel.launch.rank.foreign.logins import refuse_logins
+from nbaccel.launch.rank.foreign.one_bar import OneBar
+from nbaccel.launch.rank.foreign.one_file import write_one_file
 from nbaccel.launch.rank.foreign.one_run import write_one_run
 from nbaccel.launch.rank.foreign.oneprocess import forget_one_process
 from nbaccel.launch.rank.grace import SaveGrace
@@ -48,7 +50,7 @@ from nbaccel.launch.rank.voice import Voice
 from nbaccel.launch.rank.watch import DeathWatch
 from nbaccel.launch.report import describe
 from nbaccel.launch.snapshot import Snapshot
-from nbaccel.launch.spec import RankBoot, Results, Task, load_named
+from nbaccel.launch.spec import RankBoot, Results, Task, TaskWatch, load_named
 from nbaccel.launch.wire.channel import Channel
 from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate
 from nbaccel.launch.wire.inventory import Place
@@ -128,15 +130,19 @@ class _Rank:
         self._peers = PeerWatch(self.page, self.rank)
         self.calls = CallLog(self._peers)
         self._one_training = OneTraining(self.page, boot.world, self._collectives)
+        self._one_bar = OneBar(boot.world)
         self._gate = StepGate(self.page, self.rank)
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
         attach_to_foreign_trainers()
         if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
             self._one_training.watch()
+            self._one_bar.watch()
             write_one_run(boot.world, boot.store_path)
+            write_one_file(boot.world, boot.store_path)
         self.is_fork = is_fork
         self._watch = watch
+        self._task_watch: TaskWatch | None = None
         self._outsiders: Sequence[int] = ()
 
     def live(self, make_task: Callable[[], Task]) -> int:
@@ -160,14 +166,10 @@ class _Rank:
         try:
             task = make_task()
             if setup is not None:
-                load_named(setup)(task.namespace)
-            self._one_training.begin(self._outsiders)
+                self._task_watch = load_named(setup)(task.namespace)
             with debugging(task.debugged, self.rank, self._voice.ask, self._voice.tell) as debugger:
                 try:
-                    with self._children, self.interrupt:
-                        task.begin(self.rank)
-                        task.run()
-                        self._one_training.end()
+                    self._run(task)
                 except bdb.BdbQuit:
                     raise
                 except Exception as failure:
@@ -192,6 +194,24 @@ class _Rank:
         error = trace = None
         self._spare_files.keep()
         return status, None if task is None else task.home
+
+    def _run(self, task: Task) -> None:
+        watch = None if self._outsiders else self._task_watch
+        try:
+            with self._children, self.interrupt:
+                if watch is not None:
+                    watch.begin(task.namespace)
+                self._one_training.begin(self._outsiders, watch)
+                self._one_bar.begin(task.knows_ranks)
+                task.begin(self.rank)
+                task.run()
+                if watch is not None:
+                    watch.end()
+                self._one_training.end()
+        except BaseException:
+            if watch is not None:
+                watch.stop()
+            raise
 
     def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:
         """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""

@@ -5,11 +5,12 @@ Those of Python, of NumPy and of torch on the CPU. Runs in ranks and in the kern
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from typing import Any
 
-__all__ = ["random_states", "set_random_states"]
+__all__ = ["are_here", "random_states", "set_random_states"]
 
 
 def random_states() -> dict[str, Any]:
@@ -29,3 +30,13 @@ def set_random_states(states: dict[str, Any]) -> None:
         np.random.set_state(states["numpy"])
     if "torch" in states and (torch := sys.modules.get("torch")) is not None:
         torch.set_rng_state(states["torch"])
+
+
+def are_here(states: dict[str, Any]) -> bool:
+    """Whether nothing has been drawn or seeded in this process since `states` were read in it."""
+    now = random_states()
+    return all(_in_bytes(now[name]) == _in_bytes(state) for name, state in states.items())
+
+
+def _in_bytes(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if hasattr(state, "numpy") else state)

@@ -27,6 +27,7 @@ from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import Position, Progress
 from nbaccel.train.data.sources import Source
 from nbaccel.train.data.uneven import counted, refuse_uneven, until_backward
+from nbaccel.train.implicit import step_back
 from nbaccel.train.state import current_world
 from nbaccel.world import World
 
@@ -81,6 +82,7 @@ class PreparedLoader(DataLoader[Any]):
     # -- iterating
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        step_back()
         self._refuse_other_world()
         takes_one = takes_one_batch(sys._getframe(1))
         is_look = takes_one or not torch.is_grad_enabled()

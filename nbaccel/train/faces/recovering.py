@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nbaccel.events import reports
 from nbaccel.train.faces.stepping import Stepping
+from nbaccel.train.implicit import step_back
 from nbaccel.train.microbatch.engine import StepEngine
 from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.microbatch.slicing import Samples, SplitFunction
@@ -84,6 +85,7 @@ class Recovering(Stepping):
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         """
+        step_back()
         if not self._is_ready:
             self._make_ready("forward_backward")
         accumulation = self._accumulation

@@ -82,6 +82,15 @@ class Collectives:
     def barrier(self) -> None:
         """Return once every rank has called this."""
 
+    def tell(self, call: str, numbers: Tensor) -> Tensor:
+        """A small tensor of every rank, stacked, on the host.  call: what the ranks are in, for messages."""
+        return numbers.cpu()[None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where `start_sum` takes tensors."""
+        return torch.device("cpu")
+
     def start_sum(self, tensor: Tensor) -> Any:
         """Begin to add up `tensor` of all ranks in place, where the backend can add it; for `finish_sums`."""
 
@@ -181,6 +190,14 @@ class GroupCollectives(Collectives):
     def barrier(self) -> None:
         if not self._check("wait_for_everyone"):  # else the comparison was a barrier
             self._transport.barrier()
+
+    def tell(self, call: str, numbers: Tensor) -> Tensor:
+        self._fingerprints.enter(call)
+        return self._transport.read_all(numbers)
+
+    @property
+    def device(self) -> torch.device:
+        return self._transport.device
 
     def start_sum(self, tensor: Tensor) -> Any:
         return self._transport.start_sum(tensor)

@@ -1,0 +1,517 @@
+"""Averaging: a backward of an unmodified loop gives every rank the gradient of the whole batch. Runs in ranks.
+
+Takes the place of ``torch.autograd.backward`` and ``grad`` while a loop that prepares nothing trains. Before the real
+backward the ranks exchange a header; what it adds to trained leaves is weighed, added up over ranks while it computes,
+and put where the program finds it. Gradients that were there before are set aside, and added.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbaccel.errors import NotPrepared
+from nbaccel.train.implicit.exchange import Exchange, Round
+from nbaccel.train.implicit.graph import leaves_of, runs_backwards_inside
+from nbaccel.train.implicit.header import VALUES, Header, Say, as_floats, digest, exchange
+from nbaccel.train.implicit.models import Models
+from nbaccel.train.implicit.passes import Passes
+from nbaccel.train.implicit.scalars import users_scalars
+from nbaccel.train.implicit.scaling import forget_scaled, is_scaled
+from nbaccel.train.implicit.steps import Steps
+from nbaccel.train.implicit.terms import Reading, Term, obstacle_below, read
+from nbaccel.train.implicit.weights import References, differ, factors
+from nbaccel.train.talk.collectives import Collectives
+from nbaccel.world import World
+
+__all__ = ["Averaging"]
+
+_CALL = "loss.backward()"
+_NONE = -1.0
+
+
+class Averaging:
+    """Averages the gradients of one rank's task with its peers'.
+
+    collectives: gives the ranks' way to talk; formed at the first call, by all ranks together.
+    on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number.
+    on_registered: called when models are known that were not.  on_parts_shown: called where a loss keeps its part's
+    value.  step_back: called where the program has prepared its model.
+
+    meetings: how many headers were exchanged.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        passes: Passes,
+        steps: Steps,
+        collectives: Callable[[], Collectives],
+        on_trained: Callable[[float | None], None],
+        on_registered: Callable[[], None],
+        on_parts_shown: Callable[[], None],
+        step_back: Callable[[], None],
+    ) -> None:
+        self.models = Models(self._completed)
+        self.meetings = 0
+        self._world = world
+        self._passes = passes
+        self._steps = steps
+        self._make_collectives = collectives
+        self._on_trained = on_trained
+        self._on_registered = on_registered
+        self._on_parts_shown = on_parts_shown
+        self._step_back = step_back
+        self._collectives: Collectives | None = None
+        self._exchange: Exchange | None = None
+        self._is_inside = False
+        self._round: Round | None = None
+        self._factor = 0.0
+        self._late: dict[int, Tensor] = {}  # leaves that a backward inside of the backward has reached
+        self._begin()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a backward is under way."""
+        return self._is_inside
+
+    def begin(self) -> None:
+        """A task begins: nothing is known."""
+        self.models.forget()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.meetings = 0
+        self._exchange = self._collectives = None
+        self._references = References()
+        self._of_parameters: dict[float, list[bool]] = {}  # by the shape of a loss, as seen of whole batches
+        self._has_extras = False
+        self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were looked into, by their shape
+
+    # -- in place of torch's
+
+    def run(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """What ``torch.autograd.backward`` and ``grad`` call to run a graph backwards, averaged.
+
+        args: gradients of the outputs, whether the graph is kept, whether one of the gradients is made, the inputs.
+        """
+        if self._is_inside or threading.current_thread() is not threading.main_thread():
+            return real(outputs, *args, **kwargs)
+        roots = [root for root in outputs if isinstance(root, Tensor)]
+        if len(args) < 4 or len(roots) != len(outputs):
+            return real(outputs, *args, **kwargs)
+        is_graph_made, inputs, accumulates = bool(args[2]), args[3], kwargs.get("accumulate_grad", False)
+        leaves, of_python = leaves_of(roots) if accumulates else ([], [])
+        if inputs:
+            chosen = {id(each): each for each in inputs if isinstance(each, Tensor) and each.is_leaf}
+            leaves = [leaf for leaf in leaves if id(leaf) in chosen] if accumulates else list(chosen.values())
+        known, new = self._sort(leaves) if leaves else ([], [])
+        if new and self.models.are_kept_together(new):
+            self._step_back()
+            known, new = [], []
+        if not known and not new:
+            return real(outputs, *args, **kwargs)
+        extras = runs_backwards_inside(of_python)
+        if extras and not self._has_extras:
+            self._has_extras = True
+            new = list({id(leaf): leaf for leaf in (*new, *self.models.trained_by_optimizers())}.values())
+        run = self._meet(roots, leaves, new, extras, is_graph_made)
+        if not accumulates:
+            return self._grad(run, real, outputs, args, kwargs)
+        aside = self._set_aside(run)
+        self._round, self._factor, self._late = run.round, run.factor, {}
+        try:
+            self._run_inside(run, real, outputs, args, kwargs)
+        finally:
+            self._round = None
+        run.round.finish()
+        self._exchange_late(run)
+        self._put_back(run, aside)
+        self._end(run, roots)
+        return None
+
+    def _grad(self, run: _Run, real: Callable[..., Any], outputs: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Gradients that are asked for, those of what is trained averaged."""
+        found = self._run_inside(run, real, outputs, args, kwargs)
+        numbers = [self.models.number(each) if isinstance(each, Tensor) else None for each in args[3]]
+        is_graph_made = args[2]  # then all ranks have computed the same, and the graph is worth more
+        for number, gradient in zip(numbers, found, strict=True):
+            if number is not None and gradient is not None and not is_graph_made:
+                run.round.bring(number, gradient, run.factor)
+        run.round.finish()
+        self._put_back(run, {}, only_buffers=True)
+        self._end(run, outputs)
+        return (
+            found
+            if is_graph_made
+            else tuple(
+                gradient if number is None or gradient is None else run.round.value[number].clone()
+                for number, gradient in zip(numbers, found, strict=True)
+            )
+        )
+
+    def _run_inside(self, run: _Run, real: Callable[..., Any], outputs: Any, args: Any, kwargs: Any) -> Any:
+        hooks = run.inject()
+        self._is_inside = True
+        try:
+            return real(outputs, *args, **kwargs)
+        finally:
+            self._is_inside = False
+            for hook in hooks:
+                hook.remove()
+
+    # -- before the real one
+
+    def _sort(self, leaves: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+        handed = self._passes.handed
+        return self.models.sort(leaves, self._passes.batches, handed.rows if handed.is_part else 0)
+
+    def _meet(
+        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], new: list[Tensor], extras: bool, is_graph_kept: bool
+    ) -> _Run:
+        """Agree with all ranks on what is added up, and how it is weighed.
+
+        Raises:
+            NotPrepared: the ranks do not train one model any more, or their batches cannot be put together.
+        """
+        self._steps.enter()  # may raise RunStopped
+        readings = [read(root, is_scaled) for root in roots]
+        handed = self._passes.handed
+        obstacle = self._obstacle(readings, handed.rows, is_graph_kept)
+        terms = [term for reading in readings for term in reading.terms]
+        named = [] if len(roots) != 1 or not handed.is_part else users_scalars(readings[0], VALUES - 1)
+        shown = [root for root in roots[:1] if root.numel() == 1] + [value for value, _ in named]
+        gives, header, say = True, None, Say()
+        pairs: list[tuple[float, float]] = []
+        while True:
+            known = [number for leaf in leaves if (number := self.models.number(leaf)) is not None]
+            buffers = self.models.changed_buffers()
+            if header is None:
+                numbers = as_floats(
+                    [*(part for term in terms for part in (_NONE if term.count is None else term.count, term.constant)),
+                     *(value.detach() for value in shown)]
+                )  # fmt: skip
+                pairs = list(zip(numbers[: 2 * len(terms) : 2], numbers[1 : 2 * len(terms) : 2], strict=True))
+                values = numbers[2 * len(terms) :]
+            say = Say(
+                new=len(new),
+                leaves=digest(repr((sorted(known), buffers))),
+                extras=extras,
+                shape=digest(" ".join(type(term.node).__name__ for term in terms)),
+                part=handed.is_part,
+                own=self._passes.gives_own,
+                rows=handed.rows,
+                whole=handed.whole,
+                obstacle=bool(obstacle),
+                gives=gives,
+                steps=self._steps.taken,
+                rates=self._steps.rates(),
+                check=self._check(),
+            )
+            header = self._tell(say, pairs, values)
+            if not header.any("new"):
+                break
+            if header.any("done"):
+                raise NotPrepared(
+                    f"rank {self._world.rank} of {self._world.world_size} begins to train a model when another rank's "
+                    "program is over: every rank must train the same models."
+                )
+            gives = self.models.register(new, self._collective()) and gives
+            self._on_registered()
+            new = []
+        givers = self._agree(header, obstacle)
+        pure = [term.is_of_parameters for term in terms]
+        if handed.is_part:
+            pure = self._of_parameters.get(say.shape, pure)
+        else:
+            self._of_parameters.setdefault(say.shape, pure)
+        weights = factors(header, givers, pure, self._references)
+        if weights is None:
+            raise NotPrepared(self._cannot_weigh("it is a mean that is divided by the batch once more"))
+        together = self._union(header, known, buffers)
+        mine = [number for number in (*known, *buffers) if number in set(together)]
+        tensors = [self._tensor(number) for number in together]
+        round_ = self._exchanges().begin(tuple(together), tensors, mine)
+        for number in buffers:
+            round_.bring(number, self._tensor(number), 1.0 / len(givers) if self._world.rank in givers else 0.0)
+        return _Run(round_, together, header, givers, weights, terms, pure, self._world.rank, obstacle, named)
+
+    def _obstacle(self, readings: Sequence[Reading], rows: int, is_graph_kept: bool) -> str:
+        """Why this loss has to be computed of whole batches; "" where parts will do."""
+        if is_graph_kept:
+            return "gradients of gradients of what is trained"
+        for reading in readings:
+            if reading.obstacle:
+                return reading.obstacle
+            shape = digest(" ".join(type(term.node).__name__ for term in reading.terms))
+            key = shape, self._passes.handed.is_part
+            if key not in self._obstacles or self._obstacles[key]:
+                self._obstacles[key] = obstacle_below(reading, rows)
+            if self._obstacles[key]:
+                return self._obstacles[key]
+        return ""
+
+    def _tell(self, say: Say, pairs: Sequence[tuple[float, float]], values: Sequence[float]) -> Header:
+        self.meetings += 1
+        return exchange(self._collective(), _CALL, say, pairs, values)
+
+    def _agree(self, header: Header, obstacle: str) -> list[int]:
+        """The ranks whose gradients count.
+
+        Raises:
+            NotPrepared: their programs have gone different ways.
+        """
+        says, world = header.says, self._world
+        here = [rank for rank, say in enumerate(says) if not say.done]
+        for name, what in (
+            ("steps", "have taken different numbers of optimizer steps"),
+            ("rates", "step with different learning rates"),
+            ("check", "have different weights"),
+        ):
+            if not header.all_equal(name, here):
+                said = ", ".join(f"rank {rank}: {getattr(says[rank], name):g}" for rank in here)
+                raise NotPrepared(
+                    f"the ranks train one model, and {what} ({said}), so they do not train one any more: something "
+                    "that the loop decides or draws by itself differs between ranks. Decide by the loss after "
+                    "loss.backward(), which is the same in all ranks, or prepare the loop:\n"
+                    "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+                )
+        if any(says[rank].obstacle for rank in here) and any(says[rank].part for rank in here):
+            raise NotPrepared(self._cannot_weigh(obstacle or "another rank says so"))
+        givers = [rank for rank in here if says[rank].gives]
+        return givers or [here[0] if here else world.rank]
+
+    def _cannot_weigh(self, why: str) -> str:
+        return (
+            f"rank {self._world.rank} of {self._world.world_size}, step {self._steps.count}: this loss is no sum over "
+            f"samples ({why}), and its batch was split over the ranks. %%accelerate --batches each gives each rank "
+            "batches of its own; -n 1 trains as before."
+        )
+
+    def _union(self, header: Header, known: Sequence[int], buffers: Sequence[int]) -> list[int]:
+        """The numbers of all that any rank brings, in an order for the exchange: as backwards come to them."""
+        mine = {*known, *buffers}
+        if not header.all_equal("leaves", range(len(header.says))) or header.any("extras"):
+            marks = torch.zeros(len(self.models.items), dtype=torch.uint8)
+            marks[sorted(mine)] = 1
+            mine = set(self._collective().tell(_CALL, marks).sum(0).nonzero().flatten().tolist())
+        return sorted(mine, reverse=True)
+
+    # -- while it runs
+
+    def _completed(self, number: int, leaf: Tensor) -> None:
+        """autograd has completed a gradient."""
+        if self._round is not None and leaf.grad is not None:
+            if number in self._round.value:
+                self._round.bring(number, leaf.grad, self._factor)
+            else:
+                self._late[number] = leaf
+
+    # -- after it
+
+    def _exchange_late(self, run: _Run) -> None:
+        """What a reentrant checkpoint has reached inside of the backward."""
+        if not run.header.any("extras"):
+            return
+        marks = torch.zeros(len(self.models.items), dtype=torch.uint8)
+        marks[sorted(self._late)] = 1
+        numbers = self._collective().tell(_CALL, marks).sum(0).nonzero().flatten().tolist()
+        if not numbers:
+            return
+        round_ = self._exchanges().begin(tuple(numbers), [self._tensor(number) for number in numbers], set(self._late))
+        for number, leaf in self._late.items():
+            assert leaf.grad is not None
+            round_.bring(number, leaf.grad, run.factor)
+        round_.finish()
+        for number in numbers:
+            run.late[number] = round_.value[number]
+
+    def _set_aside(self, run: _Run) -> dict[int, Tensor]:
+        aside = {}
+        tensors = self.models.alive("parameters") if run.header.any("extras") else (
+            (number, self._tensor(number)) for number in run.numbers)  # fmt: skip
+        for number, tensor in tensors:
+            if tensor.grad is not None:
+                aside[number], tensor.grad = tensor.grad, None
+        return aside
+
+    def _put_back(self, run: _Run, aside: dict[int, Tensor], only_buffers: bool = False) -> None:
+        with torch.no_grad():
+            for number, value in (*run.round.value.items(), *run.late.items()):
+                tensor, old = self._tensor(number), aside.pop(number, None)
+                if self.models.items[number].is_buffer:
+                    tensor.data.copy_(value)
+                    self.models.items[number].version = tensor._version
+                elif only_buffers:
+                    continue
+                elif self.models.items[number].is_sparse:
+                    value = value.clone().to_sparse(1)
+                    tensor.grad = value if old is None else old + value
+                elif old is None:
+                    tensor.grad = value
+                else:
+                    tensor.grad = old.add_(value)
+            for number, old in aside.items():
+                self._tensor(number).grad = old
+
+    def _end(self, run: _Run, roots: Sequence[Tensor]) -> None:
+        whole = run.whole_values()
+        for tensor, value in zip((*roots[:1], *(scalar for scalar, _ in run.named)), whole, strict=False):
+            if value is not None:
+                tensor.data.fill_(value)
+        forget_scaled()
+        if self.models.is_training() or self._steps.taken:
+            self._passes.note_backward(run.obstacle)
+        if whole and whole[0] is None:
+            self._on_parts_shown()
+        own = run.header.values[self._world.rank]
+        self._on_trained(whole[0] if whole and whole[0] is not None else own[0] if own else None)
+
+    # -- the end
+
+    def answer_until_all_are_done(self) -> Header | None:
+        """This rank's program is over: give nothing, until all are. None where the ranks never met."""
+        if not self.meetings:
+            return None
+        while True:
+            say = Say(done=1, gives=0, steps=self._steps.taken, check=self.models_sum("parameters"),
+                      buffers=self.models_sum("buffers"))  # fmt: skip
+            header = self._tell(say, (), ())
+            if all(each.done for each in header.says):
+                return header
+            if header.any("new"):
+                raise NotPrepared(
+                    f"rank {self._world.rank} of {self._world.world_size} is done, and another rank begins to train a "
+                    "model: every rank must train the same models."
+                )
+            self._accompany(header)
+
+    def _accompany(self, header: Header) -> None:
+        self._agree(header, "")
+        together = self._union(header, (), ())
+        tensors = [self._tensor(number) for number in together]
+        round_ = self._exchanges().begin(tuple(together), tensors, ())
+        round_.finish()
+        if header.any("extras"):
+            marks = torch.zeros(len(self.models.items), dtype=torch.uint8)
+            numbers = self._collective().tell(_CALL, marks).sum(0).nonzero().flatten().tolist()
+            if numbers:
+                self._exchanges().begin(tuple(numbers), [self._tensor(number) for number in numbers], ()).finish()
+
+    def broadcast(self, source: int, kind: str = "all") -> None:
+        """Give all ranks what rank `source` has of the known tensors. Collective."""
+        with torch.no_grad():
+            for number, item in enumerate(self.models.items):
+                if kind == "all" or item.is_buffer is (kind == "buffers"):
+                    tensor = self._tensor(number)
+                    tensor.data.copy_(self._collective().broadcast(tensor.detach(), source))
+
+    def models_sum(self, kind: str) -> float:
+        """A number by which different values show."""
+        sums = [tensor.detach().double().sum() for _, tensor in self.models.alive(kind)]
+        return sum(as_floats(sums)) if sums else 0.0
+
+    def _check(self) -> float:
+        """Of weights, at steps 1, 2, 4, ... and every 64th."""
+        steps = self._steps.count
+        is_due = steps and self._steps.is_new and (steps & (steps - 1) == 0 or steps % 64 == 0)
+        return self.models_sum("parameters") if is_due else 0.0
+
+    # -- parts
+
+    def _tensor(self, number: int) -> Tensor:
+        tensor = self.models.items[number].tensor
+        assert tensor is not None  # a backward has just reached it
+        return tensor
+
+    def _collective(self) -> Collectives:
+        if self._collectives is None:
+            self._collectives = self._make_collectives()
+        return self._collectives
+
+    def _exchanges(self) -> Exchange:
+        if self._exchange is None:
+            self._exchange = Exchange(self._collective())
+        return self._exchange
+
+
+@dataclass(slots=True)
+class _Run:
+    """One backward, as the ranks agreed on it.
+
+    round: where its gradients are added up.  numbers: of all that any rank brings.
+    givers: the ranks whose gradients count.  weights: by rank, by what each of its terms counts.
+    obstacle: why its batches are to stay whole.  named: variables of the user's with a part of the loss.
+    late: what was added up afterwards.
+    """
+
+    round: Round
+    numbers: Sequence[int]
+    header: Header
+    givers: Sequence[int]
+    weights: list[list[float]]
+    terms: Sequence[Term]
+    of_parameters: Sequence[bool]
+    rank: int
+    obstacle: str
+    named: Sequence[tuple[Tensor, Any]]
+    late: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all terms count alike."""
+        return not any(differ(each) for each in self.weights if each)
+
+    @property
+    def factor(self) -> float:
+        """By what this rank's gradients count; the terms' own weights are in them already where they differ."""
+        return self.weights[self.rank][0] if self.is_uniform else 1.0
+
+    def inject(self) -> list[Any]:
+        """Let terms that count differently do so, where their gradients begin."""
+        if self.is_uniform:
+            return []
+        mine = self.weights[self.rank]
+        return [term.node.register_prehook(_times(factor)) for term, factor in zip(self.terms, mine, strict=True)]
+
+    def whole_values(self) -> list[float | None]:
+        """The losses of the whole batch, None for one that cannot be told; empty where they are those already."""
+        says = self.header.says
+        if not any(says[rank].part or says[rank].own for rank in self.givers):
+            return []
+        terms = [tuple(range(len(self.terms))), *(indices for _, indices in self.named)]
+        found: list[float | None] = []
+        for at in range(min(len(self.header.values[rank]) for rank in self.givers)):
+            shares = self._shares(terms[at])
+            if shares is None:
+                found.append(None)
+            else:
+                found.append(sum((share * self.header.values[rank][at] for rank, share in shares if share), 0.0))
+        return found
+
+    def _shares(self, indices: Sequence[int]) -> list[tuple[int, float]] | None:
+        """By what each rank's value of the terms at `indices` counts; None where these count differently.
+
+        Terms of parameters are the same in all ranks, so any shares that add up to one do for them.
+        """
+        columns = [[self.weights[rank][at] for rank in self.givers] for at in indices if not self.of_parameters[at]]
+        if not columns:
+            columns = [[1.0 / len(self.givers)] * len(self.givers)]
+        if any(differ(pair) for column in columns for pair in zip(column, columns[0], strict=True)):
+            return None
+        if any(self.of_parameters[at] for at in indices) and not math.isclose(sum(columns[0]), 1.0):
+            return None
+        return list(zip(self.givers, columns[0], strict=True))
+
+
+def _times(factor: float) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    def scale(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(None if each is None else each * factor for each in gradients)
+
+    return scale

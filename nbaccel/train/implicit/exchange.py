@@ -1,0 +1,177 @@
+"""Exchange: gradients of all ranks added up, bucket by bucket, while the backward still computes. Runs in ranks.
+
+Each set of leaves that is trained together has flat tensors of its own, allocated once; what ``leaf.grad`` is
+afterwards are views into them. A bucket is sent once its last gradient is complete, and buckets leave in the same
+order in every rank. A rank without a gradient for a leaf adds zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbaccel.train.talk.collectives import Collectives
+
+__all__ = ["Exchange", "Round"]
+
+_BUCKET_BYTES = 4 << 20
+_MOST_LAYOUTS = 16
+
+
+class Exchange:
+    """Where gradients lie while they are added up."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
+
+    def begin(self, numbers: tuple[int, ...], tensors: Sequence[Tensor], mine: Collection[int]) -> Round:
+        """Begin to add up something for `tensors`, whose numbers are `numbers` in all ranks.
+
+        mine: those for which this rank will bring something.
+        """
+        layout = self._layouts.get(numbers)
+        if layout is None or not layout.fits(tensors):
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[numbers] = _Layout(numbers, tensors)
+        return Round(self._collectives, layout, layout.free_buffers(), mine)
+
+    def forget(self) -> None:
+        """Give back the memory; gradients stay."""
+        self._layouts.clear()
+
+
+class Round:
+    """One exchange.
+
+    value: by number, what all ranks brought, added up; to be read after `finish`.
+    """
+
+    def __init__(self, collectives: Collectives, layout: _Layout, buffers: _Buffers, mine: Collection[int]) -> None:
+        self._collectives = collectives
+        self._layout = layout
+        self._buffers = buffers
+        self._sent = 0
+        self._sums: list[Any] = []
+        self._returns: list[tuple[Tensor, Tensor]] = []  # flat tensors that were sent from another device
+        self._missing = list(layout.sizes)
+        self._waits_for = set(mine)
+        self.value = dict(zip(layout.numbers, buffers.views, strict=True))
+        for number in layout.numbers:
+            if number not in self._waits_for:
+                self.value[number].zero_()
+                self._missing[layout.bucket_of[number]] -= 1
+
+    def bring(self, number: int, value: Tensor, factor: float) -> None:
+        """Add `factor` times `value`, and send what is complete. A second value for a number replaces the first."""
+        if number not in self._waits_for:
+            return
+        self._waits_for.discard(number)
+        view = self.value[number]
+        with torch.no_grad():
+            if not factor:  # and not nan where a rank has nothing but ignored targets
+                view.zero_()
+            elif value.layout is torch.strided:
+                torch.mul(value.detach(), factor, out=view)
+            else:
+                view.copy_(value.detach().to_dense()).mul_(factor)
+        bucket = self._layout.bucket_of[number]
+        self._missing[bucket] -= 1
+        while self._sent < len(self._missing) and not self._missing[self._sent]:
+            self._send()
+
+    def finish(self) -> None:
+        """Return once everything is added up. What this rank did not bring counts as zeros."""
+        for number in list(self._waits_for):
+            self.value[number].zero_()
+            self._missing[self._layout.bucket_of[number]] -= 1
+        self._waits_for.clear()
+        while self._sent < len(self._missing):
+            self._send()
+        self._collectives.finish_sums("loss.backward()", self._sums)
+        for flat, moved in self._returns:
+            flat.copy_(moved)
+
+    def _send(self) -> None:
+        flat = self._buffers.flats[self._sent]
+        sent = flat if flat.device.type == self._collectives.device.type else flat.to(self._collectives.device)
+        if sent is not flat:
+            self._returns.append((flat, sent))
+        self._sums.append(self._collectives.start_sum(sent))
+        self._sent += 1
+
+
+class _Layout:
+    """How the tensors of one exchange lie in its buckets."""
+
+    def __init__(self, numbers: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+        self.numbers = numbers
+        self.bucket_of: dict[int, int] = {}
+        self.sizes: list[int] = []
+        self._templates = [(t.shape, t.dtype, t.device) for t in tensors]
+        self._places: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
+        self._flats: list[tuple[int, torch.dtype, torch.device]] = []
+        self._buffers: list[_Buffers] = []
+        open_buckets: dict[tuple[torch.dtype, torch.device], int] = {}
+        for number, tensor in zip(numbers, tensors, strict=True):
+            kind = tensor.dtype, tensor.device
+            bucket = open_buckets.get(kind)
+            if bucket is None or self._flats[bucket][0] * tensor.element_size() > _BUCKET_BYTES:
+                bucket = open_buckets[kind] = len(self._flats)
+                self._flats.append((0, *kind))
+                self.sizes.append(0)
+            offset = self._flats[bucket][0]
+            self._flats[bucket] = (offset + _aligned(tensor.numel()), *kind)
+            self.sizes[bucket] += 1
+            self.bucket_of[number] = bucket
+            strides = torch.empty_like(tensor, device="meta").stride()  # as autograd lays a gradient out
+            self._places.append((bucket, offset, tuple(tensor.shape), strides))
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        return all(
+            template == (tensor.shape, tensor.dtype, tensor.device)
+            for template, tensor in zip(self._templates, tensors, strict=True)
+        )
+
+    def free_buffers(self) -> _Buffers:
+        """Flat tensors into which nobody looks: gradients that were not zeroed since lie in others."""
+        for buffers in self._buffers:
+            if buffers.are_free():
+                return buffers
+        del self._buffers[:-1]  # somebody keeps them; a loop that zeroes in place needs two
+        made = _Buffers(self._flats, self._places)
+        self._buffers.append(made)
+        return made
+
+
+class _Buffers:
+    """Flat tensors, and views into them."""
+
+    def __init__(
+        self,
+        flats: Sequence[tuple[int, torch.dtype, torch.device]],
+        places: Sequence[tuple[int, int, tuple[int, ...], tuple[int, ...]]],
+    ) -> None:
+        self.flats = [torch.zeros(size, dtype=dtype, device=device) for size, dtype, device in flats]
+        self.views = [
+            self.flats[bucket].as_strided(shape, strides, offset) for bucket, offset, shape, strides in places
+        ]
+        self._uses = self._count()
+
+    def are_free(self) -> bool:
+        return self._count() == self._uses
+
+    def _count(self) -> tuple[int, int]:
+        """References to the views and to their memory, by which one sees that nobody else has any."""
+        memory = sum(torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats)
+        return sum(map(sys.getrefcount, self.views)), memory
+
+
+def _aligned(count: int) -> int:
+    """Views begin where vector instructions like them to: at multiples of 16 elements."""
+    return -(-count // 16) * 16

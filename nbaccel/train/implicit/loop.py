@@ -1,0 +1,178 @@
+"""Train an unmodified loop on all ranks: its gradients are averaged, and its batches split. Runs in ranks.
+
+``ImplicitTraining`` is what `setup_rank` makes in a world larger than one. It decides by what a program does: a
+backward that adds gradients to parameters trains, and its batches are split from then on; a pass without one stays
+whole. As soon as the program prepares by itself, it leaves all to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nbaccel.errors import NotPrepared
+from nbaccel.events import Loss, emit
+from nbaccel.settings import SPLIT, RunSettings
+from nbaccel.train.implicit import forget, when_stepping_back
+from nbaccel.train.implicit.averaging import Averaging
+from nbaccel.train.implicit.header import Header
+from nbaccel.train.implicit.notices import Notices
+from nbaccel.train.implicit.passes import Passes
+from nbaccel.train.implicit.scaling import watch_scalers
+from nbaccel.train.implicit.steps import Steps
+from nbaccel.train.state import PartialState
+from nbaccel.train.talk.collectives import Collectives
+from nbaccel.world import World
+
+__all__ = ["ImplicitTraining"]
+
+
+class ImplicitTraining:
+    """Keeps one training together in all ranks, in each of them one; a launcher calls it around a task.
+
+    world: this rank's.  settings: `batches` is used, "split" or "each".
+
+    Raises:
+        NotPrepared: from within a backward, in all ranks: they do not train one model any more.
+    """
+
+    def __init__(self, world: World, settings: RunSettings) -> None:
+        self._world = world
+        self._mode = settings.batches or SPLIT
+        self._notices = Notices(world)
+        self._passes = Passes(world.rank, world.world_size, self._notices.note_split, self._is_training)
+        self._steps = Steps(lambda: self._passes.batches)
+        self._averaging = Averaging(
+            world,
+            self._passes,
+            self._steps,
+            _collectives,
+            on_trained=self._report,
+            on_registered=lambda: self._notices.note_models(self._averaging.models.models),
+            on_parts_shown=self._notices.note_parts_shown,
+            step_back=self._step_back,
+        )
+        self._is_armed = False
+        self._real: Callable[..., Any] | None = None
+        self._hooks: list[Any] = []
+
+    # -- the task
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """A task begins: its backwards are averaged from now on.  namespace: its globals, if it is a cell."""
+        self._disarm()
+        self._averaging.begin()
+        self._steps.begin()
+        self._notices.begin(namespace)
+        self._passes.install()
+        self._passes.begin(self._mode)
+        watch_scalers()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(lambda *_: self._steps.end_step()),
+        ]
+        self._real = torch.autograd._engine_run_backward
+        torch.autograd._engine_run_backward = self._run  # type: ignore[assignment]
+        self._is_armed = True
+        when_stepping_back(self._step_back)
+
+    def end(self) -> None:
+        """The program is over: let the ranks end with equal weights.
+
+        Raises:
+            NotPrepared: the ranks trained apart.
+        """
+        if not self._is_armed:
+            return
+        try:
+            header = self._averaging.answer_until_all_are_done()
+            if header is not None:
+                self._finish(header)
+        finally:
+            self._leave()
+
+    def stop(self) -> None:
+        """The task ended otherwise. Waits for nobody, and never raises."""
+        with suppress(Exception):
+            self._leave()
+
+    def keeps(self, tensors: Sequence[Any]) -> bool:
+        """Whether it keeps all of them equal in all ranks."""
+        return self._is_armed and self.is_at_work and self._averaging.models.knows(tensors)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it has trained something in this task."""
+        return self._averaging.meetings > 0
+
+    @property
+    def has_split(self) -> bool:
+        """Whether batches were split in this task."""
+        return self._passes.has_split
+
+    def explain(self) -> str:
+        """Why it does not keep together what ranks train apart; empty where there is nothing to say."""
+        return self._notices.explain()
+
+    # -- parts of it
+
+    def _is_training(self) -> bool:
+        return self._averaging.models.is_training()
+
+    def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._real is not None
+        return self._averaging.run(self._real, outputs, *args, **kwargs)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._averaging.is_inside:
+            raise NotPrepared(
+                f"rank {self._world.rank} of {self._world.world_size}: {type(optimizer).__name__} steps inside of "
+                "loss.backward(), before the ranks' gradients are added up. Step after it, or use --strict and prepare."
+            )
+        self._steps.note(optimizer)
+
+    def _report(self, loss: float | None) -> None:
+        """A backward was averaged."""
+        if loss is not None:
+            emit(Loss(loss, self._steps.count))
+        if not self._passes.batches:
+            self._notices.note_no_loader()
+
+    def _finish(self, header: Header) -> None:
+        taken = [say.steps for say in header.says]
+        if len(set(taken)) > 1:
+            self._notices.note_uneven(taken)
+            self._averaging.broadcast(taken.index(max(taken)))
+        elif not header.all_equal("check", range(len(taken))):
+            self._notices.note_differing()
+            self._averaging.broadcast(0)
+        elif not header.all_equal("buffers", range(len(taken))):
+            self._averaging.broadcast(0, "buffers")
+
+    def _step_back(self) -> None:
+        """The program prepares by itself."""
+        self._passes.step_back()
+        self._disarm()
+
+    def _leave(self) -> None:
+        self._steps.end_step()
+        self._passes.end()
+        self._disarm()
+
+    def _disarm(self) -> None:
+        self._is_armed = False
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._real is not None:
+            torch.autograd._engine_run_backward = self._real
+            self._real = None
+        forget(self._step_back)
+
+
+def _collectives() -> Collectives:
+    """The ranks' way to talk; they form the process group together where there is none."""
+    return PartialState().collectives

@@ -1,0 +1,368 @@
+"""Models: the tensors that a program trains, numbered alike in all ranks. Runs in ranks.
+
+A leaf that a backward reaches for the first time is registered with all of the model that holds it: its parameters and
+its buffers, and what optimizers keep for them. Rank 0's values count from then on. Nothing registered is kept alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _NormBase
+
+from nbaccel.errors import NotPrepared
+from nbaccel.train.talk.collectives import Collectives
+
+__all__ = ["Item", "Model", "Models"]
+
+_KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
+"""Classes of models that average gradients by themselves."""
+
+_MOST_PARTS = 1000
+
+
+@dataclass(slots=True)
+class Item:
+    """One tensor that is alike in all ranks.
+
+    norm: the layer whose statistics it is.  version: of a buffer, when it was last averaged.
+    is_buffer: nothing reaches it backwards.  is_sparse: its gradient is, by its layer's `sparse`.
+    """
+
+    tensor_of: weakref.ref[Tensor]
+    is_buffer: bool = False
+    is_sparse: bool = False
+    is_hooked: bool = False
+    norm: weakref.ref[Module] | None = None
+    version: int = 0
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.tensor_of()
+
+    def has_changed(self) -> bool:
+        """Of a buffer: whether a forward has written into it. Normalising does so without counting it."""
+        tensor = self.tensor_of()
+        if tensor is None:
+            return False
+        norm = None if self.norm is None else self.norm()
+        return norm.training if norm is not None else tensor._version != self.version
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What was registered together.  name: its class, or "tensors".  parameters: numbers in what is trained of it."""
+
+    name: str
+    parameters: int
+    root_of: weakref.ref[Module] | None
+    has_batch_norm: bool = False
+
+
+class Models:
+    """The known tensors of one rank.
+
+    on_leaf: called with a leaf's number and the leaf whenever a backward has completed its gradient.
+    """
+
+    def __init__(self, on_leaf: Callable[[int, Tensor], None]) -> None:
+        self.items: list[Item] = []
+        self.models: list[Model] = []
+        self._on_leaf = on_leaf
+        self._number: dict[int, int] = {}
+        self._met: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # leaves of no model: at which batch they were first
+        self._handles: list[Any] = []
+        self._around: _Around | None = None
+
+    def forget(self) -> None:
+        """A task begins."""
+        for handle in self._handles:
+            handle.remove()
+        self.__init__(self._on_leaf)  # type: ignore[misc]
+
+    def number(self, tensor: Tensor) -> int | None:
+        return self._number.get(id(tensor))
+
+    def knows(self, tensors: Iterable[Tensor]) -> bool:
+        return all(id(tensor) in self._number for tensor in tensors)
+
+    def alive(self, kind: str = "all") -> Iterator[tuple[int, Tensor]]:
+        """The known tensors by number.  kind: "all", "parameters" or "buffers"."""
+        for number, item in enumerate(self.items):
+            tensor = item.tensor
+            if tensor is not None and (kind == "all" or item.is_buffer is (kind == "buffers")):
+                yield number, tensor
+
+    def is_training(self) -> bool:
+        """Whether one of the known models is in training mode; True where none is known."""
+        roots = [root for model in self.models if model.root_of is not None and (root := model.root_of()) is not None]
+        return not roots or any(root.training for root in roots)
+
+    def changed_buffers(self) -> list[int]:
+        return [number for number, item in enumerate(self.items) if item.is_buffer and item.has_changed()]
+
+    def sort(self, leaves: Sequence[Tensor], batch: int, rows: int) -> tuple[list[int], list[Tensor]]:
+        """The numbers of those of `leaves` that are known, and those that are to be registered.
+
+        A parameter that an optimizer or a model holds is trained. Other leaves are once they are met with another
+        batch than the one that they came with: a batch that wants a gradient itself never is.
+
+        batch: how many batches were handed out.  rows: samples of the one in hand; 0 where it is whole in all ranks.
+        """
+        self._around = None
+        known, new = [], []
+        for leaf in leaves:
+            number = self._number.get(id(leaf))
+            if number is not None:
+                known.append(number)
+                if not self.items[number].is_hooked:
+                    self._hook(number, leaf)
+            else:
+                new.append(leaf)
+        held: set[int] = set()
+        if any(isinstance(leaf, Parameter) for leaf in new):
+            held = self._surroundings().held()
+        return known, [leaf for leaf in new if id(leaf) in held or self._comes_back(leaf, batch, rows)]
+
+    def _comes_back(self, leaf: Tensor, batch: int, rows: int) -> bool:
+        met = self._met.get(id(leaf))
+        if met is None or met[0]() is not leaf:
+            self._met[id(leaf)] = weakref.ref(leaf), batch
+            return bool(rows) and (not leaf.ndim or leaf.shape[0] != rows)  # a weight of its own, met late
+        return met[1] != batch
+
+    def are_kept_together(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether the program has prepared some of `leaves` by itself: DDP, FSDP, DeepSpeed, sharded tensors."""
+        if any(type(leaf).__name__ == "DTensor" for leaf in leaves):
+            return True
+        ids = {id(leaf) for leaf in leaves}
+        return any(
+            not _KEEP_TOGETHER.isdisjoint(kind.__name__ for kind in type(root).__mro__)
+            and any(id(parameter) in ids for parameter in root.parameters())
+            for root in self._surroundings().roots()
+        )
+
+    def _surroundings(self) -> _Around:
+        """What lives here; looked for once for each backward with new leaves."""
+        if self._around is None:
+            self._around = _Around()
+        return self._around
+
+    def register(self, new: Sequence[Tensor], collectives: Collectives) -> bool:
+        """Number `new`, and what belongs to it, alike in all ranks. Collective: all ranks, also those without new ones.
+
+        Returns whether this rank had rank 0's values before.
+
+        Raises:
+            NotPrepared: ranks began to train different models in the same backward.
+        """
+        found = self._families(new)
+        specs = collectives.gather_objects([[family.spec for family in found]])
+        most = max(specs, key=len)
+        if any(spec != most for spec in specs):
+            mine = {family.spec: family for family in self._families(None)}
+            found = [mine[spec] for spec in most if spec in mine]
+            if any(collectives.gather_objects([len(found) != len(most) or any(s not in (most, []) for s in specs)])):
+                raise NotPrepared(
+                    "the ranks began to train different parameters in the same backward, so they cannot be averaged. "
+                    "Build the same model in every rank, or prepare it:\n"
+                    "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+                )
+        alike = True
+        with torch.no_grad():
+            for family in found:
+                for tensor in family.tensors:
+                    value = collectives.broadcast(tensor.detach(), 0)
+                    alike = alike and (torch.equal(value, tensor) or _are_nan(value, tensor))
+                    family.values.append(value)
+            agreed = not collectives.any(not alike, "implicit registration")
+            for family in found:
+                if not agreed:
+                    for tensor, value in zip(family.tensors, family.values, strict=True):
+                        tensor.data.copy_(value)
+                    _share_states(family.tensors, self._surroundings().optimizers, collectives)
+                self._add(family)
+        self._around = None  # it holds models, which may be let go of
+        return alike
+
+    def _add(self, family: _Family) -> None:
+        root = family.root
+        for tensor, about in zip(family.tensors, family.about, strict=True):
+            number = len(self.items)
+            key = id(tensor)
+
+            def forget(_: object, key: int = key, number: int = number) -> None:
+                if self._number.get(key) == number:
+                    del self._number[key]
+
+            about.tensor_of = weakref.ref(tensor, forget)
+            about.version = tensor._version
+            self._number[key] = number
+            self.items.append(about)
+            if not about.is_buffer:
+                self._hook(number, tensor)
+        self.models.append(
+            Model(
+                type(root).__name__ if root is not None else "tensors",
+                sum(t.numel() for t, about in zip(family.tensors, family.about, strict=True) if not about.is_buffer),
+                None if root is None else weakref.ref(root),
+                any(about.norm is not None for about in family.about),
+            )
+        )
+
+    def _hook(self, number: int, tensor: Tensor) -> None:
+        report = self._on_leaf
+
+        def completed(leaf: Tensor) -> None:
+            report(number, leaf)
+
+        if tensor.requires_grad:  # else it is frozen, and hooked when a backward reaches it
+            self.items[number].is_hooked = True
+            self._handles.append(tensor.register_post_accumulate_grad_hook(completed))
+
+    def trained_by_optimizers(self) -> list[Tensor]:
+        """What optimizers hold and is not known yet: a backward inside of a backward may reach it."""
+        return [
+            parameter
+            for optimizer in self._surroundings().optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) not in self._number
+        ]
+
+    def _families(self, new: Sequence[Tensor] | None) -> list[_Family]:
+        """The models that hold `new`, whole, and what no model holds; None: all models that are not known yet."""
+        families: list[_Family] = []
+        taken: set[int] = set(self._number)
+        wanted = None if new is None else {id(leaf) for leaf in new}
+        for root in sorted(self._surroundings().roots(), key=lambda root: -sum(1 for _ in root.parameters())):
+            tensors = [*_tensors(root)]
+            ids = {id(tensor) for tensor, _ in tensors} - taken
+            if (ids & wanted) if wanted is not None else ids:
+                families.append(_Family(root, [(t, about) for t, about in tensors if id(t) in ids]))
+                taken |= ids
+        if new is None:
+            return families
+        order = {id(leaf): place for place, leaf in enumerate(new)}
+        families.sort(key=lambda family: min(order.get(id(t), len(order)) for t in family.tensors))
+        alone = [leaf for leaf in new if id(leaf) not in taken]
+        return families + [_Family(None, [(leaf, Item(_nowhere)) for leaf in alone])] * bool(alone)
+
+
+class _Family:
+    """Tensors that are registered together, and rank 0's values of them."""
+
+    def __init__(self, root: Module | None, tensors: Sequence[tuple[Tensor, Item]]) -> None:
+        self.root = root
+        self.tensors = [tensor for tensor, _ in tensors]
+        self.about = [about for _, about in tensors]
+        self.values: list[Tensor] = []
+        self.spec = (
+            type(root).__qualname__,
+            *((tuple(tensor.shape), str(tensor.dtype), about.is_buffer) for tensor, about in tensors),
+        )
+
+
+class _Gone:
+    """What stands for a tensor that is not referred to yet."""
+
+
+_nowhere: Any = weakref.ref(_Gone())
+
+
+def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
+    """Each parameter and floating buffer of `root` once; lazy ones are not there yet."""
+    seen: set[int] = set()
+    for module in root.modules():
+        is_sparse = bool(getattr(module, "sparse", False))
+        norm: weakref.ref[Module] | None = weakref.ref(module) if isinstance(module, _NormBase) else None
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen and not torch.nn.parameter.is_lazy(parameter):
+                seen.add(id(parameter))
+                yield parameter, Item(_nowhere, is_sparse=is_sparse)
+        for buffer in module.buffers(recurse=False):
+            if id(buffer) not in seen and buffer.is_floating_point() and not torch.nn.parameter.is_lazy(buffer):
+                seen.add(id(buffer))
+                yield buffer, Item(_nowhere, is_buffer=True, norm=norm)
+        for value in list(vars(module).values()):  # tensors that are no `Parameter`, and are stepped by hand
+            for part in _parts(value):
+                if type(part) is Tensor and part.requires_grad and part.is_leaf and id(part) not in seen:
+                    seen.add(id(part))
+                    yield part, Item(_nowhere)
+
+
+class _Around:
+    """The models and the optimizers that live in this process."""
+
+    def __init__(self) -> None:
+        gc.unfreeze()  # a fork has frozen what it came with, and the collector hides that
+        try:
+            found = gc.get_objects()
+        finally:
+            gc.freeze()
+        self.modules: list[Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        for each in found:
+            kind = type(each)
+            if issubclass(kind, Module):
+                if "_modules" in vars(each):  # else its constructor has raised
+                    self.modules.append(each)
+            elif issubclass(kind, torch.optim.Optimizer) and "param_groups" in vars(each):
+                self.optimizers.append(each)
+
+    def roots(self) -> list[Module]:
+        """Modules that no other module holds."""
+        inner = {id(child) for module in self.modules for child in module._modules.values() if child is not None}
+        return [module for module in self.modules if id(module) not in inner]
+
+    def held(self) -> set[int]:
+        """Ids of tensors that models and optimizers hold."""
+        found = {
+            id(parameter)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for module in self.modules:
+            found.update(map(id, module._parameters.values()))
+            found.update(id(part) for value in list(vars(module).values()) for part in _parts(value))
+        return found
+
+
+def _parts(value: Any) -> list[Tensor]:
+    """Tensors in an attribute of a module."""
+    parts = value[:_MOST_PARTS] if type(value) in (list, tuple) else (value,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _share_states(
+    tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], collectives: Collectives
+) -> None:
+    """Give all ranks what rank 0's optimizers keep for `tensors`."""
+    ids = {id(tensor) for tensor in tensors}
+    states = [
+        [
+            value
+            for parameter, state in optimizer.state.items()
+            if id(parameter) in ids
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        for optimizer in optimizers
+    ]
+    mine = [[tuple(value.shape) for value in values] for values in states if values]
+    if all(other == mine for other in collectives.gather_objects([mine])):
+        for values in states:
+            for value in values:
+                value.copy_(collectives.broadcast(value.detach(), 0))
+
+
+def _are_nan(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))

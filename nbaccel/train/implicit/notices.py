@@ -1,0 +1,100 @@
+"""Notices: what is done to an unmodified loop, said before its first step, once. Runs in ranks; rank 0 speaks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from nbaccel.train.implicit.models import Model
+from nbaccel.train.implicit.passes import Split
+from nbaccel.world import World
+
+__all__ = ["Notices"]
+
+
+class Notices:
+    """Collects what is known of a task's loop, and says it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.begin(None)
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """A task begins.  namespace: the cell's names."""
+        self._namespace = namespace or {}
+        self._said: set[str] = set()
+        self._models = ""
+        self._has_batch_norm = False
+        self._whole = ""
+
+    def note_models(self, models: Sequence[Model]) -> None:
+        """These are averaged from now on."""
+        named = [f"{self._name_of(model)} ({_amount(model.parameters)})" for model in models]
+        self._models = f"gradients of {' and '.join(named)} averaged"
+        self._has_batch_norm = any(model.has_batch_norm for model in models)
+
+    def note_split(self, split: Split) -> None:
+        """It is known what becomes of a loader's batches."""
+        ranks = self._world.world_size
+        if not split.is_split:
+            self._whole = split.why
+            self._say(f"{split.name}: whole in each of {ranks} ranks, the same work: {split.why}. -n 1 does it once")
+            return
+        batches = "its batches" if split.batches is None else f"{split.batches:,} batches"
+        text = f"{split.name}: {split.why or f'each of {batches} split over {ranks} ranks'}"
+        if self._models:
+            text += f"; {self._models}"
+        text += "; what the loop counts by itself, as len(x) or right answers, is of rank 0's part"
+        if self._has_batch_norm:
+            text += (
+                "; batch norm sees a part of each batch "
+                "(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes it see all)"
+            )
+        self._say(text)
+
+    def note_uneven(self, taken: Sequence[float]) -> None:
+        said = ", ".join(f"rank {rank} {count:g}" for rank, count in enumerate(taken))
+        self._say(f"the ranks have taken different numbers of steps ({said}); all have the weights of the longest now")
+
+    def note_differing(self) -> None:
+        self._say(
+            "the ranks' weights differed at the end: something changes them that is drawn or decided in each rank; "
+            "all have rank 0's now"
+        )
+
+    def note_parts_shown(self) -> None:
+        """A loss whose terms count differently keeps the value that it has here."""
+        self._say("the loss has terms that count differently in parts of a batch: what is shown of it is rank 0's part")
+
+    def note_no_loader(self) -> None:
+        """Trained without a loader."""
+        self._say(
+            f"no loader hands out batches: each of {self._world.world_size} ranks does all steps, the same work unless "
+            "it draws its data at random. -n 1 does it once"
+        )
+
+    def explain(self) -> str:
+        return self._whole
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            if self._world.is_main_process:
+                sys.stdout.write(f"nbaccel: {text}\n")
+                sys.stdout.flush()
+
+    def _name_of(self, model: Model) -> str:
+        root = None if model.root_of is None else model.root_of()
+        return next((name for name, value in self._namespace.items() if value is root and root is not None), model.name)
+
+
+def _amount(count: int) -> str:
+    """
+    >>> _amount(1_234_000), _amount(12_300), _amount(500)
+    ('1.2 M', '12.3 k', '500')
+    """
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return str(count)

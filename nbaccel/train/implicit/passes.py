@@ -1,0 +1,661 @@
+"""Passes: which samples of an unmodified loop's loaders this rank gets. Runs in ranks.
+
+A pass, one iteration over a loader, begins whole: every rank gets the same batches. Once a backward has followed, each
+rank gets its part of every batch; a later pass that begins in the same place is split from its first batch. Evaluations
+have no backwards, so they stay whole. Ranks decide alike without a word, by the order of the program's own events.
+
+torch's generator has two streams. The common one gives the order of samples, as in one process. While a part is out,
+the rank's own is active: dropout differs between ranks, and however much they draw, the order stays the same in all.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from nbaccel.errors import CannotSplit, NotPrepared
+from nbaccel.settings import EACH, SPLIT
+from nbaccel.train.implicit.users_code import place_of_call, users_name
+from nbaccel.train.microbatch.slicing import Samples, sample_shapes
+
+__all__ = ["Handed", "Passes", "Split"]
+
+_PASS = "_nbaccel_pass"
+_REMEMBERED = 64
+"""Of the batches of one pass that no backward was of yet; what only evaluates takes thousands."""
+
+_SHARES = ("num_replicas", "num_processes")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What becomes of a loader's batches.
+
+    name: the variable that holds the loader, else the class of its data set.  batches: len(loader), if it has one.
+    why: what is to be said instead of the usual.
+    """
+
+    name: str
+    batches: int | None
+    batch_size: int | None
+    is_split: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What a rank was given since the last backward, or of that one while nothing new has come.
+
+    is_part: a batch was cut.  rows: samples of this rank in the largest that was, else in the largest; 0 unknown.
+    whole: samples of all of that batch; 0 unknown.  loaders: their names.  batches: how many were handed out.
+    """
+
+    is_part: bool = False
+    rows: int = 0
+    whole: int = 0
+    loaders: tuple[str, ...] = ()
+    batches: int = 0
+
+
+class _Label(NamedTuple):
+    """Of one batch: whether other ranks have other samples, this rank's samples, and those of all of it; 0 unknown."""
+
+    is_apart: bool
+    rows: int
+    whole: int
+
+
+_UNKNOWN = _Label(False, 0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One iteration over a loader, as far as it has come. It holds neither.
+
+    key: passes with an equal one do the same.  lead: batches that were taken before the first backward, once known.
+    ahead: of them, how many the program takes before it needs them.  labels: of batches that were drawn, and are not
+    handed out yet.  first: what to begin anew with.  record: what its backwards were about.
+    """
+
+    task: object
+    key: tuple[Any, ...]
+    name: str
+    batch_size: int | None
+    iterator_of: weakref.ref[Any]
+    may_split: bool
+    cuts_indices: bool
+    is_collated: bool
+    is_split: bool = False
+    began_split: bool = False
+    was_training: bool = True
+    has_trained: bool = False
+    is_over: bool = False
+    taken: int = 0
+    parts: int = 0
+    lead: int = 0
+    ahead: int | None = None
+    labels: deque[_Label] = field(default_factory=deque)
+    first: list[Any] = field(default_factory=list)
+    record: list[Handed] = field(default_factory=list)
+
+    @property
+    def loader(self) -> tuple[Any, ...]:
+        return self.key[:3]
+
+
+_Taken = dict[_Pass, deque[_Label]]
+"""Batches that were handed out, by pass, in the order of each one's last."""
+
+
+class Passes:
+    """Gives this rank its part of each batch that is trained on, and whole batches where nothing is.
+
+    on_split: told once for each loader what becomes of it.  is_training: whether the known models are in that mode.
+
+    batches: how many were handed out in this task.  has_split: whether ranks got different ones.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, on_split: Callable[[Split], None], is_training: Callable[[], bool]
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._on_split = on_split
+        self._is_training = is_training
+        self._streams = _Streams(rank)
+        self.begin()
+        self._is_on = False
+
+    # -- the task
+
+    def install(self) -> None:
+        """Have torch's loaders ask this one. Again does no harm."""
+        hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
+        if hooks is None:
+            hooks = _Hooks(self)
+            hooks.install()
+        hooks.passes = self
+
+    def begin(self, mode: str = SPLIT) -> None:
+        """A task begins: forget the loaders.  mode: "split", or "each" for batches of each rank's own."""
+        self._streams.begin()
+        self._mode = mode
+        self._task = object()
+        self._thread = threading.get_ident()
+        self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
+        self._whole: set[tuple[Any, ...]] = set()  # keys of passes that are not to be split
+        self._told: set[tuple[Any, ...]] = set()
+        self._are_cycled: dict[tuple[Any, ...], bool] = {}  # by key
+        self._drawn: Any = None  # the iterator whose batch is being made
+        self.batches = 0
+        self.has_split = False
+        self._is_on = True
+        self._forget_handed()
+
+    def step_back(self) -> None:
+        """The program prepares by itself: from now on batches are as torch gives them."""
+        self._is_on = False
+        self._forget_handed()
+        self._streams.end()
+
+    def end(self) -> None:
+        """The task is over: the common random stream goes on."""
+        self.step_back()
+
+    def _forget_handed(self) -> None:
+        self._taken: _Taken = {}
+        self._is_used = False  # a backward has come of what was taken
+        self._is_pending = False  # a part is out, and none has
+        self._replay: Iterator[Handed] | None = None
+        self._handed: Handed | None = None
+
+    # -- backwards
+
+    @property
+    def handed(self) -> Handed:
+        if self._handed is None:
+            labels = [label for labels in self._taken.values() for label in labels]
+            parts = [label for label in labels if label.is_apart and self._mode == SPLIT]
+            largest = max(parts or labels, key=lambda label: label.whole, default=_UNKNOWN)
+            names = dict.fromkeys(this.name for this in self._taken)
+            self._handed = Handed(bool(parts), largest.rows, largest.whole, tuple(names), len(labels))
+        return self._handed
+
+    @property
+    def gives_own(self) -> bool:
+        """Whether ranks have batches of their own in hand."""
+        return self._mode == EACH and _has_parts(self._taken)
+
+    def note_backward(self, keep_whole: str = "") -> None:
+        """A backward has come, of the batches in `handed`.
+
+        keep_whole: why their loaders are not to be split; they stay whole from now on.
+        """
+        if not self._is_on:
+            return
+        handed, trains = self.handed, self._is_training()
+        is_followed = False  # by a batch of a pass that goes on
+        for this in reversed(self._taken):
+            is_alive = this.iterator_of() is not None
+            if this.is_over:
+                this.ahead = max(0, (this.ahead or 0) - 1)
+            elif (not trains or this.was_training) and (is_alive or not is_followed) and this.may_split:
+                is_followed = is_followed or is_alive
+                self._note_trained(this, keep_whole if self._mode == SPLIT else "")
+                this.record.append(this.record[-1] if this.record[-1:] == [handed] else handed)
+            # Else it is an evaluation that was left early, or one batch that was looked at.
+        self._is_used, self._is_pending = True, _has_parts(_still_needed(self._taken))
+        if self._replay is not None:
+            self.batches += 1
+            self._handed = next(self._replay)
+
+    def _note_trained(self, this: _Pass, keep_whole: str) -> None:
+        if keep_whole and this.key not in self._whole:
+            self._keep_whole(this, keep_whole)
+        if not this.has_trained:
+            this.has_trained = True
+            this.lead = min(this.taken, this.lead or this.taken)
+            this.is_split = this.key not in self._whole
+        elif this.ahead is None and this.taken > this.lead:
+            this.ahead = max(0, 2 * this.lead - this.taken)
+        self._trained[this.key] = this.lead, this.ahead
+
+    def _keep_whole(self, this: _Pass, why: str) -> None:
+        self._whole.add(this.key)
+        this.is_split = False
+        self._tell(this, False, why)
+
+    def _tell(self, this: _Pass, is_split: bool, why: str = "") -> None:
+        said = this.loader, is_split
+        if said not in self._told:
+            self._told.add(said)
+            iterator = this.iterator_of()
+            batches = None
+            if iterator is not None and iterator._dataset_kind == _DatasetKind.Map:
+                batches = _length(iterator._index_sampler)
+            self._on_split(Split(this.name, batches, this.batch_size, is_split, why))
+
+    # -- what the hooks ask
+
+    def minds(self, iterator: Any) -> bool:
+        """Whether this iterator is not torch's business alone: not within another's batch, nor in another thread."""
+        if not self._is_on or threading.get_ident() != self._thread:
+            this = iterator.__dict__.get(_PASS)
+            if this is not None and self._is_on:
+                this.may_split = this.is_split = False  # threads take batches when they come to it, not all ranks alike
+            return False
+        return self._drawn is None or self._drawn is iterator
+
+    def before(self) -> None:
+        """Something is about to be drawn that all ranks draw alike."""
+        self._streams.common()
+
+    def begin_pass(self, iterator: Any, loader: Any = None) -> _Pass:
+        """A pass begins; it follows from its own past what it is.  loader: None in the middle of it."""
+        sampler, old = iterator._index_sampler, iterator.__dict__.get(_PASS)
+        is_map = iterator._dataset_kind == _DatasetKind.Map
+        if old is not None:
+            old.is_over = True
+        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        size = size if isinstance(size, int) else None
+        kind = type(iterator._dataset)
+        modes = torch.is_grad_enabled(), self._is_training()
+        key = (f"{kind.__module__}.{kind.__qualname__}", size, _length(iterator._dataset), place_of_call(), *modes)
+        lead, ahead = self._trained.get(key, (0, None))
+        this = _Pass(
+            self._task,
+            key,
+            (users_name(loader) if loader is not None else "") or kind.__name__,
+            size,
+            iterator_of=lambda: None,  # type: ignore[arg-type]  # known in a moment
+            may_split=not _shares_out(iterator) and (loader is not None or not iterator._num_workers),
+            cuts_indices=is_map,
+            is_collated=bool(iterator._auto_collation),
+            lead=lead,
+            ahead=ahead,
+        )
+        this.is_split = this.began_split = this.may_split and lead > 0 and key not in self._whole
+        this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
+        if this.is_split and is_map and iterator._num_workers:
+            iterator._base_seed = _mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
+        iterator.__dict__[_PASS] = this
+        self._settle()
+        return this
+
+    def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        """The index of the next batch, cut to this rank's part."""
+        this = self._pass_of(iterator)
+        self._streams.common()
+        if not this.cuts_indices:
+            return real(iterator)
+        is_split = this.is_split and torch.is_grad_enabled()
+        if self._mode == EACH:
+            index, is_apart = self._next_own(this, lambda: real(iterator), is_split)
+            count = _count(index, this.is_collated)
+            label = _Label(is_apart, count, count)
+        else:
+            index = real(iterator)
+            count = _count(index, this.is_collated)
+            label = _Label(False, count, count)
+            if is_split and count >= self._world_size:
+                start, stop = self._bounds(count)
+                index, label = index[start:stop], _Label(True, stop - start, count)
+        this.labels.append(label)
+        if label.is_apart and not iterator._num_workers:
+            self._streams.own()
+            self._streams.fetch_apart(this.loader, is_first=not this.parts)
+        return index
+
+    def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        """The next batch, or this rank's part of it.
+
+        Raises:
+            NotPrepared: it was the last one, and the batches of this pass were split, but nobody trained on them.
+        """
+        this = self._pass_of(iterator)
+        self._streams.common()
+        self._drawn = iterator
+        is_split = this.is_split and torch.is_grad_enabled()
+        try:
+            if this.cuts_indices or self._mode == SPLIT:
+                batch, is_apart = real(iterator), False
+            else:
+                batch, is_apart = self._next_own(this, lambda: real(iterator), is_split)
+        except StopIteration:
+            self._end_pass(this, iterator)
+            raise
+        except Exception:
+            if this.labels:  # its batch is lost
+                this.labels.popleft()
+            raise
+        finally:
+            self._drawn = None
+            self._streams.fetched()
+        label = this.labels.popleft() if this.labels else _Label(is_apart, 0, 0)
+        if self._mode == SPLIT and is_split and not label.is_apart:
+            batch, label = self._sliced(this, batch, label.whole)
+        if not label.rows and not this.has_trained and torch.is_grad_enabled():
+            with suppress(CannotSplit):
+                count = _samples(this, batch, 0).count
+                label = _Label(label.is_apart, count, count)
+        self._note_taken(this, label)
+        return batch
+
+    # -- parts of it
+
+    def _pass_of(self, iterator: Any) -> _Pass:
+        this: _Pass | None = iterator.__dict__.get(_PASS)
+        return this if this is not None and this.task == self._task else self.begin_pass(iterator)
+
+    def _bounds(self, count: int) -> tuple[int, int]:
+        return self._rank * count // self._world_size, (self._rank + 1) * count // self._world_size
+
+    def _next_own(self, this: _Pass, take: Callable[[], Any], is_split: bool) -> tuple[Any, bool]:
+        """This rank's of the next batches, one for each rank, and True; the next one and False before they train.
+
+        Where the pass ends within them, the ranks that lack one begin anew with its first ones.
+        """
+        group = [take()]
+        with suppress(StopIteration):
+            while is_split and len(group) < self._world_size:
+                group.append(take())
+        this.first += group[: self._world_size - len(this.first)]
+        mine = self._rank if is_split else 0
+        return (group[mine] if mine < len(group) else this.first[(mine - len(group)) % len(this.first)]), is_split
+
+    def _sliced(self, this: _Pass, batch: Any, known: int) -> tuple[Any, _Label]:
+        """This rank's part of a batch that is here as a whole."""
+        if 0 < known < self._world_size:
+            return batch, _Label(False, known, known)
+        try:
+            samples = _samples(this, batch, known)
+        except CannotSplit as error:
+            if not (this.cuts_indices and known):  # else it only came too early to be cut by its indices
+                self._keep_whole(this, f"its batches cannot be cut ({str(error).partition('. ')[0]})")
+            return batch, _Label(False, known, known)
+        count = samples.count
+        if count < self._world_size:
+            return batch, _Label(False, count, count)
+        start, stop = self._bounds(count)
+        return samples.take(start, stop), _Label(True, stop - start, count)
+
+    def _note_taken(self, this: _Pass, label: _Label) -> None:
+        if label.is_apart or torch.is_grad_enabled():
+            this.was_training = this.has_trained or self._is_training()
+            if self._is_used:
+                self._taken, self._is_used = _still_needed(self._taken), False
+            labels = self._taken.pop(this, deque(maxlen=_REMEMBERED))
+            labels.append(label)
+            self._taken[this] = labels
+            self._replay = self._handed = None
+        self.batches += 1
+        this.taken += 1
+        if label.is_apart:
+            this.parts += 1
+            self._is_pending = self.has_split = True
+            self._tell(this, True, self._of_its_own(this))
+        self._settle()
+
+    def _of_its_own(self, this: _Pass) -> str:
+        if self._mode == SPLIT:
+            return ""
+        return (
+            f"each of {self._world_size} ranks trains on batches of its own, so it takes fewer steps than "
+            f"len({this.name}) says, each of {self._world_size} batches"
+        )
+
+    def _settle(self) -> None:
+        """While a part is out whose backward is to come, no rank draws from the common stream."""
+        if self._is_pending:
+            self._streams.own()
+
+    def _end_pass(self, this: _Pass, iterator: Any) -> None:
+        was_over, this.is_over = this.is_over, True
+        this.labels.clear()
+        if self._is_used:
+            self._taken, self._is_used, self._handed = _still_needed(self._taken), False, None
+        self._settle()
+        if was_over or self._mode == EACH:
+            return
+        if this.began_split and this.parts and not this.has_trained and this.taken >= this.lead:
+            self._trained.pop(this.key, None)
+            self._forget_handed()
+            self._streams.common()
+            raise NotPrepared(
+                f"rank {self._rank} of {self._world_size}: the batches of {this.name} were split over the ranks, for a "
+                "pass that began in the same place was a training. This one was none: no backward has come, so what "
+                "it computed is of this rank's samples only. Put the evaluation under torch.no_grad() or after "
+                "model.eval(), or start the cell with --strict and prepare the loop."
+            ) from None
+        if this.is_split and not this.parts:
+            self._tell(this, False, f"none of its batches was cut, as one with fewer samples than {self._world_size}")
+        if this.record and this.parts and self._is_cycled(this, iterator):
+            self._replay = itertools.cycle(this.record)
+            self._handed = next(self._replay)
+
+    def _is_cycled(self, this: _Pass, iterator: Any) -> bool:
+        """Whether an ``itertools.cycle`` keeps what a pass gave: then the same batches come again, unasked."""
+        if this.key not in self._are_cycled:
+            holders = _holders(iterator)
+            self._are_cycled[this.key] = any(type(holder) is itertools.cycle for holder in holders)
+        return self._are_cycled[this.key]
+
+    def _left(self, this: _Pass) -> None:
+        """The iterator of a pass is gone."""
+        is_idle = self._is_on and not self._is_pending and self._drawn is None
+        if is_idle and this.parts and threading.get_ident() == self._thread:
+            self._streams.common()
+
+
+class _Hooks:
+    """Has torch's iterators ask `passes`. It outlives tasks; an iterator's own state is at the iterator."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+
+    def install(self) -> None:
+        kind: Any = _BaseDataLoaderIter
+        torchs_init, torchs_reset = kind.__init__, kind._reset
+        torchs_index, torchs_next = kind._next_index, kind.__next__
+
+        def init(iterator: Any, loader: Any) -> None:
+            is_minded = self.passes.minds(iterator)
+            if is_minded:
+                self.passes.before()
+            torchs_init(iterator, loader)
+            if is_minded:
+                self.passes.begin_pass(iterator, loader)
+
+        def reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+            is_minded = self.passes.minds(iterator)
+            if is_minded:
+                self.passes.before()
+                if getattr(iterator, "_in_order", None) is False:
+                    iterator._in_order = True  # else the next batch would be another one in each rank
+            torchs_reset(iterator, loader, first_iter)
+            if is_minded and not first_iter:
+                self.passes.begin_pass(iterator, loader)
+
+        def next_index(iterator: Any) -> Any:
+            if self.passes.minds(iterator):
+                return self.passes.draw(iterator, torchs_index)
+            return torchs_index(iterator)
+
+        def next_batch(iterator: Any) -> Any:
+            if self.passes.minds(iterator):
+                return self.passes.hand_out(iterator, torchs_next)
+            return torchs_next(iterator)
+
+        next_batch.nbaccel_hooks = self  # type: ignore[attr-defined]
+        kind.__init__, kind._reset, kind._next_index, kind.__next__ = init, reset, next_index, next_batch
+
+
+class _Streams:
+    """The random streams of one rank: torch's on the CPU, and Python's and NumPy's while samples are fetched.
+
+    Programs decide by Python's and NumPy's numbers, so these stay common; but a data set that draws from them draws as
+    often as its part has samples, and ranks would part ways.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._common: torch.Tensor | None = None  # its state while the own one is active
+        self.begin()
+
+    def begin(self) -> None:
+        """A task begins: what is active is common."""
+        self.common()
+        self._seed = self._base = self._count = 0
+        self._kept: tuple[Any, ...] | None = None  # Python's and NumPy's states while samples are fetched
+        self._watched: Any = None
+        self._drawing: set[Any] = set()  # loaders whose data sets draw from these
+        self._has_seeded_cuda = False
+
+    def end(self) -> None:
+        self.fetched()
+        self.common()
+
+    def common(self) -> None:
+        """Draw what all ranks draw."""
+        if self._common is None:
+            return
+        generator = torch.default_generator
+        seed = generator.initial_seed()
+        if seed == self._seed:
+            generator.set_state(self._common)
+        else:
+            generator.manual_seed(seed)  # by the program, in all ranks; what was drawn since may not be equal
+        self._common = None
+
+    def own(self) -> None:
+        """Draw this rank's own numbers."""
+        if self._common is not None:
+            return
+        generator = torch.default_generator
+        base = generator.initial_seed()
+        self._count = self._count + 1 if base == self._base else 1
+        self._base, self._seed = base, _mixed(base, self._rank, self._count)
+        self._common = generator.get_state()
+        generator.manual_seed(self._seed)
+        if not self._has_seeded_cuda and torch.cuda.is_initialized():
+            self._has_seeded_cuda = True
+            torch.cuda.manual_seed(self._seed)
+
+    def fetch_apart(self, loader: Any, is_first: bool) -> None:
+        """Samples of `loader` are about to be fetched that other ranks do not fetch.  is_first: of a pass."""
+        if loader in self._drawing:
+            self._kept = _states()
+            random.seed(self._seed)
+            if self._kept[1] is not None:
+                sys.modules["numpy"].random.seed(self._seed % 2**32)
+        elif is_first:
+            self._kept, self._watched = _states(), loader
+
+    def fetched(self) -> None:
+        """They are here: Python and NumPy go on as if nothing had been drawn."""
+        if self._kept is None:
+            return
+        if self._watched is None or not _are_equal(self._kept, _states()):
+            _set_states(self._kept)
+            if self._watched is not None:
+                self._drawing.add(self._watched)
+        self._kept = self._watched = None
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def _are_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return one[0] == other[0] and (one[1] is None or one[1][2:] == other[1][2:])  # NumPy's position tells
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed that is another one for other numbers; of integers, a hash is the same in all processes."""
+    return hash(numbers) & (2**62 - 1)
+
+
+def _count(index: Any, is_collated: bool) -> int:
+    """Samples that an index stands for; 0 where it is none that can be cut."""
+    if not is_collated:  # then a data set takes what its sampler says; only a list is sure to be one of samples
+        return len(index) if type(index) is list else 0
+    if isinstance(index, tuple) and len({type(each) for each in index}) > 1:
+        return 0  # such as (size, indices)
+    if isinstance(index, (list, tuple)) or (hasattr(index, "__array__") and index.ndim):
+        return len(index)
+    return 0
+
+
+def _samples(this: _Pass, batch: Any, known: int) -> Samples:
+    """The samples of a batch that is here.  known: how many they are, or 0.
+
+    Raises:
+        CannotSplit: it is not sure what is a sample.
+    """
+    samples = Samples.of(batch)
+    if this.is_collated:
+        most = known or this.batch_size or samples.count
+        if samples.count > most or (known and samples.count != known):
+            raise CannotSplit(f"it has {most} samples, and tensors of {samples.count} rows")
+        return samples
+    numbers = any(isinstance(leaf, (int, float)) or getattr(leaf, "ndim", 1) == 0 for leaf in tree_leaves(batch))
+    if numbers or not any(sample_shapes(batch)):
+        raise CannotSplit("without a batch_size, a batch of such tensors looks like a single sample")
+    return samples
+
+
+def _still_needed(taken: _Taken) -> _Taken:
+    """Of batches that a backward has come of, those that the program has taken ahead of it."""
+    return {this: deque(list(labels)[-this.ahead :], _REMEMBERED) for this, labels in taken.items() if this.ahead}
+
+
+def _has_parts(taken: _Taken) -> bool:
+    return any(label.is_apart for labels in taken.values() for label in labels)
+
+
+def _shares_out(iterator: Any) -> bool:
+    """Whether samplers, or the data set, give each rank samples of its own already."""
+    top = iterator._index_sampler
+    parts = [top, *(getattr(top, name, None) for name in ("sampler", "batch_sampler"))]
+    parts += [getattr(parts[1], "sampler", None), getattr(parts[2], "sampler", None)]
+    if iterator._dataset_kind != _DatasetKind.Map:
+        parts.append(iterator._dataset)
+    is_pipe = getattr(iterator, "_shared_seed", None) is not None  # which torch has divided among ranks
+    return is_pipe or any(getattr(part, name, None) not in (None, 1) for part in parts for name in _SHARES)
+
+
+def _holders(value: Any) -> list[Any]:
+    was_frozen = gc.get_freeze_count()
+    if was_frozen:
+        gc.unfreeze()  # a fork has frozen what it came with, and the collector hides that
+    try:
+        return gc.get_referrers(value)
+    finally:
+        if was_frozen:
+            gc.freeze()
+
+
+def _length(sized: Any) -> int | None:
+    with suppress(Exception):  # of the program's own classes, or where there is none
+        return len(sized)
+    return None

@@ -1,0 +1,75 @@
+"""Steps: where one training step of an unmodified loop ends and the next begins. Runs in ranks.
+
+A loop that prepares nothing tells it by its optimizers' steps and by the batches that it takes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbaccel.events import StepEntered, StepsEnded, emit
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """Counts the steps of one task.
+
+    batches: how many batches were handed out so far.
+    count: steps that were entered.  taken: steps of optimizers.  is_new: no backward has been since one was taken.
+    """
+
+    def __init__(self, batches: Callable[[], int]) -> None:
+        self._batches = batches
+        self.begin()
+
+    def begin(self) -> None:
+        """A task begins."""
+        self.count = self.taken = 0
+        self.is_new = False
+        self._entered_at: tuple[int, int] | None = None  # optimizers' steps and batches when the last step was entered
+        self._is_inside = False
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def note(self, optimizer: Any) -> None:
+        """`optimizer` is about to step."""
+        self.taken += 1
+        self.is_new = True
+        self._optimizers.add(optimizer)
+
+    def enter(self) -> None:
+        """A backward is about to begin.
+
+        Raises:
+            RunStopped: the run ends before this step.
+        """
+        now = self.taken, self._batches()
+        before = self._entered_at
+        has_stepped = before is not None and (now[0] != before[0] or not self._optimizers)
+        is_next = before is not None and has_stepped and (now[1] != before[1] or not now[1])
+        self.count += is_next
+        if is_next or before is None:
+            self._entered_at = now
+        if is_next or not self._is_inside:
+            self._is_inside = True
+            emit(StepEntered(self.count))
+
+    def end_step(self) -> None:
+        """An optimizer has stepped, or the task is over: nothing is under way that a stop would have to wait for."""
+        if self._is_inside:
+            self._is_inside = False
+            emit(StepsEnded())
+
+    def rates(self) -> float:
+        """A number by which different learning rates show."""
+        return sum(
+            float(group["lr"])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            if not isinstance(group.get("lr"), (torch.Tensor, type(None)))
+        )

@@ -1,0 +1,565 @@
+"""What a loss is a sum of: its graph is read from the root down to the reductions over samples. Runs in ranks.
+
+Ranks that each have a part of the batch hold gradients of other losses than that of the whole batch: a mean over 3
+samples is not one over 8. Where a loss is a sum of terms, each a mean or a sum over samples, the gradient of the whole
+batch is the sum of what each term gives in each rank, times a number that the two divisors tell (`Term`). A graph that
+does not read so has an obstacle, in words. Nothing here knows ranks, and nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Reading", "Scalar", "Term", "obstacle_below", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One reduction over samples in the graph of a loss.
+
+    node: the autograd node of the reduction.
+    count: by what the reduction itself divides: the elements of a mean, the total weight of `nll_loss` (a 0-d tensor);
+        None for a sum. Counts of parts add up to the count of the whole.
+    constant: the product of what the term is divided by between the reduction and the root; negative where it is
+        subtracted. A 0-d tensor where the number is on a device; infinite there where the loss is multiplied by zero.
+    is_of_parameters: it is computed from parameters alone, such as a weight decay: no batch is in it. One row of a
+        one-element tensor looks the same, so believe the reading of the largest batch.
+    """
+
+    node: Any
+    count: Tensor | float | None
+    constant: Tensor | float
+    is_of_parameters: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A node above the terms, or one of them, whose value is a linear combination of `terms` (their indices)."""
+
+    node: Any
+    terms: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The terms of a loss, or the obstacle why it is no sum of terms; `scalars` has the root first.
+
+    The order is that of the graph: the same in all ranks that run one program.
+    """
+
+    terms: tuple[Term, ...]
+    obstacle: str
+    scalars: tuple[Scalar, ...]
+
+
+class _NoSum(Exception):
+    """The loss is no weighted sum of terms; the message says why."""
+
+
+def read(root: Tensor, scaled: Callable[[Any], bool] = lambda node: False) -> Reading:
+    """Read the top of the graph of `root`, a number with a graph.
+
+    scaled: whether a node is the multiplication by a gradient scaler's scale, which no `constant` shall hold.
+    """
+    if root.numel() != 1:
+        return Reading((), "backward of a tensor that is no single number", ())
+    try:
+        return _read(root.grad_fn, scaled)
+    except _NoSum as reason:
+        return Reading((), str(reason), ())
+    except RuntimeError:  # its saved values are gone; the backward itself says it better
+        return Reading((), "a graph that a backward has used up", ())
+
+
+def _read(root: Any, scaled: Callable[[Any], bool]) -> Reading:
+    counts: dict[Any, Tensor | float | None] = {}  # by reduction
+    pure: set[Any] = set()  # values of parameters alone
+    links: dict[Any, list[_Link]] = {}
+    order = []  # every node after those below it
+    waiting = [(root, False)]
+    while waiting:
+        node, is_done = waiting.pop()
+        if is_done:
+            order.append(node)
+        elif node not in links:
+            below = _links(node)
+            if isinstance(below, str):
+                if not _is_of_parameters(node):
+                    raise _NoSum(below)
+                pure.add(node)
+                counts[node], below = None, []
+            elif not below:
+                counts[node] = _count(node)
+                if _is_of_parameters(node):
+                    pure.add(node)
+            links[node] = below
+            waiting.append((node, True))
+            waiting.extend((child, False) for child, _ in below)
+
+    constants: dict[Any, Tensor | float] = {root: 1.0}
+    is_shared = False
+    for node in reversed(order):
+        above = constants[node]
+        for child, divisor in links[node]:
+            passed = above if divisor is None or scaled(node) else _product(above, _number(divisor))
+            if child in constants:
+                is_shared = True
+                passed = _parallel(constants[child], passed)
+            constants[child] = passed
+
+    found = [node for node in reversed(order) if node in counts]
+    terms = tuple(Term(node, counts[node], constants[node], node in pure) for node in found)
+    reached: dict[Any, tuple[int, ...]] = {node: (index,) for index, node in enumerate(found)}
+    for node in order:
+        if node not in reached:
+            together = sum((reached[child] for child, _ in links[node]), ())
+            reached[node] = tuple(sorted(set(together))) if is_shared else together
+    return Reading(terms, "", tuple(Scalar(node, reached[node]) for node in reversed(order)))
+
+
+# --- One node ---
+
+_Link = tuple[Any, Any]
+"""A node of which a value is a linear function, and what divides it on the way: a number, a 0-d tensor, `_Factor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """A multiplication, as a divisor."""
+
+    by: Any
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
+_MEANS, _SUMS, _PRODUCTS = _names("Mean"), _names("Sum Nansum"), _names("Dot Vdot Mm Bmm")  # products of one element
+_COUNTED = _names("NllLoss NllLoss2D")
+_LOSSES_OF_ROWS = _names("MultiMarginLoss MultilabelMarginLoss")  # their means count rows, not elements
+_DISTANCES = _names("MseLoss SmoothL1Loss HuberLoss")
+_WITH_REDUCTION = _COUNTED | _LOSSES_OF_ROWS | _DISTANCES
+_WITH_REDUCTION |= _names("BinaryCrossEntropy BinaryCrossEntropyWithLogits KlDiv SoftMarginLoss")
+_REDUCTIONS = _MEANS | _SUMS | _PRODUCTS | _WITH_REDUCTION
+_VIEWS = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Expand")
+_SAME = _VIEWS | _names("Clone Alias ToCopy AsStrided torch::autograd::CopyBackwards")
+_GATHERED = _names("Stack Cat GatherBackward")  # the last is DataParallel's
+_WORDS = {
+    kind: words.replace("_", " ")
+    for words, kinds in {
+        "power": "Pow",
+        "root": "Sqrt Rsqrt",
+        "logarithm": "Log Log1p",
+        "exponential": "Exp",
+        "absolute_value": "Abs",
+        "limit": "Clamp ClampMin ClampMax Relu Softplus",
+        "norm": "Norm LinalgVectorNorm",
+        "maximum": "Max Amax Maximum",
+        "minimum": "Min Amin Minimum",
+        "variance": "Var Std",
+        "logarithm_of_a_sum_of_exponentials": "Logsumexp",
+        "reciprocal": "Reciprocal Div",
+    }.items()
+    for kind in kinds.split()
+}
+
+
+@cache
+def _kind_of(name: str) -> str:
+    stem, _, number = name.partition("Backward")
+    return stem if number.isdigit() else name
+
+
+def _kind(node: Any) -> str:
+    """The operation of a node without its overload: "Mean"; of a Python function its whole name: "MineBackward"."""
+    return _kind_of(node.name())
+
+
+def _shape(edge: tuple[Any, int]) -> tuple[int, ...]:
+    node, output = edge
+    try:
+        return tuple(node._input_metadata[output].shape)
+    except (AttributeError, IndexError, RuntimeError):  # a nested tensor has none
+        return ()
+
+
+def _links(node: Any) -> list[_Link] | str:
+    """The values of which this one is a linear function; none for a reduction over samples; or the obstacle."""
+    kind, edges = _kind(node), node.next_functions
+    graphs = [edge for edge in edges if edge[0] is not None]
+    if not graphs or (len(graphs) == 1 and _kind(graphs[0][0]) == _LEAF and kind not in _REDUCTIONS):
+        return "a loss with no mean or sum"
+    if kind in ("Add", "Sub", "Rsub"):
+        return _added(node, kind)
+    if kind in ("Mul", "Div") and len(graphs) == 1:
+        is_left = edges[0][0] is not None
+        if kind == "Mul":
+            return [(graphs[0][0], _Factor(node._saved_other if is_left else node._saved_self))]
+        if is_left and node.name()[-1] in "01":  # the others round
+            return [(graphs[0][0], node._saved_other)]
+    if kind == "Neg":
+        return [(graphs[0][0], -1.0)]
+    if kind in _SAME and prod(_shape(edges[0])) == 1:
+        return [(edges[0][0], None)]
+    if kind in ("Mean", "Sum", "Select"):
+        values = _values(edges[0])
+        if values is not None:
+            if kind == "Select":
+                index = node._saved_index
+                return [(values[_signed(index) if len(values) > 1 else 0], None)]
+            return [(value, float(len(values)) if kind == "Mean" else None) for value in values]
+    if kind in _REDUCTIONS and (kind not in _WITH_REDUCTION or node._saved_reduction):
+        return []
+    return _why(node, kind)
+
+
+def _added(node: Any, kind: str) -> list[_Link]:
+    """The two sides of a sum or difference, as far as they have graphs; `alpha` multiplies the one on the right."""
+    edges = node.next_functions
+    alpha = node._saved_alpha if hasattr(node, "_saved_alpha") else 1
+    right = alpha if kind == "Add" else -alpha
+    factors = (right, 1) if kind == "Rsub" else (1, right)
+    return [
+        (child, None if factor == 1 else _Factor(factor))
+        for (child, _), factor in zip(edges, factors, strict=False)
+        if child is not None
+    ]
+
+
+def _values(edge: tuple[Any, int]) -> list[Any] | None:
+    """The nodes of the 0-d losses that were put together to this vector; None if it is none such."""
+    waiting, found = [edge], []
+    while waiting:
+        node, output = waiting.pop()
+        if node is None:
+            return None
+        edges, kind = node.next_functions, _kind(node)
+        if _shape((node, output)) == ():
+            found.append(node)
+        elif kind in _GATHERED or (kind in _VIEWS and prod(_shape(edges[0])) == 1):
+            waiting.extend(reversed(edges))
+        else:
+            return None
+    return found
+
+
+def _why(node: Any, kind: str) -> str:
+    """Why the loss is no sum of terms at this node."""
+    if kind in ("Mul", "Div") and all(child is not None for child, _ in node.next_functions):
+        return f"a {'product' if kind == 'Mul' else 'quotient'} of two losses"
+    if kind == "CompiledFunctionBackward":
+        return "a compiled loss, which cannot be looked into"
+    under = _reduction_under(node)
+    if kind not in _WORDS or not under:
+        is_known = kind in _WORDS or kind in _WITH_REDUCTION | _SAME | _PICKS | {"Select", "Addmm"}
+        return "a loss with no mean or sum" if is_known else f"an operation that is not known ({node.name()})"
+    return f"the {_WORDS[kind]} of {under}"
+
+
+def _reduction_under(node: Any) -> str:
+    """What a number was made of, in words; nothing where it is a single element of a tensor all the way down."""
+    if prod(_shape(node.next_functions[0])) > 1:
+        return "samples"
+    seen, waiting = {None, node}, [node]
+    while waiting:
+        for child, output in waiting.pop().next_functions:
+            if child not in seen and prod(_shape((child, output))) == 1:
+                seen.add(child)
+                if _kind(child) in _REDUCTIONS:
+                    return "a sum" if _kind(child) in _SUMS | _PRODUCTS else "a mean"
+                waiting.append(child)
+    return ""
+
+
+def _count(node: Any) -> Tensor | float | None:
+    """By what a reduction divides."""
+    kind = _kind(node)
+    if kind in _SUMS | _PRODUCTS or (kind in _WITH_REDUCTION and node._saved_reduction == 2):
+        return None
+    if kind in _COUNTED:
+        return _number(node._saved_total_weight)
+    under = next(edge for edge in node.next_functions if edge[0] is not None)
+    shape = _shape(under)
+    if kind in _LOSSES_OF_ROWS:
+        return float(shape[0]) if len(shape) > 1 else 1.0
+    while kind == "Mean" and _kind(under[0]) == "Mean":  # a mean of means divides by both
+        under = under[0].next_functions[0]
+        shape = _shape(under)
+    return float(prod(shape))
+
+
+# --- Numbers: on the CPU floats, elsewhere tensors, for which nobody waits ---
+
+
+def _number(value: Any) -> Tensor | float:
+    if isinstance(value, _Factor):
+        by = _number(value.by)
+        return 1 / by if isinstance(by, Tensor) or by else 1.0  # nothing comes from a term times zero
+    if not isinstance(value, Tensor):
+        return float(value)
+    return float(value) if value.device.type == "cpu" else value.detach().reshape(()).float()
+
+
+def _product(one: Tensor | float, other: Tensor | float) -> Tensor | float:
+    return other if isinstance(one, float) and one == 1.0 else one * other
+
+
+def _parallel(one: Tensor | float, other: Tensor | float) -> Tensor | float:
+    """The divisor of a term that is in the loss twice, divided by `one` and by `other`."""
+    inverse = 1 / one + 1 / other
+    return 1 / inverse if isinstance(inverse, Tensor) or inverse else one
+
+
+# --- Terms without a batch ---
+
+_ELEMENTWISE = _DISTANCES | _names(
+    "Add Sub Rsub Mul Div Neg Pow Abs Sqrt Rsqrt Exp Expm1 Log Log1p Log2 Reciprocal Sigmoid LogSigmoid Tanh Softplus "
+    "Relu Clamp ClampMin ClampMax Sgn Sign Erf Sin Cos Maximum Minimum"
+)
+_SHAPING = (_SAME | _names("Slice Triu Tril Diagonal Cat Stack")) - {"Expand", "AsStrided"}
+_REDUCING = _MEANS | _SUMS
+_REDUCING |= _names("Norm LinalgVectorNorm Amax Amin Max Min Logsumexp Softmax LogSoftmax Std Var Prod Trace")
+_OF_PARAMETERS = _ELEMENTWISE | _SHAPING | _REDUCING
+_MATRIX = _names("Mm Bmm Mv Dot Vdot LinalgDet LinalgSlogdet LinalgSvd")
+_MOST_NODES_OF_PARAMETERS = 2000
+
+
+def _is_of_parameters(top: Any) -> bool:
+    """Whether nothing but leaves enters the value, and numbers and tensors of the leaves' own shapes."""
+    seen, waiting = {top}, [top]
+    has_products = has_other_leaves = False
+    while waiting:
+        node = waiting.pop()
+        kind, edges = _kind(node), node.next_functions
+        if kind == _LEAF:
+            has_other_leaves |= not isinstance(node.variable, nn.Parameter)
+            continue
+        if kind in _MATRIX:
+            has_products = True
+        elif kind not in _OF_PARAMETERS:
+            return False
+        children = [edge for edge in edges if edge[0] is not None]
+        if len(children) < len(edges) and (kind not in _ELEMENTWISE or not _keeps_shape(node, children)):
+            return False
+        fresh = {child for child, _ in children} - seen
+        seen |= fresh
+        waiting.extend(fresh)
+        if len(seen) > _MOST_NODES_OF_PARAMETERS:
+            return False
+    return not (has_products and has_other_leaves)  # an input that wants a gradient is a leaf, too
+
+
+def _keeps_shape(node: Any, children: Iterable[tuple[Any, int]]) -> bool:
+    """Whether operands without a graph broadcast nothing; losses reduce operands of one shape."""
+    return _kind(node) in _DISTANCES or any(_shape(edge) == _shape((node, 0)) for edge in children)
+
+
+# --- Below the terms ---
+
+_STATISTICS = (_REDUCING - {"Trace"}) | _names(
+    "SafeSoftmax VarMean StdMean Sort Topk Kthvalue Median Nanmedian Mode Cumsum Cumprod Cummax Cummin Logcumsumexp "
+    "Flip Roll"
+)
+_DISTANCE_MATRICES = _names("Cdist EuclideanDist")
+_PAIRWISE = _names("Mm Bmm Addmm Baddbmm Addbmm Mv Linear") | _DISTANCE_MATRICES
+_PICKS = _names("Embedding EmbeddingBag Index IndexSelect Gather")
+
+
+def obstacle_below(reading: Reading, rows: int) -> str:
+    """Why samples are not independent of each other below the terms; nothing if no sign speaks against it.
+
+    The signs are shapes with the number of samples, `rows`, in them, so a large batch shows more than a small one. Call
+    it once per loop: it may walk the whole graph. BatchNorm, and what a compiled part holds, show no sign.
+    """
+    terms = [term.node for term in reading.terms if not term.is_of_parameters]
+    if rows < 2 or not terms:
+        return ""
+    if _are_one_by_one(terms, rows):
+        return f"a loss for each sample ({len(terms)} of them)"
+    everywhere = _from_below(term.node for term in reading.terms)
+    uses = Counter(child for node in everywhere for child, _ in node.next_functions)
+    if any(uses[term.node] for term in reading.terms):
+        return "a part of the loss that is used in another part of it"
+    carries: set[Any] = {None}  # nodes that the batch is in
+    plain = _plain_chains(terms, uses)
+    if any(_kind(node) == "UnsafeSplit" for node in everywhere):  # recurrent cells, which slice packed sequences
+        plain.update(node for node in everywhere if _kind(node) == "Slice")
+    for node in _from_below(terms):
+        kind, edges = _kind(node), node.next_functions
+        if _has_batch(node, kind, edges, carries, rows):
+            carries.add(node)
+            if node not in plain and (sign := _sign(node, kind, edges, carries, rows)):
+                return sign
+    return ""
+
+
+def _from_below(tops: Iterable[Any]) -> list[Any]:
+    """All nodes of the graph, each after those below it."""
+    order, seen = [], set()
+    waiting = [(node, False) for node in tops]
+    while waiting:
+        node, is_done = waiting.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting.extend((child, False) for child, _ in node.next_functions if child is not None)
+    return order
+
+
+def _are_one_by_one(terms: list[Any], rows: int) -> bool:
+    """Whether there are as many like terms as samples, as of a loop over them, and not each over all samples."""
+    alike: dict[str, list[Any]] = {}
+    for node in terms:
+        alike.setdefault(node.name(), []).append(node)
+    return any(
+        len(nodes) % rows == 0 and (rows > 8 or not all(_begins_with(rows, node) for node in nodes))
+        for nodes in alike.values()
+    )
+
+
+def _begins_with(rows: int, term: Any) -> bool:
+    shape = next(_shape(edge) for edge in term.next_functions if edge[0] is not None)
+    return bool(shape) and shape[0] % rows == 0
+
+
+def _plain_chains(terms: list[Any], uses: Counter[Any]) -> set[Any]:
+    """The terms, and under them means of means and sums of sums: along the batch or not, they are one reduction."""
+    plain = set(terms)
+    for node in terms:
+        kind = _kind(node)
+        while kind in _MEANS | _SUMS and _kind(child := node.next_functions[0][0]) == kind and uses[child] == 1:
+            plain.add(node := child)
+    return plain
+
+
+def _has_batch(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> bool:
+    """Whether values of the batch are in a value: from below, by an operand without a graph, or picked by it."""
+    if kind == _LEAF:
+        return not isinstance(node.variable, nn.Parameter) and rows in node.variable.shape
+    children = [edge for edge in edges if edge[0] is not None]
+    if kind in _PICKS or any(child in carries for child, _ in children):
+        return True
+    if kind in ("Expand", "Repeat"):
+        return rows in _shape((node, 0))
+    if len(children) == len(edges):
+        return False
+    if kind in ("Mv", "Dot", "Vdot"):  # a weight times a vector, as in a spectral norm, has no batch
+        return edges[0][0] is None and kind == "Mv"
+    if kind in _PAIRWISE:
+        return any(child is None for child, _ in _operands(kind, edges))
+    return all(_shape(edge) != _shape((node, 0)) for edge in children)  # a mask of a weight keeps its shape
+
+
+def _sign(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> str:
+    """What speaks against independent samples at a node that the batch is in."""
+    shape = _shape((node, 0))
+    if kind in _PAIRWISE:
+        return _sign_of_product(kind, _operands(kind, edges), shape, carries, rows)
+    if kind in _STATISTICS or kind in _WITH_REDUCTION | {"Dot", "Vdot"}:
+        return _sign_of_statistic(node, kind, edges, shape, carries, rows)
+    if kind in ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "Unbind"):
+        return _sign_of_recurrence(node, kind, edges, shape, rows)
+    if kind in ("Index", "Slice", "Split", "SplitWithSizes"):
+        return _sign_of_pick(node, kind, _shape(edges[0]), shape, rows)
+    if kind in _ELEMENTWISE or kind in ("Expand", "Repeat", "Where"):
+        return _sign_of_broadcast(kind, edges, shape, carries, rows)
+    if "Attention" in kind and len(shape) == 4:
+        batch, _, along, _ = shape
+        is_mixed = (along == rows and batch != rows) or (along % rows == 0 and batch % rows != 0)
+        return "an attention along the batch" if is_mixed else ""
+    return _compared(rows, rows) if kind == "Pdist" else ""
+
+
+def _compared(one: int, other: int) -> str:
+    return f"samples are compared with each other (a matrix of {one} x {other})"
+
+
+def _operands(kind: str, edges: Any) -> Any:
+    return edges[:2] if kind in _DISTANCE_MATRICES | {"Linear"} else edges[-2:]
+
+
+def _sign_of_product(kind: str, operands: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
+    """Samples times samples, or a sum over them. In `x @ W` one side has no batch, also where W is frozen: no graph."""
+    is_frozen = any(child is None for child, _ in operands)
+    if any(child not in carries for child, _ in operands if child is not None):
+        return ""
+    if len(shape) > 2 and prod(shape[:-2]) % rows == 0:  # matrices of each sample
+        return ""
+    if len(shape) > 1 and shape[-2] % rows == shape[-1] % rows == 0 and (shape[-2] == shape[-1] or not is_frozen):
+        return _compared(*shape[-2:])
+    if kind in _DISTANCE_MATRICES or is_frozen:
+        return ""
+    return "a sum along the batch" if _shape(operands[0])[-1] % rows == 0 else ""
+
+
+def _sign_of_statistic(node: Any, kind: str, edges: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
+    """A value that is made of all samples and used further."""
+    under = next(_shape(edge) for edge in edges if edge[0] in carries and edge[0] is not None)
+    if not under or prod(under) % rows:
+        return ""
+    word = {"Mean": "a mean", "Sum": "a sum"}.get(kind, f"a statistic ({kind.lower()})")
+    if prod(shape) == 1:
+        return f"{word} of the whole batch that is used further" if prod(under) > 1 else ""
+    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
+    for dim in (dims,) if isinstance(dims, int) else dims or ():
+        at = _signed(dim) % len(under)
+        is_time = under[0] != rows and len(under) > 2 and under[1] == rows  # in front of the batch
+        if (at == 0 and under[0] % rows == 0 and not is_time) or (under[at] == rows and under[0] % rows):
+            return f"{word} along the batch"
+    return ""
+
+
+def _signed(index: int) -> int:
+    """Autograd shows negative numbers as unsigned ones."""
+    return index - 2**64 if index >= 2**63 else index
+
+
+def _sign_of_recurrence(node: Any, kind: str, edges: Any, shape: tuple[int, ...], rows: int) -> str:
+    """A recurrent layer goes along time; a batch that was given in the place of time is mixed."""
+    if kind == "Unbind":  # into the steps of a layer that is made of small operations
+        shape = _shape(edges[0]) if node._saved_dim == 0 else ()
+    if len(shape) != 3:
+        return ""
+    is_batch_first = kind in ("CudnnRnn", "MiopenRnn") and node._saved_batch_first
+    batch, time = shape[:2] if is_batch_first else shape[1::-1]
+    return "a recurrent layer along the batch" if time % rows == 0 and batch % rows else ""
+
+
+def _sign_of_pick(node: Any, kind: str, under: tuple[int, ...], shape: tuple[int, ...], rows: int) -> str:
+    """Samples picked by their place in the batch: pairs, a half. A mask, or one element of each sample, is none."""
+    if not under or under[0] != rows:
+        return ""
+    if kind != "Index":
+        is_part = _signed(node._saved_dim) % len(under) == 0 and shape[0] < rows
+    else:
+        indices = [index for index in node._saved_indices if index is not None]
+        is_part = len(indices) == 1 and indices[0].dtype != torch.bool and len(under) > 1
+    return "samples that are picked by their place in the batch" if is_part else ""
+
+
+def _sign_of_broadcast(kind: str, edges: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
+    """(rows, 1) beside (1, rows): all samples meet, also where a target lacks a dimension by mistake."""
+    unders = [_shape(edge) for edge in edges if edge[0] is not None and edge[0] in carries]
+    if kind == "Repeat":
+        return _compared(unders[0][0], rows) if unders[0] and shape[0] == unders[0][0] * rows else ""
+    padded = [(1,) * (len(shape) - len(under)) + under for under in unders]
+    is_unseen = kind == "Expand" or any(child is None for child, _ in edges)
+    for one in padded:
+        for i, j in product(range(len(shape)), repeat=2):
+            if one[i] % rows or one[j] != 1 or shape[j] % rows or prod(shape[: min(i, j)]) % rows == 0:
+                continue  # the last: these are dimensions of each sample
+            if (is_unseen and one[i] == shape[j]) or any(two[i] == 1 and two[j] > 1 for two in padded):
+                return _compared(one[i], shape[j])
+    return ""

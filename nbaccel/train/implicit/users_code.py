@@ -1,0 +1,44 @@
+"""The user's code around a call: the place that it came from, and how a variable there is called. Runs in ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["place_of_call", "users_frames", "users_name"]
+
+_DEPTH = 3
+_NOT_USERS = (
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+)
+
+
+def users_frames(most: int) -> Iterator[FrameType]:
+    """The innermost frames outside of this package and torch, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and most:
+        if not frame.f_code.co_filename.startswith(_NOT_USERS):
+            most -= 1
+            yield frame
+        frame = frame.f_back
+
+
+def place_of_call() -> tuple[tuple[CodeType, int], ...]:
+    """The lines that led here; equal for passes that the same loop begins, also through a progress bar."""
+    return tuple((frame.f_code, frame.f_lineno) for frame in users_frames(_DEPTH))
+
+
+def users_name(value: Any) -> str:
+    """The variable that holds `value` in the frames that led here; "" where there is none."""
+    for frame in users_frames(_DEPTH):
+        for names in (frame.f_locals, frame.f_globals):
+            for name, each in list(names.items()):
+                if each is value and not name.startswith("_"):
+                    return name
+    return ""

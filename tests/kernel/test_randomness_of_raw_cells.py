@@ -1,0 +1,102 @@
+"""A cell that knows no ranks draws the notebook's random numbers, in every rank, and the notebook goes on after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernel.harness import RealKernel, accelerate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+SEEDS = """
+import random
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+random.seed(1), np.random.seed(2), torch.manual_seed(3)
+"""
+
+RAW = """
+drawn = [random.random(), float(np.random.rand()), torch.rand(1).item(), nn.Linear(2, 2).weight.sum().item()]
+order = [float(x) for (batch,) in DataLoader(TensorDataset(torch.arange(6.0)), 2, shuffle=True) for x in batch]
+drawn, order
+"""
+
+NEXT = "[random.random(), float(np.random.rand()), torch.rand(1).item()]"
+
+
+def plain(kernel: RealKernel, cell: str = RAW) -> tuple[object, object]:
+    """What the cell draws without the magic, and what is drawn after it."""
+    kernel.do(SEEDS)
+    kernel.do(cell)
+    return kernel.value("[drawn, order]"), kernel.value(NEXT)
+
+
+@pytest.mark.parametrize("flags", ["", "--out drawn,order"])
+def test_a_raw_cell_draws_what_it_would_without_ranks_and_so_does_the_next(
+    kernel: RealKernel, start: str, flags: str
+) -> None:
+    expected = plain(kernel)
+    kernel.do(SEEDS)
+    cell = kernel.do(accelerate(RAW, start, flags=flags))
+    assert ", random numbers as in the notebook\n" in cell.stdout
+    assert (kernel.value("[drawn, order]"), kernel.value(NEXT)) == expected
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_rank_draws_the_same(kernel: RealKernel, start: str, n: int) -> None:
+    kernel.do(SEEDS)
+    cell = kernel.do(accelerate("print(torch.rand(1).item(), random.random())", start, n))
+    assert len(cell.printed.splitlines()) == 1, cell.printed
+    assert kernel.value("torch.rand(1).item()") != float(cell.printed.split()[-2])
+
+
+def test_a_second_raw_cell_draws_other_numbers(kernel: RealKernel, start: str) -> None:
+    kernel.do(SEEDS)
+    first, second = (kernel.do(accelerate("print(random.random())", start)).printed for _ in range(2))
+    assert first != second
+
+
+def test_a_cell_that_knows_ranks_and_one_with_a_seed_leave_the_notebooks_numbers_alone(kernel: RealKernel) -> None:
+    kernel.do(SEEDS)
+    expected = kernel.value(NEXT)
+    kernel.do(SEEDS)
+    assert "seed 7\n" in kernel.do(accelerate("torch.rand(3)", flags="--seed 7")).stdout
+    assert "random numbers" not in kernel.do(accelerate("accelerator.print(torch.rand(3))")).stdout
+    assert kernel.value(NEXT) == expected
+
+
+def test_raw_cells_in_ranks_that_stay_draw_the_notebooks_numbers(kernel: RealKernel, start: str) -> None:
+    expected = plain(kernel)
+    kernel.do(f"%accelerate start --cpu -n 2 --start {start}")
+    try:
+        kernel.do(SEEDS)
+        kernel.do("%%accelerate --out drawn,order\n" + RAW)
+        assert (kernel.value("[drawn, order]"), kernel.value(NEXT)) == expected
+    finally:
+        kernel.do("%accelerate stop")
+
+
+TRAINS = """
+model = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(2):
+    for (x,) in DataLoader(TensorDataset(torch.arange(128.0).reshape(16, 8)), 4, shuffle=True):
+        optimizer.zero_grad()
+        loss = model(x / 128).square().mean()
+        loss.backward()
+        optimizer.step()
+drawn, order = [weight.sum().item() for weight in model.parameters()], loss.item()
+"""
+
+
+def test_an_unmodified_loop_leaves_the_notebooks_numbers_where_it_would_without_ranks(
+    kernel: RealKernel, start: str
+) -> None:
+    (drawn, order), then = plain(kernel, TRAINS)  # type: ignore[misc]
+    kernel.do(SEEDS)
+    kernel.do(accelerate(TRAINS, start))
+    assert kernel.value("drawn") == pytest.approx(drawn, rel=1e-4)
+    assert kernel.value("order") == pytest.approx(order, rel=1e-4)
+    assert kernel.value(NEXT) == then

@@ -1,0 +1,26 @@
+"""What was chosen for a run reaches its ranks through the environment, and wrong choices are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbaccel.settings import RunSettings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RunSettings(),
+        RunSettings(strict=True, batches="each"),
+        RunSettings(strict=False, independent=True, batches="split"),
+        RunSettings("bf16", 4, 7, True, True, split=2, checkpoint_every="10min", checkpoint_dir="a", keep=3, resume=""),
+    ],
+)
+def test_ranks_read_what_the_kernel_chose(settings: RunSettings) -> None:
+    assert RunSettings.from_env(settings.environ()) == settings
+
+
+@pytest.mark.parametrize("wrong", [{"batches": "whole"}, {"mixed_precision": "fp8"}])
+def test_a_wrong_choice_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"must be one of .*, got '{next(iter(wrong.values()))}'"):
+        RunSettings(**wrong)  # type: ignore[arg-type]
