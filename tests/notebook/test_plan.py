@@ -40,6 +40,7 @@ def test_a_cell_without_flags_is_one_rank_on_the_cpu(planned: Any) -> None:
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
         "ACCELERATE_USE_CPU": "true",
+        "NBACCEL_SEEDS_ALIKE": "1",
     }
 
 
@@ -57,6 +58,7 @@ def test_flags_reach_the_launch(planned: Any, recorder: Any) -> None:
         "ACCELERATE_USE_CPU": "true",
         "ACCELERATE_DEBUG_MODE": "1",
         "NBACCEL_SEED": "7",
+        "NBACCEL_SEEDS_ALIKE": "1",
     }
 
 
@@ -79,8 +81,10 @@ def test_auto_is_one_rank_per_gpu_in_the_precision_that_suits_it(planned: Any) -
     assert "ACCELERATE_USE_CPU" not in spec.environ
     assert ran.stdout.splitlines()[0] == (
         "2 ranks on 0 Tesla T4, 1 Tesla T4, fork (the notebook has not used CUDA), "
-        "default precision fp16 (Tesla T4 has no bf16 units), accumulate 1, seed 1"
+        "default precision fp16 (Tesla T4 has no bf16 units), accumulate 1 (both for what is prepared), seed 1"
     )
+    knows = planned.run("%%accelerate --seed 1\naccelerator.print(1)")
+    assert knows.stdout.splitlines()[0].endswith(" (Tesla T4 has no bf16 units), accumulate 1, seed 1")
 
 
 @on
@@ -141,15 +145,17 @@ def test_a_fresh_seed_is_drawn_printed_and_does_not_move_the_notebooks_own(plann
 def test_a_cell_that_knows_no_ranks_goes_on_with_the_notebooks_random_numbers(planned: Any) -> None:
     raw = "loss.backward()"
     line = planned.run(f"%%accelerate -n 2\n{raw}").stdout.splitlines()[0]
-    assert line.endswith(", accumulate 1, random numbers as in the notebook")
+    assert line.endswith(", accumulate 1 (both for what is prepared), random numbers as in the notebook")
     spec = planned.session.launcher.spec
     assert "NBACCEL_SEED" not in spec.environ
+    assert spec.environ["NBACCEL_SEEDS_ALIKE"] == "1"
     assert spec.task.random["random"] == random.getstate()
     for flag in ("--seed 7", "--independent", "--strict"):
         line = planned.run(f"%%accelerate -n 2 {flag}\n{raw}").stdout.splitlines()[0]
         spec = planned.session.launcher.spec
         assert line.endswith(f"seed {spec.environ['NBACCEL_SEED']}")
         assert spec.task.random is None
+        assert ("NBACCEL_SEEDS_ALIKE" in spec.environ) is (flag == "--seed 7"), "else each rank has its own"
     planned.run("%accelerate config seed=3")
     assert planned.plan(f"%%accelerate -n 2\n{raw}").environ["NBACCEL_SEED"] == "3"
 

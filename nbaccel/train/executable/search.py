@@ -18,6 +18,7 @@ from nbaccel.train.executable.attempt import Attempt
 from nbaccel.train.executable.sizes import Sizes
 from nbaccel.train.executable.survivors import Survivors
 from nbaccel.train.executable.together import Alone, Report, Together
+from nbaccel.train.implicit import begin_anew
 from nbaccel.train.memory import release_unused
 from nbaccel.train.state import PartialState, current_world
 
@@ -97,6 +98,7 @@ class _Search:
         shortage = ""
         while size > 0:
             tried.append(size)
+            begin_anew()
             with self._peers.watching(size):
                 attempt = Attempt(self._function, size, self._args, self._kwargs)
             if self._peers.is_done(attempt):

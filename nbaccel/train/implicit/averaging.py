@@ -64,12 +64,12 @@ class Averaging:
         self._passes = passes
         self._steps = steps
         self._make_collectives = collectives
+        self._collectives: Collectives | None = None
+        self._exchange: Exchange | None = None
         self._on_trained = on_trained
         self._on_registered = on_registered
         self._on_parts_shown = on_parts_shown
         self._step_back = step_back
-        self._collectives: Collectives | None = None
-        self._exchange: Exchange | None = None
         self._is_inside = False
         self._round: Round | None = None
         self._factor = 0.0
@@ -88,7 +88,8 @@ class Averaging:
 
     def _begin(self) -> None:
         self.meetings = 0
-        self._exchange = self._collectives = None
+        if self._exchange is not None:
+            self._exchange.forget()
         self._references = References()
         self._of_parameters: dict[float, list[bool]] = {}  # by the shape of a loss, as seen of whole batches
         self._has_extras = False
@@ -128,10 +129,14 @@ class Averaging:
         self._round, self._factor, self._late = run.round, run.factor, {}
         try:
             self._run_inside(run, real, outputs, args, kwargs)
+            run.round.finish()
+            self._exchange_late(run)
+        except BaseException:
+            for number, old in aside.items():
+                self._tensor(number).grad = old
+            raise
         finally:
             self._round = None
-        run.round.finish()
-        self._exchange_late(run)
         self._put_back(run, aside)
         self._end(run, roots)
         return None
@@ -210,6 +215,7 @@ class Averaging:
                 whole=handed.whole,
                 obstacle=bool(obstacle),
                 gives=gives,
+                at=self._steps.count,
                 steps=self._steps.taken,
                 rates=self._steps.rates(),
                 check=self._check(),
@@ -225,6 +231,7 @@ class Averaging:
             gives = self.models.register(new, self._collective()) and gives
             self._on_registered()
             new = []
+        self._steps.agree(int(max(each.at for each in header.says)))
         givers = self._agree(header, obstacle)
         pure = [term.is_of_parameters for term in terms]
         if handed.is_part:
@@ -431,13 +438,15 @@ class Averaging:
         return tensor
 
     def _collective(self) -> Collectives:
-        if self._collectives is None:
-            self._collectives = self._make_collectives()
-        return self._collectives
+        now = self._make_collectives()
+        if now is not self._collectives:  # of a group that was formed anew
+            self._collectives, self._exchange = now, None
+        return now
 
     def _exchanges(self) -> Exchange:
+        now = self._collective()
         if self._exchange is None:
-            self._exchange = Exchange(self._collective())
+            self._exchange = Exchange(now)
         return self._exchange
 
 

@@ -29,7 +29,8 @@ class Say:
     extras: a backward runs others inside.  shape: a digest of the loss's terms; 0 where they are not known.
     terms: how many.  part: its batch is a part of one.  own: each rank has another.
     rows: samples of its batch.  whole: of all of that batch.
-    obstacle: the loss is no sum over samples.  gives: its gradient counts.  steps: of optimizers, so far.
+    obstacle: the loss is no sum over samples.  gives: its gradient counts.  at: its step.
+    steps: of optimizers, so far.
     rates: a digest of learning rates.  check: a sum of weights, now and then.  buffers: of buffers, at the end.
     """
 
@@ -45,6 +46,7 @@ class Say:
     whole: float = 0
     obstacle: float = 0
     gives: float = 1
+    at: float = 0
     steps: float = 0
     rates: float = 0
     check: float = 0

@@ -7,6 +7,7 @@ whole. As soon as the program prepares by itself, it leaves all to that.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nbaccel.errors import NotPrepared
+from nbaccel.errors import NotPrepared, RunStopped
 from nbaccel.events import Loss, emit
 from nbaccel.settings import SPLIT, RunSettings
-from nbaccel.train.implicit import forget, when_stepping_back
+from nbaccel.train.implicit import forget, when_beginning_anew, when_stepping_back
 from nbaccel.train.implicit.averaging import Averaging
 from nbaccel.train.implicit.header import Header
 from nbaccel.train.implicit.notices import Notices
@@ -26,9 +27,13 @@ from nbaccel.train.implicit.scaling import watch_scalers
 from nbaccel.train.implicit.steps import Steps
 from nbaccel.train.state import PartialState
 from nbaccel.train.talk.collectives import Collectives
+from nbaccel.train.talk.process_group import process_group
 from nbaccel.world import World
 
 __all__ = ["ImplicitTraining"]
+
+_OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
+"""Errors that a number of samples may cause."""
 
 
 class ImplicitTraining:
@@ -79,6 +84,7 @@ class ImplicitTraining:
         torch.autograd._engine_run_backward = self._run  # type: ignore[assignment]
         self._is_armed = True
         when_stepping_back(self._step_back)
+        when_beginning_anew(self._begin_anew)
 
     def end(self) -> None:
         """The program is over: let the ranks end with equal weights.
@@ -98,11 +104,20 @@ class ImplicitTraining:
     def stop(self) -> None:
         """The task ended otherwise. Waits for nobody, and never raises."""
         with suppress(Exception):
+            error = sys.exc_info()[1]
+            if self.has_split and isinstance(error, _OF_SHAPES) and not isinstance(error, (NotPrepared, RunStopped)):
+                error.add_note(
+                    "The loop prepares nothing, so each rank has a part of every batch: code that counts on batches of "
+                    "a fixed size has to ask len(x). %%accelerate --batches each gives ranks whole batches."
+                )
             self._leave()
 
     def keeps(self, tensors: Sequence[Any]) -> bool:
         """Whether it keeps all of them equal in all ranks."""
-        return self._is_armed and self.is_at_work and self._averaging.models.knows(tensors)
+        models = self._averaging.models
+        if not self._is_armed:
+            return False
+        return models.knows(tensors) or (self._passes.batches > 0 and models.has_met(tensors))
 
     @property
     def is_at_work(self) -> bool:
@@ -153,6 +168,13 @@ class ImplicitTraining:
         elif not header.all_equal("buffers", range(len(taken))):
             self._averaging.broadcast(0, "buffers")
 
+    def _begin_anew(self) -> None:
+        """Another attempt of the program: ranks may have failed at different places."""
+        if self._is_armed:
+            self._averaging.begin()
+            self._passes.begin(self._mode)
+            self._steps.begin_anew()
+
     def _step_back(self) -> None:
         """The program prepares by itself."""
         self._passes.step_back()
@@ -175,4 +197,4 @@ class ImplicitTraining:
 
 def _collectives() -> Collectives:
     """The ranks' way to talk; they form the process group together where there is none."""
-    return PartialState().collectives
+    return process_group.talk or PartialState().collectives

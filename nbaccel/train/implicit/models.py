@@ -93,6 +93,10 @@ class Models:
     def knows(self, tensors: Iterable[Tensor]) -> bool:
         return all(id(tensor) in self._number for tensor in tensors)
 
+    def has_met(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether they are known, or will be when they come back with another batch."""
+        return all(id(tensor) in self._number or id(tensor) in self._met for tensor in tensors)
+
     def alive(self, kind: str = "all") -> Iterator[tuple[int, Tensor]]:
         """The known tensors by number.  kind: "all", "parameters" or "buffers"."""
         for number, item in enumerate(self.items):

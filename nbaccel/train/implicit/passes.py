@@ -427,19 +427,19 @@ class Passes:
         this.labels.clear()
         if self._is_used:
             self._taken, self._is_used, self._handed = _still_needed(self._taken), False, None
-        self._settle()
         if was_over or self._mode == EACH:
+            self._settle()
             return
         if this.began_split and this.parts and not this.has_trained and this.taken >= this.lead:
             self._trained.pop(this.key, None)
             self._forget_handed()
-            self._streams.common()
             raise NotPrepared(
                 f"rank {self._rank} of {self._world_size}: the batches of {this.name} were split over the ranks, for a "
                 "pass that began in the same place was a training. This one was none: no backward has come, so what "
                 "it computed is of this rank's samples only. Put the evaluation under torch.no_grad() or after "
                 "model.eval(), or start the cell with --strict and prepare the loop."
             ) from None
+        self._settle()
         if this.is_split and not this.parts:
             self._tell(this, False, f"none of its batches was cut, as one with fewer samples than {self._world_size}")
         if this.record and this.parts and self._is_cycled(this, iterator):

@@ -36,6 +36,19 @@ class Steps:
         self._is_inside = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+    def begin_anew(self) -> None:
+        """Another attempt of the program, whose steps go on from where the last one came to."""
+        self.taken = 0
+        self.is_new = False
+        self._entered_at = None
+        self.end_step()
+
+    def agree(self, count: int) -> None:
+        """The peers have come to step `count`: attempts before may have failed at different steps."""
+        if count > self.count:
+            self.count = count
+            emit(StepEntered(count))
+
     def note(self, optimizer: Any) -> None:
         """`optimizer` is about to step."""
         self.taken += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -10,7 +11,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,7 +91,7 @@ def parts_of(batch: Any) -> list[Tensor]:
     return [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
 
 
-def check(plain: list[Any], ranks: list[Rank], whole: set[int]) -> None:
+def check(plain: list[Any], ranks: Sequence[Any], whole: set[int]) -> None:
     """Batches of the numbers `whole` are in all ranks; parts of the others together are the batch of plain torch."""
     assert all(len(rank.got) == len(plain) for rank in ranks)
     for number, batch in enumerate(plain):
@@ -158,6 +160,7 @@ def test_uneven_last_batch_is_cut_like_the_others() -> None:
     assert [len(rank.got[2][1]) for rank in ranks] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
 def test_workers_prefetch_and_the_labels_keep_up(options: dict[str, Any]) -> None:
     def program(rank: Rank) -> None:
@@ -289,6 +292,19 @@ def test_rows_that_are_not_samples_are_not_cut() -> None:
     check(plain, ranks, whole={0, 1, 2})
 
 
+def test_batches_that_were_drawn_too_early_are_sliced_only_along_their_samples() -> None:
+    def time_first(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples, 1).expand(2, -1)
+
+    def program(rank: Rank) -> None:
+        rank.train(DataLoader(Rows(15), batch_size=3, collate_fn=time_first, num_workers=1))
+
+    plain, ranks = run(program)
+
+    check(plain[:3], [SimpleNamespace(got=rank.got[:3]) for rank in ranks], whole={0, 1, 2})
+    assert [torch.equal(torch.cat([rank.got[n] for rank in ranks], 1), plain[n]) for n in (3, 4)] == [True, True]
+
+
 def test_collate_function_and_subclass() -> None:
     class Loader(DataLoader[Any]):
         def __iter__(self) -> Any:
@@ -355,8 +371,24 @@ def test_program_that_takes_batches_ahead() -> None:
     plain, ranks = run(program)
 
     check(plain, ranks, whole={0, 1})
-    last = [rank.handed[6] for rank in ranks]
-    assert [(each.is_part, each.rows, each.whole) for each in last] == [(True, 1, 2)] * 2
+    for n, expected in ((5, (True, 2, 4)), (6, (True, 1, 2)), (20, (True, 1, 2))):
+        assert {(each.is_part, each.rows, each.whole) for each in (rank.handed[n] for rank in ranks)} == {expected}
+    assert all(each.batches <= 2 for each in ranks[0].handed)
+
+
+def test_pass_that_ends_within_its_first_window_is_no_evaluation() -> None:
+    def program(rank: Rank) -> None:
+        for count in (24, 4):
+            batches = iter(DataLoader(Stream(list(numbers(count))), batch_size=4))
+            while window := list(itertools.islice(batches, 2)):
+                for batch in window:
+                    rank.take(batch)
+                rank.backward()
+
+    plain, ranks = run(program)
+
+    check(plain, ranks, whole={0, 1})
+    assert ranks[0].handed[-1].is_part
 
 
 def test_batch_by_batch_from_new_iterators() -> None:
@@ -501,6 +533,15 @@ def test_evaluation_that_was_taken_for_a_training_is_an_error() -> None:
     with pytest.raises(NotPrepared, match=r"rank 0 of 2: the batches of loader .* torch\.no_grad\(\).*--strict"):
         run(program)
 
+    def careless(rank: Rank) -> None:
+        with contextlib.suppress(NotPrepared):
+            program(rank)
+        rank.got[:] = [torch.rand(2)]
+
+    _, ranks = run(careless)
+
+    assert torch.equal(ranks[0].got[0], ranks[1].got[0])
+
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_evaluation_that_is_left_early_has_not_trained(persistent_workers: bool) -> None:
@@ -534,6 +575,20 @@ def test_batch_that_is_looked_at_stays_whole() -> None:
     plain, ranks = run(program)
 
     check(plain, ranks, whole={0, 1, 7} | {2, 4, 6, 9, 11, 13})
+
+
+def test_look_at_a_loader_with_persistent_workers_stays_whole() -> None:
+    def program(rank: Rank) -> None:
+        loader = DataLoader(numbers(16), batch_size=8, num_workers=1, persistent_workers=True)
+        for _ in range(2):
+            for batch in loader:
+                rank.take(batch)
+                break
+            rank.train(loader)
+
+    plain, ranks = run(program)
+
+    check(plain, ranks, whole={0, 1, 3})
 
 
 def test_batches_that_were_listed_before_stay_whole() -> None:
@@ -640,6 +695,21 @@ def test_iterator_of_an_older_task_begins_whole_again() -> None:
     check(plain, ranks, whole={0, 2})
 
 
+def test_iterator_of_an_older_task_with_workers_stays_whole() -> None:
+    def program(rank: Rank) -> None:
+        sampler = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11, 12, 13], [14, 15]]
+        batches = iter(DataLoader(Rows(), batch_sampler=sampler, num_workers=1))
+        if rank.rank >= 0:
+            rank.passes.begin()
+        for batch in batches:
+            rank.take(batch)
+            rank.backward()
+
+    plain, ranks = run(program)
+
+    check(plain, ranks, whole=set(range(5)))
+
+
 # Batches of each rank's own -------------------------------------------------------------------------------------------
 
 
@@ -728,20 +798,19 @@ def test_program_that_seeds_in_each_epoch_has_the_order_of_one_process(leaves_ea
 
 def test_seeding_within_a_step_does_not_part_the_ranks() -> None:
     def program(rank: Rank) -> None:
-        loader = DataLoader(numbers(), batch_size=7, shuffle=True)
-        for _ in range(3):
+        loader = DataLoader(numbers(21), batch_size=7, shuffle=True)
+        for epoch in range(3):
             for batch in loader:
                 rank.take(batch)
-                torch.manual_seed(8)
+                torch.manual_seed(8 + epoch)
                 torch.rand(len(batch[1]))
                 rank.backward()
 
     _, ranks = run(program)
 
-    for epoch in (4, 8):
-        parts = [rank.got[n][1] for n in range(epoch, epoch + 3) for rank in ranks]
-        rows = torch.cat([*parts, ranks[0].got[epoch + 3][1]])
-        assert sorted(rows.tolist()) == list(range(22))
+    for first in (3, 6):
+        rows = torch.cat([rank.got[n][1] for n in range(first, first + 3) for rank in ranks])
+        assert sorted(rows.tolist()) == list(range(21))
 
 
 def test_part_that_waits_for_its_backward_keeps_its_stream() -> None:
@@ -787,8 +856,7 @@ def test_data_sets_that_draw_do_not_part_the_ranks(num_workers: int) -> None:
     for epoch in (6, 12):
         rows = torch.cat([rank.got[n] for n in range(epoch, epoch + 6, 2) for rank in ranks])
         assert sorted(rows[:, 0].tolist()) == list(range(21))
-        columns = (1, 2, 3) if not num_workers else ()
-        assert epoch == 6 or all(len(set(rows[:, column].tolist())) == 21 for column in columns)
+        assert all(len(set(rows[:, column].tolist())) == 21 for column in (1, 2, 3))
 
 
 def test_end_gives_the_common_stream_back() -> None:
@@ -874,6 +942,7 @@ def test_several_installs_hook_once() -> None:
     assert hooks == {name: getattr(_BaseDataLoaderIter, name) for name in HOOKED}
 
 
+@pytest.mark.slow
 def test_costs_little_per_batch() -> None:
     def seconds(rank: Rank | None, loader: DataLoader[Any], steps: bool) -> float:
         begin = time.perf_counter()
