@@ -1,0 +1,202 @@
+"""An unmodified loop below the magic line trains one model on all ranks, with the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kernel.harness import RealKernel, accelerate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+SETUP = """
+import os, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(90, 6)
+y = torch.sin(x.sum(1, keepdim=True))
+train_loader = DataLoader(TensorDataset(x[:70], y[:70]), batch_size=16, shuffle=True)
+test_loader = DataLoader(TensorDataset(x[70:], y[70:]), batch_size=7)
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+"""
+
+LOOP = """
+history = []
+for epoch in range(3):
+    for a, b in train_loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+    with torch.no_grad():
+        total = sum(nn.functional.mse_loss(model(a), b, reduction="sum").item() for a, b in test_loader)
+    history.append(total / len(test_loader.dataset))
+"""
+
+SPLIT = "nbaccel: train_loader: each of 5 batches split over 2 ranks; gradients of model (129) averaged"
+
+WEIGHTS = "[p.flatten().tolist() for p in model.parameters()]"
+
+
+def plain(kernel: RealKernel, setup: str = SETUP, loop: str = LOOP) -> Any:
+    """What the loop leaves without the magic: weights, and what it has noted."""
+    kernel.do(setup)
+    kernel.do(loop)
+    return kernel.value(f"[{WEIGHTS}, history]")
+
+
+def are_near(one: Any, other: Any, tolerance: float = 1e-12) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(are_near(a, b, tolerance) for a, b in zip(one, other, strict=True))
+    return bool(abs(one - other) <= tolerance * max(1.0, abs(other)))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_line_alone_trains_as_one_process_would(kernel: RealKernel, start: str, n: int) -> None:
+    expected = plain(kernel)
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(LOOP, start, n))
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+    assert cell.stdout.count("split over") == (n > 1)
+    assert "model trained in place" in cell.stdout
+
+
+def test_what_is_done_is_said_once_before_the_first_step_on_parts(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(LOOP))
+    assert cell.stdout.count(SPLIT) == 1
+    assert "loss" in cell.stdout.splitlines()[-1] and "18 steps" not in cell.stdout and "15 steps" in cell.stdout
+
+
+def test_strict_makes_an_error_of_it(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    error = kernel.run(accelerate(LOOP, flags="--strict")).failed("NotPrepared")
+    assert "accelerator.prepare(model, optimizer, loader)" in error.text
+
+
+def test_batches_of_their_own_take_fewer_steps(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(LOOP + "print(len(history))", flags="--batches each"))
+    assert int(cell.printed.split()[-1]) < 15 + 3
+    assert "trains on batches of its own" in cell.stdout
+
+
+def test_a_loss_that_is_no_sum_over_samples_keeps_batches_whole(kernel: RealKernel) -> None:
+    loop = LOOP.replace("loss = nn.functional.mse_loss(model(a), b)", "loss = nn.functional.mse_loss(model(a), b) ** 0.5")
+    expected = plain(kernel, loop=loop)
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(loop))
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+    assert "train_loader: whole in each of 2 ranks, the same work: a power of a mean. -n 1 does it once" in cell.stdout
+
+
+def test_what_ranks_decide_apart_is_an_error_in_all_of_them(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    body = "for group in optimizer.param_groups:\n    group['lr'] *= 1 + int(os.environ['RANK'])\n" + LOOP
+    error = kernel.run(accelerate(body)).failed("NotPrepared")
+    assert "step with different learning rates (rank 0: 0.01, rank 1: 0.02)" in error.text
+
+
+def test_a_rank_that_ends_early_leaves_equal_weights(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    body = LOOP.replace("        optimizer.zero_grad()\n", "        if epoch == 1 and os.environ['RANK'] == '1':\n"
+                        "            break\n        optimizer.zero_grad()\n")  # fmt: skip
+    cell = kernel.do(accelerate(body))
+    assert "different numbers of steps (rank 0 15, rank 1 10)" in cell.stdout
+    assert "model trained in place" in cell.stdout
+
+
+def test_an_error_of_shapes_says_that_batches_came_in_parts(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    body = LOOP.replace("mse_loss(model(a), b)\n", "binary_cross_entropy(model(a).sigmoid(), torch.ones(16, 1))\n")
+    error = kernel.run(accelerate(body)).failed("ValueError")
+    assert "each rank has a part of every batch" in error.text
+
+
+def test_a_cell_that_prepares_is_left_alone(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    body = LOOP.replace("loss.backward()", "accelerator.backward(loss)")
+    prepare = "model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)\n"
+    cell = kernel.do(accelerate(prepare + body, flags="--seed 1"))
+    assert "nbaccel:" not in cell.stdout
+
+
+def test_a_loop_without_a_loader_is_said_to_do_the_same_work(kernel: RealKernel) -> None:
+    loop = """
+history = []
+for step in range(5):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    history.append(loss.item())
+"""
+    expected = plain(kernel, loop=loop)
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(loop))
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+    assert cell.stdout.count("nbaccel: no loader hands out batches") == 1
+
+
+def test_an_update_by_hand_is_one_training(kernel: RealKernel) -> None:
+    loop = """
+w, history = torch.zeros(6, 1, requires_grad=True), []
+for epoch in range(2):
+    for a, b in train_loader:
+        loss = ((a @ w - b) ** 2).mean()
+        loss.backward()
+        with torch.no_grad():
+            w -= 0.1 * w.grad
+            w.grad.zero_()
+        history.append(loss.item())
+"""
+    kernel.do(SETUP)
+    kernel.do(loop)
+    expected = kernel.value("[w.flatten().tolist(), history]")
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(loop))
+    assert are_near(kernel.value("[w.flatten().tolist(), history]"), expected)
+    assert "Warning" not in cell.stdout + cell.stderr
+
+
+def test_an_attempt_that_ran_out_of_memory_in_one_rank_is_made_again_by_all(kernel: RealKernel) -> None:
+    kernel.do(SETUP + "from nbaccel import find_executable_batch_size")
+    cell = kernel.do(
+        accelerate("""
+@find_executable_batch_size(starting_batch_size=32)
+def train(batch_size):
+    for step, (a, b) in enumerate(DataLoader(train_loader.dataset, batch_size=batch_size)):
+        if batch_size > 16 and step == 1 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+    return batch_size
+size = train()
+""")
+    )
+    assert kernel.value("size") == 16
+    assert "model trained in place" in cell.stdout
+
+
+def test_ranks_that_stay_train_a_loop_and_then_what_is_prepared(kernel: RealKernel, start: str) -> None:
+    kernel.do(SETUP)
+    expected = plain(kernel)
+    kernel.do(f"%accelerate start --cpu -n 2 --start {start}")
+    try:
+        kernel.do(SETUP)
+        kernel.do("%%accelerate --out history\n" + SETUP + LOOP)
+        assert are_near(kernel.value("history"), expected[1])
+        prepared = "model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)\n"
+        cell = kernel.do("%%accelerate\n" + prepared + LOOP.replace("loss.backward()", "accelerator.backward(loss)"))
+        assert "nbaccel:" not in cell.stdout
+        cell = kernel.do("%%accelerate\n" + LOOP.replace("loss.backward()", "accelerator.backward(loss)"))
+        assert "nbaccel:" not in cell.stdout
+    finally:
+        kernel.do("%accelerate stop")
