@@ -87,12 +87,16 @@ def test_batches_of_their_own_take_fewer_steps(kernel: RealKernel) -> None:
 
 
 def test_a_loss_that_is_no_sum_over_samples_keeps_batches_whole(kernel: RealKernel) -> None:
-    loop = LOOP.replace("loss = nn.functional.mse_loss(model(a), b)", "loss = nn.functional.mse_loss(model(a), b) ** 0.5")
+    loop = LOOP.replace(
+        "loss = nn.functional.mse_loss(model(a), b)", "loss = nn.functional.mse_loss(model(a), b) ** 0.5"
+    )
     expected = plain(kernel, loop=loop)
     kernel.do(SETUP)
     cell = kernel.do(accelerate(loop))
     assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
-    assert "train_loader: whole in each of 2 ranks, the same work: a power of a mean. -n 1 does it once" in cell.stdout
+    assert (
+        "train_loader: whole in each of 2 ranks, the same work: the power of a mean. -n 1 does it once" in cell.stdout
+    )
 
 
 def test_what_ranks_decide_apart_is_an_error_in_all_of_them(kernel: RealKernel) -> None:

@@ -15,7 +15,7 @@ __all__ = ["GROUPS", "REPORTS", "rows"]
 
 GROUPS = (
     *("step", "ranks", "loader", "collectives", "microbatch", "starts", "cells", "imports", "saves", "logs"),
-    *("recovery", "inference"),
+    *("recovery", "inference", "unprepared"),
 )
 
 REPORTS = (

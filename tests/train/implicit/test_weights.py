@@ -1,0 +1,82 @@
+"""By how much each rank's gradient counts, from what the ranks have said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nbaccel.train.implicit.header import Header, Say
+from nbaccel.train.implicit.weights import References, factors
+
+NONE = -1.0
+
+
+def header(
+    counts: Sequence[float],
+    constants: Sequence[float],
+    rows: Sequence[float],
+    whole: float,
+    part: bool = True,
+    values: Sequence[float] | None = None,
+) -> Header:
+    """What ranks say of a loss with one term."""
+    says = [Say(terms=1, shape=7, part=part, rows=own, whole=whole, values=1) for own in rows]
+    losses = values or range(len(rows))
+    return Header(says, [[each] for each in counts], [[each] for each in constants], [[each] for each in losses])
+
+
+def weights(said: Header, references: References | None = None, of_parameters: bool = False) -> list[float] | None:
+    found = factors(said, range(len(said.says)), [of_parameters], references or References())
+    return None if found is None else [row[0] for row in found]
+
+
+def test_a_mean_counts_by_its_elements() -> None:
+    assert weights(header([3, 4], [1, 1], [3, 4], 7)) == [3 / 7, 4 / 7]
+
+
+def test_a_sum_counts_fully_and_parameters_alone_evenly() -> None:
+    said = header([NONE, NONE], [1, 1], [3, 4], 7)
+    assert weights(said) == [1, 1]
+    assert weights(said, of_parameters=True) == [0.5, 0.5]
+
+
+def test_a_rank_with_nothing_but_ignored_targets_counts_nothing() -> None:
+    assert weights(header([0, 5], [1, 1], [3, 4], 7)) == [0, 1]
+
+
+def test_what_a_sum_is_divided_by_is_a_constant_or_of_the_batch() -> None:
+    references = References()
+    weights(header([NONE, NONE], [8, 8], [8, 8], 8, part=False), references)
+    assert weights(header([NONE, NONE], [8, 8], [4, 4], 8), references) == [1, 1]  # still 8: a constant
+    references = References()
+    weights(header([NONE, NONE], [8, 8], [8, 8], 8, part=False), references)
+    assert weights(header([NONE, NONE], [4, 4], [4, 4], 8), references) == [0.5, 0.5]  # shrunk as the batch: len(x)
+
+
+def test_the_count_of_a_mask_is_of_the_batch_also_where_ranks_have_equal_ones_by_chance() -> None:
+    references = References()
+    weights(header([NONE, NONE], [25, 25], [8, 8], 8, part=False), references)
+    assert weights(header([NONE, NONE], [11, 11], [4, 4], 8), references) == [0.5, 0.5]
+    assert weights(header([NONE, NONE], [10, 30], [4, 4], 8), references) == [0.25, 0.75]
+
+
+def test_an_annealed_factor_is_none_of_the_batch() -> None:
+    references = References()
+    weights(header([NONE, NONE], [1 / 0.1, 1 / 0.1], [8, 8], 8, part=False), references)
+    assert weights(header([NONE, NONE], [1 / 0.15, 1 / 0.15], [4, 4], 8), references) == [1, 1]
+
+
+def test_a_mean_that_is_divided_by_something_of_its_part_cannot_be_weighed() -> None:
+    assert weights(header([4, 4], [2, 3], [4, 4], 8)) is None
+
+
+@pytest.mark.parametrize(("values", "expected"), [([0.5, 0.5], [1, 0]), ([0.5, 0.6], [0.5, 0.5])])
+def test_of_the_same_work_one_ranks_gradient_is_all_of_it(values: list[float], expected: list[float]) -> None:
+    assert weights(header([8, 8], [1, 1], [8, 8], 8, part=False, values=values)) == expected
+
+
+def test_losses_of_other_shapes_are_weighed_by_samples() -> None:
+    said = header([3, 4], [1, 1], [3, 5], 8)
+    said.says[1].shape = 8
+    assert weights(said) == [3 / 8, 5 / 8]
