@@ -218,7 +218,7 @@ class Averaging:
                 at=self._steps.count,
                 steps=self._steps.taken,
                 rates=self._steps.rates(),
-                check=self._check(),
+                check=self._check(known),
             )
             header = self._tell(say, pairs, values)
             if not header.any("new"):
@@ -357,6 +357,8 @@ class Averaging:
                     self.models.items[number].version = tensor._version
                 elif only_buffers:
                     continue
+                elif tensor.grad is not None and tensor.grad.requires_grad:  # it has a graph, and is the same in all
+                    tensor.grad = tensor.grad if old is None else old + tensor.grad
                 elif self.models.items[number].is_sparse:
                     value = value.clone().to_sparse(1)
                     tensor.grad = value if old is None else old + value
@@ -382,22 +384,22 @@ class Averaging:
 
     # -- the end
 
-    def answer_until_all_are_done(self) -> Header | None:
-        """This rank's program is over: give nothing, until all are. None where the ranks never met."""
-        if not self.meetings:
-            return None
-        while True:
-            say = Say(done=1, gives=0, steps=self._steps.taken, check=self.models_sum("parameters"),
-                      buffers=self.models_sum("buffers"))  # fmt: skip
-            header = self._tell(say, (), ())
+    def answer_until_all_are_done(self) -> list[float]:
+        """This rank's program is over: give nothing, until all are. Returns the optimizer steps of each rank.
+
+        Empty where the ranks never met.
+        """
+        while self.meetings:
+            header = self._tell(Say(done=1, gives=0, steps=self._steps.taken), (), ())
             if all(each.done for each in header.says):
-                return header
+                return [each.steps for each in header.says]
             if header.any("new"):
                 raise NotPrepared(
                     f"rank {self._world.rank} of {self._world.world_size} is done, and another rank begins to train a "
                     "model: every rank must train the same models."
                 )
             self._accompany(header)
+        return []
 
     def _accompany(self, header: Header) -> None:
         self._agree(header, "")
@@ -411,24 +413,42 @@ class Averaging:
             if numbers:
                 self._exchanges().begin(tuple(numbers), [self._tensor(number) for number in numbers], ()).finish()
 
-    def broadcast(self, source: int, kind: str = "all") -> None:
-        """Give all ranks what rank `source` has of the known tensors. Collective."""
+    def what_differs(self) -> tuple[list[int], list[int]]:
+        """Numbers of what lives in all ranks and is not the same in them: parameters, and buffers. Collective."""
+        numbers = self._alive_everywhere()
+        if not numbers:
+            return [], []
+        sums = torch.tensor(self._sums(numbers), dtype=torch.float64)
+        rows = self._collective().tell(_CALL, sums)
+        differs = (rows != rows[:1]).any(0).tolist()
+        found = [number for number, it_does in zip(numbers, differs, strict=True) if it_does]
+        buffers = [number for number in found if self.models.items[number].is_buffer]
+        return [number for number in found if number not in buffers], buffers
+
+    def broadcast(self, source: int, numbers: Sequence[int] | None = None) -> None:
+        """Give all ranks what rank `source` has of the known tensors, or of those with `numbers`. Collective."""
         with torch.no_grad():
-            for number, item in enumerate(self.models.items):
-                if kind == "all" or item.is_buffer is (kind == "buffers"):
-                    tensor = self._tensor(number)
-                    tensor.data.copy_(self._collective().broadcast(tensor.detach(), source))
+            for number in self._alive_everywhere() if numbers is None else numbers:
+                tensor = self._tensor(number)
+                tensor.data.copy_(self._collective().broadcast(tensor.detach(), source))
 
-    def models_sum(self, kind: str) -> float:
-        """A number by which different values show."""
-        sums = [tensor.detach().double().sum() for _, tensor in self.models.alive(kind)]
-        return sum(as_floats(sums)) if sums else 0.0
+    def _alive_everywhere(self) -> list[int]:
+        """Ranks may collect what is not used any more at different times."""
+        marks = torch.zeros(len(self.models.items), dtype=torch.uint8)
+        marks[[number for number, _ in self.models.alive()]] = 1
+        found: list[int] = self._collective().tell(_CALL, marks).amin(0).nonzero().flatten().tolist()
+        return found
 
-    def _check(self) -> float:
-        """Of weights, at steps 1, 2, 4, ... and every 64th."""
-        steps = self._steps.count
-        is_due = steps and self._steps.is_new and (steps & (steps - 1) == 0 or steps % 64 == 0)
-        return self.models_sum("parameters") if is_due else 0.0
+    def _sums(self, numbers: Sequence[int]) -> list[float]:
+        """A number for each tensor, by which other values show; what is not finite is one to all ranks."""
+        sums = as_floats([self._tensor(number).detach().double().sum() for number in numbers])
+        return [each if math.isfinite(each) else 0.0 for each in sums]
+
+    def _check(self, numbers: Sequence[int]) -> float:
+        """Of weights that a backward is about to reach, at steps 1, 2, 4, ... and every 64th."""
+        steps = self._steps.taken
+        is_due = steps and (steps & (steps - 1) == 0 or steps % 64 == 0)
+        return sum(self._sums(numbers)) if is_due else 0.0
 
     # -- parts
 

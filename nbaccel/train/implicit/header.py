@@ -31,7 +31,7 @@ class Say:
     rows: samples of its batch.  whole: of all of that batch.
     obstacle: the loss is no sum over samples.  gives: its gradient counts.  at: its step.
     steps: of optimizers, so far.
-    rates: a digest of learning rates.  check: a sum of weights, now and then.  buffers: of buffers, at the end.
+    rates: a digest of learning rates.  check: a sum of weights, now and then.
     """
 
     done: float = 0
@@ -50,7 +50,6 @@ class Say:
     steps: float = 0
     rates: float = 0
     check: float = 0
-    buffers: float = 0
     values: float = 0
 
 

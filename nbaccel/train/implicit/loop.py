@@ -20,7 +20,6 @@ from nbaccel.events import Loss, emit
 from nbaccel.settings import SPLIT, RunSettings
 from nbaccel.train.implicit import forget, when_beginning_anew, when_stepping_back
 from nbaccel.train.implicit.averaging import Averaging
-from nbaccel.train.implicit.header import Header
 from nbaccel.train.implicit.notices import Notices
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.scaling import watch_scalers
@@ -95,9 +94,9 @@ class ImplicitTraining:
         if not self._is_armed:
             return
         try:
-            header = self._averaging.answer_until_all_are_done()
-            if header is not None:
-                self._finish(header)
+            taken = self._averaging.answer_until_all_are_done()
+            if taken:
+                self._finish(taken)
         finally:
             self._leave()
 
@@ -157,16 +156,16 @@ class ImplicitTraining:
         if not self._passes.batches:
             self._notices.note_no_loader()
 
-    def _finish(self, header: Header) -> None:
-        taken = [say.steps for say in header.says]
+    def _finish(self, taken: Sequence[float]) -> None:
+        """Let all ranks end with the same.  taken: the optimizer steps of each."""
         if len(set(taken)) > 1:
             self._notices.note_uneven(taken)
             self._averaging.broadcast(taken.index(max(taken)))
-        elif not header.all_equal("check", range(len(taken))):
+            return
+        parameters, buffers = self._averaging.what_differs()
+        if parameters:
             self._notices.note_differing()
-            self._averaging.broadcast(0)
-        elif not header.all_equal("buffers", range(len(taken))):
-            self._averaging.broadcast(0, "buffers")
+        self._averaging.broadcast(0, [*parameters, *buffers])
 
     def _begin_anew(self) -> None:
         """Another attempt of the program: ranks may have failed at different places."""

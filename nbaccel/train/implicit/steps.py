@@ -21,7 +21,6 @@ class Steps:
     """Counts the steps of one task.
 
     batches: how many batches were handed out so far.
-    count: steps that were entered.  taken: steps of optimizers.  is_new: no backward has been since one was taken.
     """
 
     def __init__(self, batches: Callable[[], int]) -> None:
@@ -31,7 +30,6 @@ class Steps:
     def begin(self) -> None:
         """A task begins."""
         self.count = self.taken = 0
-        self.is_new = False
         self._entered_at: tuple[int, int] | None = None  # optimizers' steps and batches when the last step was entered
         self._is_inside = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -39,7 +37,6 @@ class Steps:
     def begin_anew(self) -> None:
         """Another attempt of the program, whose steps go on from where the last one came to."""
         self.taken = 0
-        self.is_new = False
         self._entered_at = None
         self.end_step()
 
@@ -52,7 +49,6 @@ class Steps:
     def note(self, optimizer: Any) -> None:
         """`optimizer` is about to step."""
         self.taken += 1
-        self.is_new = True
         self._optimizers.add(optimizer)
 
     def enter(self) -> None:
