@@ -66,7 +66,7 @@ DIFFERENCES = """
 | two `Accelerator()` in one process | share their accumulation; another precision is an error that asks for a restart | do not know each other |
 | `break` out of a prepared loader | the loader stays the active one | the loop is over, its window too |
 | several processes on a CPU machine | train separately unless `cpu=True` | form one group |
-| a model that was not prepared, in several ranks | N separate trainings | an error before the first step, with the `prepare` line |
+| a model that was not prepared, in several ranks | N separate trainings | in a cell one training, its batches split over the ranks; in a function, and with `--strict`, an error before the first step, with the `prepare` line |
 | a loader that was not prepared beside a model that was | each rank trains on all batches, without a word | the same, with one warning at the line of the loop |
 | `save_state` on the main process only | the other ranks' random states are missing, or a deadlock | works; ranks without a state begin derived ones, and it says so |
 | `save_state()` with automatic names, in a folder that has some | an error: the number exists | goes on behind the newest, and a line says so; a number that is set by hand and exists is refused |

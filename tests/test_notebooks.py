@@ -57,13 +57,18 @@ def test_the_quickstart_trains_a_model_that_knows_digits(
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
-def test_the_accelerate_template_runs_with_its_import_changed(
+def test_the_line_alone_trains_as_without_it_and_the_accelerate_template_with_its_import_changed(
     environment: Environment, num_processes: int, tmp_path: Path
 ) -> None:
     notebook = run("02_from_accelerate.ipynb", environment, tmp_path, num_processes)
-    assert "YourModel trained; checkpoints: checkpoint_epoch_0 checkpoint_epoch_1" in text(notebook)
+    said = text(notebook)
+    assert ("loader: each of 29 batches split over 2 ranks; gradients of model (" in said) is (num_processes == 2)
+    difference = re.search(r"weights with the line and without it differ by (\S+) of their size", said)
+    assert difference is not None
+    assert float(difference[1]) < 1e-3
+    assert "YourModel trained; checkpoints: checkpoint_epoch_0 checkpoint_epoch_1" in said
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
-    assert "100%" in text(notebook), "the progress bar's last state stays in the file"
+    assert "100%" in said, "the progress bar's last state stays in the file"
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -132,6 +137,10 @@ def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environmen
     notebook = run("08_six_traps.ipynb", environment, tmp_path, num_processes=2)
     said = text(notebook)
     unprepared, too_large = [output for output in outputs(notebook) if output.output_type == "error"]
+    assert said.count("loader: each of 40 batches split over 2 ranks; gradients of model (2.4 k) averaged") == 1
+    assert float(re.search(r"nothing prepared: accuracy (\d\.\d+)", said)[1]) > 0.8
+    counted, wrong = map(float, re.search(r"epoch (\S+) of what was counted; (\S+) would be wrong", said).groups())
+    assert counted > 0.8 > 0.6 > wrong
     assert unprepared.ename == "NotPrepared"
     assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in unprepared.evalue
     assert said.count("the loop calls loss.backward() itself") == 1

@@ -1,4 +1,4 @@
-"""The cell of the README, as it stands there: it runs, and trains what plain PyTorch trains."""
+"""The cells of the README, as they stand there: they run, and train what plain PyTorch trains."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ reference = copy.deepcopy(model)
 identity = id(model)
 """
 
+# The same cell without its first line, from the same random numbers on.
+_PLAIN = """
+torch.set_rng_state(drawn)
+trained, shown, model = model, loss.item(), reference
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+{loop}
+pairs = [(mine, theirs) for mine, theirs in zip(trained.parameters(), model.parameters())]
+worst = max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in pairs)
+"""
+
 # Rank r takes batches r, r + 2, ...: one process that takes two batches at a time, in the same order, must agree.
-_COMPARE = """
+_TWO_AT_A_TIME = """
 from nbaccel.train.data.order import SharedOrder
 from torch.utils.data import BatchSampler, RandomSampler
 
@@ -39,10 +49,10 @@ worst = max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in 
 """
 
 
-def readme_blocks() -> tuple[str, str]:
-    """The README's first two Python blocks: the notebook's cell before, and the %%accelerate cell."""
-    setup, cell = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)[:2]
-    return setup, cell
+def readme_blocks() -> tuple[str, str, str]:
+    """Of the README: the notebook's cell before, the first %%accelerate cell, and the first that prepares."""
+    setup, cell, *others = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
+    return setup, cell, next(block for block in others if "accelerator.prepare" in block)
 
 
 @pytest.fixture
@@ -52,8 +62,35 @@ def fresh(environment, tmp_path: Path):  # type: ignore[no-untyped-def]
     kernel.close()
 
 
-def test_the_readmes_cell_trains_as_plain_pytorch_does(fresh: RealKernel) -> None:
-    setup, cell = readme_blocks()
+def test_the_readmes_first_cell_trains_as_it_does_without_its_first_line(fresh: RealKernel) -> None:
+    setup, cell, _ = readme_blocks()
+    magic, _, loop = cell.partition("\n")
+    assert magic == "%%accelerate -n 2"
+    assert "prepare" not in loop
+    fresh.do("import torch")
+    fresh.do(_REFERENCE.format(setup=setup))
+    fresh.do("drawn = torch.get_rng_state()")
+    ran = fresh.do(cell)
+    assert "loader: each of 128 batches split over 2 ranks; gradients of model (1.5 k) averaged; " in ran.stdout
+    assert "brought back: model trained in place (1.5 k parameters), optimizer, loss\n" in ran.stdout
+    assert fresh.value("identity == id(model)")
+    printed = fresh.do(_PLAIN.format(loop=loop)).stdout
+    assert fresh.value("worst") < 1e-12
+    assert fresh.value("loss.item()") == pytest.approx(fresh.value("shown"), rel=1e-12)
+    lines = re.findall(r"epoch \d: loss .*", ran.stdout)
+    assert lines == printed.splitlines()
+
+
+def test_what_the_readme_shows_of_its_first_cell_is_what_it_prints(fresh: RealKernel) -> None:
+    setup, cell, _ = readme_blocks()
+    shown = (REPOSITORY / "README.md").read_text().split(cell)[1].split("```")[2]
+    fresh.do(setup)
+    printed = fresh.do(cell).stdout
+    assert _without_numbers(printed) == _without_numbers(shown.strip() + "\n")
+
+
+def test_the_readmes_prepared_cell_trains_as_plain_pytorch_does(fresh: RealKernel) -> None:
+    setup, _, cell = readme_blocks()
     assert cell.startswith("%%accelerate -n 2\n")
     fresh.do("import torch")
     fresh.do(_REFERENCE.format(setup=setup))
@@ -62,14 +99,19 @@ def test_the_readmes_cell_trains_as_plain_pytorch_does(fresh: RealKernel) -> Non
     assert seed is not None
     assert "brought back: model trained in place (1.5 k parameters), optimizer, loss\n" in ran.stdout
     assert fresh.value("identity == id(model)")
-    fresh.do(_COMPARE.format(seed=seed[1]))
+    fresh.do(_TWO_AT_A_TIME.format(seed=seed[1]))
     assert fresh.value("worst") < 1e-12
 
 
-def test_without_prepare_the_readmes_cell_is_refused_where_that_is_wanted(fresh: RealKernel) -> None:
-    setup, cell = readme_blocks()
+def test_the_readmes_first_cell_is_refused_where_that_is_wanted(fresh: RealKernel) -> None:
+    setup, cell, _ = readme_blocks()
     fresh.do(setup)
-    magic, prepare, *loop = cell.splitlines(keepends=True)
-    assert "prepare" in prepare
-    error = fresh.run(magic.replace("\n", " --strict\n") + "".join(loop)).failed("NotPrepared")
+    error = fresh.run(cell.replace("\n", " --strict\n", 1)).failed("NotPrepared")
     assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in error.text
+
+
+def _without_numbers(output: str) -> str:
+    """Without times, losses, speed and memory, and without the tags of ranks, which depend on when a line comes."""
+    lines = re.sub(r"^(\[\w+( \d)?\] )", "", output, flags=re.M)
+    lines = re.sub(r", [\d,.]+ steps/s", "", lines)
+    return re.sub(r"\d+\.\d+( to \d+\.\d+)?", "#", lines)

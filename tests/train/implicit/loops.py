@@ -35,6 +35,7 @@ class Loop:
     is_split: its batches are cut; otherwise every rank computes them whole.
     is_exact: it ends with the numbers of one process; otherwise ranks are equal and make as many steps.
     may_refuse: it may end in an error of ours instead, since a batch was cut before it was seen that none must be.
+    shows_parts: its loss has terms that count differently, so each rank prints that of its part, and says so.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Loop:
     is_split: bool = True
     is_exact: bool = True
     may_refuse: bool = False
+    shows_parts: bool = False
 
     def run(self) -> Values:
         """What the loop ends with and prints, begun in float64 and with the same random states each time."""
@@ -991,7 +993,7 @@ def loaders_in_sequence() -> Values:
     return ends(model), printed
 
 
-@loop()
+@loop(shows_parts=True)
 def loaders_side_by_side() -> Values:
     model = net()
     optimizer = sgd(model)
@@ -1512,7 +1514,7 @@ def penalty_added_to_a_mean() -> Values:
     return ends(model), printed
 
 
-@loop()
+@loop(shows_parts=True)
 def penalty_added_to_a_sum() -> Values:
     model = net()
     optimizer = sgd(model, 0.01)
@@ -1557,7 +1559,7 @@ def with_vae(reconstruction: Callable[[Tensor, Tensor], Tensor], lr: float) -> V
     return ends(model), printed
 
 
-@loop()
+@loop(shows_parts=True)
 def vae_with_a_mean_and_a_sum() -> Values:
     return with_vae(F.mse_loss, 1e-2)
 
