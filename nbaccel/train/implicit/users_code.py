@@ -17,13 +17,16 @@ _NOT_USERS = (
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
     os.path.dirname(torch.__file__) + os.sep,
 )
+_BARS = frozenset({"fastprogress", "rich", "tqdm"})
+"""Packages that begin a pass for the program: where it does so is a line of the frames above."""
 
 
 def users_frames(most: int) -> Iterator[FrameType]:
-    """The innermost frames outside of this package and torch, innermost first."""
+    """The innermost frames outside of this package, torch and progress bars, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and most:
-        if not frame.f_code.co_filename.startswith(_NOT_USERS):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _BARS and not frame.f_code.co_filename.startswith(_NOT_USERS):
             most -= 1
             yield frame
         frame = frame.f_back
