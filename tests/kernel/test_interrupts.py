@@ -65,6 +65,37 @@ def test_interrupted_ranks_end_after_the_same_step_with_their_results(kernel: Re
     interrupt_at_random_times(kernel, start, n, times=15 if n > 1 else 3)
 
 
+RAW = """
+import time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+steps, first = 0, model.weight.mean().item()
+print("training")
+for epoch in range(10_000):
+    for x in torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=16):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        {in_step}
+        optimizer.step()
+        steps += 1
+"""
+
+
+@pytest.mark.parametrize(("in_step", "after_s"), [("time.sleep(0.01)", 1.0), ("time.sleep(3)", 0.7)])
+def test_a_loop_that_prepares_nothing_ends_after_a_step_of_all_ranks(
+    kernel: RealKernel, start: str, in_step: str, after_s: float
+) -> None:
+    running = kernel.begin(accelerate(RAW.format(in_step=in_step), start))
+    running.until_text("training")
+    time.sleep(after_s)
+    kernel.interrupt()
+    error = running.end(timeout_s=20).failed("KeyboardInterrupt")
+    steps = kernel.value("steps")
+    assert f"every rank had done {steps} steps" in error.text
+    moved = kernel.value("first - model.weight.mean().item()")
+    assert moved == pytest.approx(0.01 * steps, abs=1e-4), "each step's gradients are those of a whole batch of ones"
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_200_interrupts_never_hang(kernel: RealKernel, start: str) -> None:

@@ -202,9 +202,10 @@ class _Terminal:
         return self._leave(len(self._rows) - last.is_blank)
 
     def plain_rest(self) -> bytes | None:
-        """The unfinished line, once it is all there is and nothing rewrites it."""
+        """The unfinished line, once it is all there is, the cursor is at its end and nothing rewrites it."""
         (row, *others), undecoded = self._rows, self._decoder.getstate()[0]
-        return None if others or row.is_bar or self._held or undecoded else row.text.encode()
+        is_plain = not (others or row.is_bar or self._held or undecoded) and row.column >= len(row.text)
+        return row.text.encode() if is_plain else None
 
     def _write(self, text: str) -> list[bytes]:
         row = self._rows[self._cursor]

@@ -65,6 +65,7 @@ class _Queue:
     """Lines of one rank that wait.
 
     keys: how often each line waits, to ask quickly whether it does.
+    went_alone: the last lines that left without the other ranks', since a line of all has.
     misses: how many lines have waited in vain since another rank printed.
     """
 
@@ -72,6 +73,7 @@ class _Queue:
         self.rank = rank
         self.held: deque[_Held] = deque()
         self.keys: Counter[tuple[str, bytes]] = Counter()
+        self.went_alone: deque[int] = deque(maxlen=_LOOK_AHEAD)  # hashes: lines may be long
         self.nbytes = 0
         self.gap: _Gap | None = None
         self.last_fed = 0.0
@@ -190,7 +192,9 @@ class LineMerger:
         if len(waiting) == len(queues):
             alone = sorted((queue for queue in waiting if self._cannot_match(queue)), key=_age)
             crossed = [queue for queue in waiting if self._occurs_elsewhere(queue)]
-            first = [Merged(queue.rank, *queue.pop()) for queue in alone]
+            # A rank that is a line behind catches up with the others first: else no line of all would be one any more.
+            behind = [queue for queue in alone if self._comes_late(queue)]
+            first = [_take_alone(queue) for queue in behind or alone]
             if lines := first or self._take_together(waiting) or self._take_oldest(crossed):
                 return lines
         if any(queue.is_done and not queue.held for queue in queues):
@@ -213,11 +217,13 @@ class LineMerger:
         key = queue.held[0].key
         return any(key in other.keys for other in self._queues.values() if other is not queue)
 
+    def _comes_late(self, queue: _Queue) -> bool:
+        """Whether another rank's line like the head of `queue` has left already."""
+        key = hash(queue.held[0].key)
+        return any(key in other.went_alone for other in self._queues.values() if other is not queue)
+
     def _take_oldest(self, queues: Sequence[_Queue]) -> list[Merged]:
-        if not queues:
-            return []
-        oldest = min(queues, key=_age)
-        return [Merged(oldest.rank, *oldest.pop())]
+        return [_take_alone(min(queues, key=_age))] if queues else []
 
     def _take_together(self, waiting: Sequence[_Queue]) -> list[Merged]:
         """A head that every other rank printed next on that stream, as one line; none if there is no such head.
@@ -231,6 +237,7 @@ class LineMerger:
             if len(keys) == 1:
                 for other, at in zip(waiting, places, strict=True):
                     other.pop(at or 0)
+                    other.went_alone.clear()
                     other.misses = 0
                 return [Merged(None, *key) for key in keys if key is not None]
         return []
@@ -255,6 +262,12 @@ class LineMerger:
                 queue.gap = None
                 return True
         return False
+
+
+def _take_alone(queue: _Queue) -> Merged:
+    key = queue.pop()
+    queue.went_alone.append(hash(key))
+    return Merged(queue.rank, *key)
 
 
 def _age(queue: _Queue) -> int:

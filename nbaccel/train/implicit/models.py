@@ -313,12 +313,15 @@ class _Around:
             gc.freeze()
         self.modules: list[Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        kinds = set(map(type, found))
+        modules = {kind for kind in kinds if Module in kind.__mro__}
+        optimizers = {kind for kind in kinds if torch.optim.Optimizer in kind.__mro__}
         for each in found:
             kind = type(each)
-            if issubclass(kind, Module):
+            if kind in modules:
                 if "_modules" in vars(each):  # else its constructor has raised
                     self.modules.append(each)
-            elif issubclass(kind, torch.optim.Optimizer) and "param_groups" in vars(each):
+            elif kind in optimizers and "param_groups" in vars(each):
                 self.optimizers.append(each)
 
     def roots(self) -> list[Module]:

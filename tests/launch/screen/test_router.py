@@ -277,6 +277,19 @@ def test_a_line_of_one_rank_does_not_hide_that_the_next_is_of_all() -> None:
     assert run.screen.lines == ["[rank 0] saving", "[all] epoch 1"]
 
 
+@pytest.mark.parametrize("more", [1, 3])
+def test_a_rank_that_has_printed_more_holds_up_one_line_and_not_all_that_follow(more: int) -> None:
+    run = Run(2)
+    run.feed(1, "step 0\n")
+    for number in range(more):
+        run.feed(0, f"only here {number}\n")
+    for number in range(6):
+        run.feed(0, f"step {number}\n")
+        run.feed(1, f"step {number + 1}\n")
+        run.wait(0.1)
+    assert run.end()[-4:-1] == ["[all] step 3", "[all] step 4", "[all] step 5"]
+
+
 def test_lines_that_crossed_are_shown_oldest_first() -> None:
     run = Run(2)
     run.feed(0, "a\nb\n")
