@@ -21,7 +21,6 @@ from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.finite import LossWatch
 from nbaccel.train.handlers import AutocastKwargs
-from nbaccel.train.implicit import step_back
 from nbaccel.train.models import is_spread
 from nbaccel.train.optimizer import PreparedOptimizer
 from nbaccel.train.precision import Precision
@@ -113,7 +112,6 @@ class Stepping(ProcessControl):
         kwargs go to ``loss.backward``. A loss that is NaN or infinite is reported, see `Accelerator`'s `on_nan`.
         Collective at a window's end.
         """
-        step_back()
         if not self._is_ready:
             self._make_ready("backward")
         accumulation = self._accumulation
