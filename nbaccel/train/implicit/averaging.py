@@ -20,7 +20,7 @@ from nbaccel.errors import NotPrepared
 from nbaccel.train.implicit.exchange import Exchange, Round
 from nbaccel.train.implicit.graph import leaves_of, runs_backwards_inside
 from nbaccel.train.implicit.header import VALUES, Header, Say, as_floats, digest, exchange
-from nbaccel.train.implicit.models import Models
+from nbaccel.train.implicit.models import Models, sums_of
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.scalars import users_scalars
 from nbaccel.train.implicit.scaling import forget_scaled, is_scaled
@@ -419,9 +419,9 @@ class Averaging:
         numbers = self._alive_everywhere()
         if not numbers:
             return [], []
-        sums = torch.tensor(self._sums(numbers), dtype=torch.float64)
-        rows = self._collective().tell(_CALL, sums)
-        differs = (rows != rows[:1]).any(0).tolist()
+        sums = torch.tensor(sums_of([self._tensor(number) for number in numbers]), dtype=torch.float64)
+        rows = self._collective().tell(_CALL, sums).unflatten(1, (-1, 2))
+        differs = (rows != rows[:1]).any(2).any(0).tolist()
         found = [number for number, it_does in zip(numbers, differs, strict=True) if it_does]
         buffers = [number for number in found if self.models.items[number].is_buffer]
         return [number for number in found if number not in buffers], buffers
@@ -440,16 +440,11 @@ class Averaging:
         found: list[int] = self._collective().tell(_CALL, marks).amin(0).nonzero().flatten().tolist()
         return found
 
-    def _sums(self, numbers: Sequence[int]) -> list[float]:
-        """A number for each tensor, by which other values show; what is not finite is one to all ranks."""
-        sums = as_floats([self._tensor(number).detach().double().sum() for number in numbers])
-        return [each if math.isfinite(each) else 0.0 for each in sums]
-
     def _check(self, numbers: Sequence[int]) -> float:
         """Of weights that a backward is about to reach, at steps 1, 2, 4, ... and every 64th."""
         steps = self._steps.taken
         is_due = steps and (steps & (steps - 1) == 0 or steps % 64 == 0)
-        return sum(self._sums(numbers)) if is_due else 0.0
+        return sum(sums_of([self._tensor(number) for number in numbers])) if is_due else 0.0
 
     # -- parts
 

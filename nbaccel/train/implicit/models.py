@@ -6,10 +6,14 @@ its buffers, and what optimizers keep for them. Rank 0's values count from then 
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,14 +22,21 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
 
 from nbaccel.errors import NotPrepared
+from nbaccel.train.implicit.header import as_floats
+from nbaccel.train.implicit.users_code import users_frames, variables_of
 from nbaccel.train.talk.collectives import Collectives
 
-__all__ = ["Item", "Model", "Models"]
+__all__ = ["Item", "Model", "Models", "sums_of"]
 
 _KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 """Classes of models that average gradients by themselves."""
 
 _MOST_PARTS = 1000
+_MOST_NAMES = 10_000
+_MOST_FRAMES = 50
+_MOST_LOOKED_AT = 50_000
+_DEPTH = 5
+_EMPTY = CellType()
 
 
 @dataclass(slots=True)
@@ -171,30 +182,26 @@ class Models:
         specs = collectives.gather_objects([[family.spec for family in found]])
         most = max(specs, key=len)
         if any(spec != most for spec in specs):
-            mine = {family.spec: family for family in self._families(None)}
-            found = [mine[spec] for spec in most if spec in mine]
+            others = {family.spec: family for family in self._families(None)}
+            found = [others[spec] for spec in most if spec in others]
             if any(collectives.gather_objects([len(found) != len(most) or any(s not in (most, []) for s in specs)])):
                 raise NotPrepared(
                     "the ranks began to train different parameters in the same backward, so they cannot be averaged. "
                     "Build the same model in every rank, or prepare it:\n"
                     "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
                 )
-        alike = True
-        with torch.no_grad():
-            for family in found:
-                for tensor in family.tensors:
-                    value = collectives.broadcast(tensor.detach(), 0)
-                    alike = alike and (torch.equal(value, tensor) or _are_nan(value, tensor))
-                    family.values.append(value)
-            agreed = not collectives.any(not alike, "implicit registration")
-            for family in found:
-                if not agreed:
-                    for tensor, value in zip(family.tensors, family.values, strict=True):
-                        tensor.data.copy_(value)
-                    _share_states(family.tensors, self._surroundings().optimizers, collectives)
-                self._add(family)
+        tensors = [tensor for family in found for tensor in family.tensors]
+        mine = torch.tensor(sums_of(tensors), dtype=torch.float64)
+        rows = collectives.tell("loss.backward()", mine)
+        if bool((rows != rows[0]).any()):
+            with torch.no_grad():
+                for tensor in tensors:
+                    tensor.data.copy_(collectives.broadcast(tensor.detach(), 0))
+                _share_states(tensors, self._surroundings().optimizers, collectives)
+        for family in found:
+            self._add(family)
         self._around = None  # it holds models, which may be let go of
-        return alike
+        return bool(torch.equal(mine, rows[0]))
 
     def _add(self, family: _Family) -> None:
         root = family.root
@@ -261,13 +268,12 @@ class Models:
 
 
 class _Family:
-    """Tensors that are registered together, and rank 0's values of them."""
+    """Tensors that are registered together."""
 
     def __init__(self, root: Module | None, tensors: Sequence[tuple[Tensor, Item]]) -> None:
         self.root = root
         self.tensors = [tensor for tensor, _ in tensors]
         self.about = [about for _, about in tensors]
-        self.values: list[Tensor] = []
         self.spec = (
             type(root).__qualname__,
             *((tuple(tensor.shape), str(tensor.dtype), about.is_buffer) for tensor, about in tensors),
@@ -303,26 +309,45 @@ def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
 
 
 class _Around:
-    """The models and the optimizers that live in this process."""
+    """The models and the optimizers that live in this process, as far as the program can reach them."""
 
     def __init__(self) -> None:
-        gc.unfreeze()  # a fork has frozen what it came with, and the collector hides that
-        try:
-            found = gc.get_objects()
-        finally:
-            gc.freeze()
-        self.modules: list[Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        kinds = set(map(type, found))
+        self._modules: dict[int, Module] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._take(gc.get_objects())  # what was made here; what a fork came with is frozen, and not listed
+        self._search()
+        self.modules, self.optimizers = list(self._modules.values()), list(self._optimizers.values())
+
+    def _take(self, objects: Sequence[Any]) -> None:
+        kinds = set(map(type, objects))
         modules = {kind for kind in kinds if Module in kind.__mro__}
         optimizers = {kind for kind in kinds if torch.optim.Optimizer in kind.__mro__}
-        for each in found:
+        for each in objects:
             kind = type(each)
             if kind in modules:
                 if "_modules" in vars(each):  # else its constructor has raised
-                    self.modules.append(each)
+                    self._modules[id(each)] = each
             elif kind in optimizers and "param_groups" in vars(each):
-                self.optimizers.append(each)
+                self._optimizers[id(each)] = each
+
+    def _search(self) -> None:
+        """Look through what the program's frames name; to look at all that a fork came with would copy its pages."""
+        waiting: deque[tuple[Any, int]] = deque()
+        for frame in users_frames(_MOST_FRAMES):
+            waiting += [(names, 0) for names in (variables_of(frame), frame.f_globals)]
+        seen: set[int] = set()
+        while waiting and len(seen) < _MOST_LOOKED_AT:
+            value, depth = waiting.popleft()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            kind = type(value)
+            if Module in kind.__mro__ and "_modules" in vars(value):
+                self._take(list(value.modules()))
+            elif torch.optim.Optimizer in kind.__mro__:
+                self._take([value])
+            elif depth < _DEPTH:
+                waiting += [(part, depth + 1) for part in _inside(value, kind)]
 
     def roots(self) -> list[Module]:
         """Modules that no other module holds."""
@@ -341,6 +366,26 @@ class _Around:
             found.update(map(id, module._parameters.values()))
             found.update(id(part) for value in list(vars(module).values()) for part in _parts(value))
         return found
+
+
+def _inside(value: Any, kind: type) -> list[Any]:
+    """What a container or an object holds; nothing of large ones, and of what cannot hold a model."""
+    if kind in (list, tuple, set, frozenset):
+        parts = list(value) if len(value) <= _MOST_PARTS else []
+    elif issubclass(kind, Mapping):
+        parts = list(value.values()) if len(value) <= _MOST_NAMES else []
+    elif kind is FunctionType:
+        cells = value.__closure__ or ()
+        parts = [cell.cell_contents for cell in cells if cell != _EMPTY]
+    elif kind is MethodType:
+        parts = [value.__self__]
+    elif kind is functools.partial:
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif issubclass(kind, (Tensor, ModuleType, type)) or kind.__module__ in ("builtins", "numpy"):
+        parts = []
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())[:_MOST_PARTS]
+    return parts
 
 
 def _parts(value: Any) -> list[Tensor]:
@@ -371,5 +416,16 @@ def _share_states(
                 value.copy_(collectives.broadcast(value.detach(), 0))
 
 
-def _are_nan(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))
+def sums_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Two numbers for each tensor, by which other values show; what is not finite is 0. Copies none of them."""
+    found: list[Tensor | float] = []
+    for tensor in tensors:
+        values = tensor.detach()
+        if values.device.type == "meta":
+            found += [0.0, 0.0]
+            continue
+        values = torch.view_as_real(values) if values.is_complex() else values
+        found.append(values.sum(dtype=torch.float64))
+        is_float = values.is_floating_point()
+        found.append(torch.linalg.vector_norm(values, dtype=torch.float64) if is_float else 0.0)
+    return [each if math.isfinite(each) else 0.0 for each in as_floats(found)]

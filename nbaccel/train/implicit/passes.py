@@ -449,7 +449,7 @@ class Passes:
     def _is_cycled(self, this: _Pass, iterator: Any) -> bool:
         """Whether an ``itertools.cycle`` keeps what a pass gave: then the same batches come again, unasked."""
         if this.key not in self._are_cycled:
-            holders = _holders(iterator)
+            holders = gc.get_referrers(iterator)
             self._are_cycled[this.key] = any(type(holder) is itertools.cycle for holder in holders)
         return self._are_cycled[this.key]
 
@@ -642,17 +642,6 @@ def _shares_out(iterator: Any) -> bool:
         parts.append(iterator._dataset)
     is_pipe = getattr(iterator, "_shared_seed", None) is not None  # which torch has divided among ranks
     return is_pipe or any(getattr(part, name, None) not in (None, 1) for part in parts for name in _SHARES)
-
-
-def _holders(value: Any) -> list[Any]:
-    was_frozen = gc.get_freeze_count()
-    if was_frozen:
-        gc.unfreeze()  # a fork has frozen what it came with, and the collector hides that
-    try:
-        return gc.get_referrers(value)
-    finally:
-        if was_frozen:
-            gc.freeze()
 
 
 def _length(sized: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nbaccel.train.implicit.terms import Reading
-from nbaccel.train.implicit.users_code import users_frames
+from nbaccel.train.implicit.users_code import users_frames, variables_of
 
 __all__ = ["users_scalars"]
 
@@ -19,7 +19,7 @@ def users_scalars(reading: Reading, most: int) -> list[tuple[Tensor, tuple[int, 
     wanted = {scalar.node: scalar.terms for scalar in reading.scalars[1:]}
     found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
     for frame in users_frames(_FRAMES):
-        for value in list(frame.f_locals.values()):
+        for value in list(variables_of(frame).values()):
             if type(value) is Tensor and value.requires_grad and value.numel() == 1 and value.grad_fn in wanted:
                 found[id(value)] = value, wanted[value.grad_fn]
     order = {scalar.node: place for place, scalar in enumerate(reading.scalars)}

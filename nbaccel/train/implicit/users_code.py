@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["place_of_call", "users_frames", "users_name"]
+__all__ = ["place_of_call", "users_frames", "users_name", "variables_of"]
 
 _DEPTH = 3
+_OWN_REFERENCES = 3  # the frame's, ours, and that of the question
 _NOT_USERS = (
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
     os.path.dirname(torch.__file__) + os.sep,
@@ -32,6 +34,20 @@ def users_frames(most: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The local variables of `frame`, in a mapping that is not to be kept.
+
+    Until Python 3.12 a function's frame keeps what it was asked for, and so a model that the function deletes.
+    """
+    found = frame.f_locals
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or type(found) is not dict:
+        return found
+    copy = dict(found)
+    if sys.getrefcount(found) <= _OWN_REFERENCES:  # else the program has it, by `locals()`
+        found.clear()
+    return copy
+
+
 def place_of_call() -> tuple[tuple[CodeType, int], ...]:
     """The lines that led here; equal for passes that the same loop begins, also through a progress bar."""
     return tuple((frame.f_code, frame.f_lineno) for frame in users_frames(_DEPTH))
@@ -40,7 +56,7 @@ def place_of_call() -> tuple[tuple[CodeType, int], ...]:
 def users_name(value: Any) -> str:
     """The variable that holds `value` in the frames that led here; "" where there is none."""
     for frame in users_frames(_DEPTH):
-        for names in (frame.f_locals, frame.f_globals):
+        for names in (variables_of(frame), frame.f_globals):
             for name, each in list(names.items()):
                 if each is value and not name.startswith("_"):
                     return name

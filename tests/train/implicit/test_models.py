@@ -1,0 +1,93 @@
+"""What a backward reaches for the first time is rank 0's in all ranks, with all of its model; nothing is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbaccel.errors import RanksFailed
+from nbaccel.settings import RunSettings
+from nbaccel.testing import run_ranks
+from nbaccel.train.implicit.loop import ImplicitTraining
+from nbaccel.world import World
+
+
+def watched(loop: Any, *args: Any) -> Any:
+    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch.begin(None)
+    try:
+        values = loop(*args)
+        watch.end()
+        return values
+    finally:
+        watch.stop()
+
+
+def points() -> DataLoader[Any]:
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+
+
+def train(seed: int) -> list[torch.Tensor]:
+    """A model from its own seed, with statistics in it that no rank shares."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+    model[1].eval()  # its statistics are used, and do not change
+    with torch.no_grad():
+        model[1].running_mean += seed
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in points():
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [value.detach() for value in model.state_dict().values()]
+
+
+def by_rank() -> list[torch.Tensor]:
+    return train(int(os.environ["RANK"]))
+
+
+def test_ranks_with_other_models_train_rank_0s() -> None:
+    expected = train(0)
+    for values in run_ranks(2, watched, by_rank):
+        for value, right in zip(values, expected, strict=True):
+            assert torch.allclose(value.double(), right.double(), rtol=0, atol=1e-12)
+
+
+def folds() -> int:
+    """How many of three models that were trained one after the other are still there."""
+    gone = []
+    for fold in range(3):
+        torch.manual_seed(fold)
+        model = nn.Linear(4, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for x, y in points():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        gone.append(weakref.ref(model))
+        del model, optimizer
+    gc.collect()
+    return sum(each() is not None for each in gone)
+
+
+def test_models_of_folds_are_let_go_of() -> None:
+    assert run_ranks(2, watched, folds) == [0, 0]
+
+
+def of_other_sizes() -> None:
+    model = nn.Linear(4, 1 + int(os.environ["RANK"])).double()
+    for x, _ in points():
+        model(x).sum().backward()
+
+
+def test_ranks_with_models_of_other_sizes_are_refused_in_a_sentence() -> None:
+    with pytest.raises(RanksFailed, match="began to train different parameters in the same backward"):
+        run_ranks(2, watched, of_other_sizes)
