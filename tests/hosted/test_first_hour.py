@@ -325,7 +325,7 @@ PREPARES = "model, optimizer, loader = accelerator.prepare(model, optimizer, loa
 
 
 @on(KAGGLE)
-def test_a_raw_loop_is_refused_before_its_first_step_and_is_right_with_the_line_that_it_says(
+def test_a_raw_loop_is_refused_if_that_is_asked_for_and_is_right_with_the_line_that_it_says(
     machine: Machine, tmp_path: Path
 ) -> None:
     """As timm's script has it, with `.cuda()` and 'cuda:0' in cells above and in the loop."""
@@ -335,7 +335,7 @@ def test_a_raw_loop_is_refused_before_its_first_step_and_is_right_with_the_line_
         [
             MAKES,
             TIMM_LIKE,
-            f"%%accelerate --cpu -n 2 --out model\n{train.format('shuffled', 'torch.Tensor.backward')}",
+            f"%%accelerate --cpu --strict -n 2 --out model\n{train.format('shuffled', 'torch.Tensor.backward')}",
             f"%%accelerate --cpu -n 2 --out model\n{PREPARES}{train.format('loader', 'accelerator.backward')}",
             IS_RIGHT,
         ],

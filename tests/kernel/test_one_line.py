@@ -15,12 +15,11 @@ import os, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
-torch.set_default_dtype(torch.float64)
-x = torch.randn(90, 6)
+x = torch.randn(90, 6, dtype=torch.float64)
 y = torch.sin(x.sum(1, keepdim=True))
 train_loader = DataLoader(TensorDataset(x[:70], y[:70]), batch_size=16, shuffle=True)
 test_loader = DataLoader(TensorDataset(x[70:], y[70:]), batch_size=7)
-model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 """
 
@@ -117,7 +116,7 @@ def test_a_rank_that_ends_early_leaves_equal_weights(kernel: RealKernel) -> None
 
 def test_an_error_of_shapes_says_that_batches_came_in_parts(kernel: RealKernel) -> None:
     kernel.do(SETUP)
-    body = LOOP.replace("mse_loss(model(a), b)\n", "binary_cross_entropy(model(a).sigmoid(), torch.ones(16, 1))\n")
+    body = LOOP.replace("mse_loss(model(a), b)\n", "binary_cross_entropy(model(a).sigmoid(), torch.ones(16, 1, dtype=torch.float64))\n")
     error = kernel.run(accelerate(body)).failed("ValueError")
     assert "each rank has a part of every batch" in error.text
 
@@ -149,7 +148,7 @@ for step in range(5):
 
 def test_an_update_by_hand_is_one_training(kernel: RealKernel) -> None:
     loop = """
-w, history = torch.zeros(6, 1, requires_grad=True), []
+w, history = torch.zeros(6, 1, dtype=torch.float64, requires_grad=True), []
 for epoch in range(2):
     for a, b in train_loader:
         loss = ((a @ w - b) ** 2).mean()
