@@ -116,7 +116,8 @@ def test_a_rank_that_ends_early_leaves_equal_weights(kernel: RealKernel) -> None
 
 def test_an_error_of_shapes_says_that_batches_came_in_parts(kernel: RealKernel) -> None:
     kernel.do(SETUP)
-    body = LOOP.replace("mse_loss(model(a), b)\n", "binary_cross_entropy(model(a).sigmoid(), torch.ones(16, 1, dtype=torch.float64))\n")
+    of_16 = "binary_cross_entropy(model(a).sigmoid(), torch.ones(16, 1, dtype=torch.float64))\n"
+    body = LOOP.replace("mse_loss(model(a), b)\n", of_16)
     error = kernel.run(accelerate(body)).failed("ValueError")
     assert "each rank has a part of every batch" in error.text
 

@@ -93,6 +93,7 @@ class Averaging:
         self._references = References()
         self._of_parameters: dict[float, list[bool]] = {}  # by the shape of a loss, as seen of whole batches
         self._has_extras = False
+        self._failed = ""  # the error of a backward that has left the ranks in the middle of their sums
         self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were looked into, by their shape
 
     # -- in place of torch's
@@ -131,7 +132,8 @@ class Averaging:
             self._run_inside(run, real, outputs, args, kwargs)
             run.round.finish()
             self._exchange_late(run)
-        except BaseException:
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}".partition("\n")[0]
             for number, old in aside.items():
                 self._tensor(number).grad = old
             raise
@@ -265,6 +267,12 @@ class Averaging:
         return ""
 
     def _tell(self, say: Say, pairs: Sequence[tuple[float, float]], values: Sequence[float]) -> Header:
+        if self._failed:
+            raise NotPrepared(
+                f"rank {self._world.rank} of {self._world.world_size} goes on after a backward that has failed "
+                f"({self._failed}) while the other ranks wait for its gradients. Let the error end the cell, or train "
+                "in a function under find_executable_batch_size, which begins anew in all ranks."
+            )
         self.meetings += 1
         return exchange(self._collective(), _CALL, say, pairs, values)
 
@@ -306,7 +314,7 @@ class Averaging:
         """The numbers of all that any rank brings, in an order for the exchange: as backwards come to them."""
         mine = {*known, *buffers}
         if not header.all_equal("leaves", range(len(header.says))) or header.any("extras"):
-            marks = torch.zeros(len(self.models.items), dtype=torch.uint8)
+            marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
             marks[sorted(mine)] = 1
             mine = set(self._collective().tell(_CALL, marks).sum(0).nonzero().flatten().tolist())
         return sorted(mine, reverse=True)
@@ -327,7 +335,7 @@ class Averaging:
         """What a reentrant checkpoint has reached inside of the backward."""
         if not run.header.any("extras"):
             return
-        marks = torch.zeros(len(self.models.items), dtype=torch.uint8)
+        marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
         marks[sorted(self._late)] = 1
         numbers = self._collective().tell(_CALL, marks).sum(0).nonzero().flatten().tolist()
         if not numbers:
@@ -409,7 +417,7 @@ class Averaging:
         round_ = self._exchanges().begin(tuple(together), tensors, ())
         round_.finish()
         if header.any("extras"):
-            marks = torch.zeros(len(self.models.items), dtype=torch.uint8)
+            marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
             numbers = self._collective().tell(_CALL, marks).sum(0).nonzero().flatten().tolist()
             if numbers:
                 self._exchanges().begin(tuple(numbers), [self._tensor(number) for number in numbers], ()).finish()
@@ -419,7 +427,8 @@ class Averaging:
         numbers = self._alive_everywhere()
         if not numbers:
             return [], []
-        sums = torch.tensor(sums_of([self._tensor(number) for number in numbers]), dtype=torch.float64)
+        found_sums = sums_of([self._tensor(number) for number in numbers])
+        sums = torch.tensor(found_sums, dtype=torch.float64, device="cpu")
         rows = self._collective().tell(_CALL, sums).unflatten(1, (-1, 2))
         differs = (rows != rows[:1]).any(2).any(0).tolist()
         found = [number for number, it_does in zip(numbers, differs, strict=True) if it_does]
@@ -435,7 +444,7 @@ class Averaging:
 
     def _alive_everywhere(self) -> list[int]:
         """Ranks may collect what is not used any more at different times."""
-        marks = torch.zeros(len(self.models.items), dtype=torch.uint8)
+        marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
         marks[[number for number, _ in self.models.alive()]] = 1
         found: list[int] = self._collective().tell(_CALL, marks).amin(0).nonzero().flatten().tolist()
         return found

@@ -8,6 +8,7 @@ order in every rank. A rank without a gradient for a leaf adds zeros.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class Round:
         self._collectives = collectives
         self._layout = layout
         self._buffers = buffers
+        self._lock = threading.Lock()
         self._sent = 0
         self._sums: list[Any] = []
         self._returns: list[tuple[Tensor, Tensor]] = []  # flat tensors that were sent from another device
@@ -81,9 +83,10 @@ class Round:
             else:
                 view.copy_(value.detach().to_dense()).mul_(factor)
         bucket = self._layout.bucket_of[number]
-        self._missing[bucket] -= 1
-        while self._sent < len(self._missing) and not self._missing[self._sent]:
-            self._send()
+        with self._lock:  # leaves on a device and on the host are completed by threads of their own
+            self._missing[bucket] -= 1
+            while self._sent < len(self._missing) and not self._missing[self._sent]:
+                self._send()
 
     def finish(self) -> None:
         """Return once everything is added up. What this rank did not bring counts as zeros."""
@@ -99,7 +102,7 @@ class Round:
 
     def _send(self) -> None:
         flat = self._buffers.flats[self._sent]
-        sent = flat if flat.device.type == self._collectives.device.type else flat.to(self._collectives.device)
+        sent = flat.to(self._collectives.device)  # itself where it is there
         if sent is not flat:
             self._returns.append((flat, sent))
         self._sums.append(self._collectives.start_sum(sent))
@@ -159,7 +162,8 @@ class _Buffers:
     ) -> None:
         self.flats = [torch.zeros(size, dtype=dtype, device=device) for size, dtype, device in flats]
         self.views = [
-            self.flats[bucket].as_strided(shape, strides, offset) for bucket, offset, shape, strides in places
+            self.flats[bucket].as_strided(shape, strides, offset).detach()  # no views to autograd: some detach in place
+            for bucket, offset, shape, strides in places
         ]
         self._uses = self._count()
 

@@ -87,14 +87,14 @@ def exchange(
     say.terms, say.values = len(terms), len(values)
     short = [number for pair in terms[:TERMS] for number in pair] + [0.0] * (2 * max(0, TERMS - len(terms)))
     mine = [float(getattr(say, name)) for name in _NAMES] + short + [*values] + [0.0] * (VALUES - len(values))
-    rows = collectives.tell(call, torch.tensor(mine, dtype=torch.float64)).tolist()
+    rows = collectives.tell(call, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
     size = len(_NAMES)
     says = [Say(*row[:size]) for row in rows]
     pairs = [row[size : size + 2 * TERMS] for row in rows]
     most = int(max(each.terms for each in says))
     if most > TERMS:
         longer = [number for pair in terms for number in pair] + [0.0] * (2 * (most - len(terms)))
-        pairs = collectives.tell(call, torch.tensor(longer, dtype=torch.float64)).tolist()
+        pairs = collectives.tell(call, torch.tensor(longer, dtype=torch.float64, device="cpu")).tolist()
     return Header(
         says,
         [row[0 : 2 * int(each.terms) : 2] for row, each in zip(pairs, says, strict=True)],

@@ -191,7 +191,7 @@ class Models:
                     "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
                 )
         tensors = [tensor for family in found for tensor in family.tensors]
-        mine = torch.tensor(sums_of(tensors), dtype=torch.float64)
+        mine = torch.tensor(sums_of(tensors), dtype=torch.float64, device="cpu")
         rows = collectives.tell("loss.backward()", mine)
         if bool((rows != rows[0]).any()):
             with torch.no_grad():

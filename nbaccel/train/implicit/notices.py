@@ -45,7 +45,7 @@ class Notices:
         text = f"{split.name}: {split.why or f'each of {batches} split over {ranks} ranks'}"
         if self._models:
             text += f"; {self._models}"
-        text += "; what the loop counts by itself, as len(x) or right answers, is of rank 0's part"
+        text += "; what it counts by itself (len(x), right answers, a loss before its backward) is of rank 0's part"
         if self._has_batch_norm:
             text += (
                 "; batch norm sees a part of each batch "
@@ -86,7 +86,10 @@ class Notices:
 
     def _name_of(self, model: Model) -> str:
         root = None if model.root_of is None else model.root_of()
-        return next((name for name, value in self._namespace.items() if value is root and root is not None), model.name)
+        if root is None:
+            return model.name
+        names = (name for name, value in self._namespace.items() if value is root and not name.startswith("_"))
+        return next(names, model.name)
 
 
 def _amount(count: int) -> str:

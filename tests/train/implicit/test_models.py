@@ -91,3 +91,52 @@ def of_other_sizes() -> None:
 def test_ranks_with_models_of_other_sizes_are_refused_in_a_sentence() -> None:
     with pytest.raises(RanksFailed, match="began to train different parameters in the same backward"):
         run_ranks(2, watched, of_other_sizes)
+
+
+def caught() -> None:
+    """Rank 1 runs out of memory within a backward, and its loop goes on."""
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step, (x, y) in enumerate(points()):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        if step == 1 and os.environ["RANK"] == "1":
+            model.weight.register_hook(fail)
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError:
+            continue
+        optimizer.step()
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_loop_that_goes_on_after_a_failed_backward_is_stopped() -> None:
+    with pytest.raises(RanksFailed, match=r"goes on after a backward that has failed .OutOfMemoryError: out of memory"):
+        run_ranks(2, watched, caught)
+
+
+def zeroed_in_place() -> list[torch.Tensor]:
+    """As fastai zeroes gradients."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    for x, y in points():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+        nn.functional.mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.05 * parameter.grad
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_gradients_may_be_detached_and_zeroed_in_place() -> None:
+    expected = zeroed_in_place()
+    for values in run_ranks(2, watched, zeroed_in_place):
+        for value, right in zip(values, expected, strict=True):
+            assert torch.allclose(value, right, rtol=0, atol=1e-12)
