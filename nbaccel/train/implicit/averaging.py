@@ -26,6 +26,7 @@ from nbaccel.train.implicit.scalars import users_scalars
 from nbaccel.train.implicit.scaling import forget_scaled, is_scaled
 from nbaccel.train.implicit.steps import Steps
 from nbaccel.train.implicit.terms import Reading, Term, obstacle_below, read
+from nbaccel.train.implicit.users_code import users_frames
 from nbaccel.train.implicit.weights import References, differ, factors
 from nbaccel.train.talk.collectives import Collectives
 from nbaccel.world import World
@@ -34,6 +35,8 @@ __all__ = ["Averaging"]
 
 _CALL = "loss.backward()"
 _NONE = -1.0
+_FEWEST_ROWS = 2
+_FRAMES = 3
 
 
 class Averaging:
@@ -73,6 +76,7 @@ class Averaging:
         self._is_inside = False
         self._round: Round | None = None
         self._factor = 0.0
+        self._is_completed_later = False
         self._late: dict[int, Tensor] = {}  # leaves that a backward inside of the backward has reached
         self._begin()
 
@@ -128,17 +132,19 @@ class Averaging:
             return self._grad(run, real, outputs, args, kwargs)
         aside = self._set_aside(run)
         self._round, self._factor, self._late = run.round, run.factor, {}
+        self._is_completed_later = run.header.any("extras")  # a leaf is, once for each backward inside
         try:
             self._run_inside(run, real, outputs, args, kwargs)
+            self._bring_all(run)
             run.round.finish()
             self._exchange_late(run)
-        except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+        except BaseException:
             for number, old in aside.items():
                 self._tensor(number).grad = old
             raise
         finally:
             self._round = None
+            self._late = {}
         self._put_back(run, aside)
         self._end(run, roots)
         return None
@@ -168,6 +174,9 @@ class Averaging:
         self._is_inside = True
         try:
             return real(outputs, *args, **kwargs)
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise
         finally:
             self._is_inside = False
             for hook in hooks:
@@ -191,6 +200,8 @@ class Averaging:
         readings = [read(root, is_scaled) for root in roots]
         handed = self._passes.handed
         obstacle = self._obstacle(readings, handed.rows, is_graph_kept)
+        if not obstacle and any(leaf._backward_hooks for leaf in leaves):
+            obstacle = "a hook that may change the gradient of a parameter"
         terms = [term for reading in readings for term in reading.terms]
         named = [] if len(roots) != 1 or not handed.is_part else users_scalars(readings[0], VALUES - 1)
         shown = [root for root in roots[:1] if root.numel() == 1] + [value for value, _ in named]
@@ -210,7 +221,7 @@ class Averaging:
                 new=len(new),
                 leaves=digest(repr((sorted(known), buffers))),
                 extras=extras,
-                shape=digest(" ".join(type(term.node).__name__ for term in terms)),
+                shape=_shape(terms),
                 part=handed.is_part,
                 own=self._passes.gives_own,
                 rows=handed.rows,
@@ -242,7 +253,7 @@ class Averaging:
             self._of_parameters.setdefault(say.shape, pure)
         weights = factors(header, givers, pure, self._references)
         if weights is None:
-            raise NotPrepared(self._cannot_weigh("it is a mean that is divided by the batch once more"))
+            raise NotPrepared(self._cannot_weigh("its terms differ between ranks, or are divided by the batch twice"))
         together = self._union(header, known, buffers)
         mine = [number for number in (*known, *buffers) if number in set(together)]
         tensors = [self._tensor(number) for number in together]
@@ -258,8 +269,9 @@ class Averaging:
         for reading in readings:
             if reading.obstacle:
                 return reading.obstacle
-            shape = digest(" ".join(type(term.node).__name__ for term in reading.terms))
-            key = shape, self._passes.handed.is_part
+            key = _shape(reading.terms), self._passes.handed.is_part
+            if rows < _FEWEST_ROWS:
+                return ""  # one sample shows nothing
             if key not in self._obstacles or self._obstacles[key]:
                 self._obstacles[key] = obstacle_below(reading, rows)
             if self._obstacles[key]:
@@ -324,10 +336,18 @@ class Averaging:
     def _completed(self, number: int, leaf: Tensor) -> None:
         """autograd has completed a gradient."""
         if self._round is not None and leaf.grad is not None:
-            if number in self._round.value:
-                self._round.bring(number, leaf.grad, self._factor)
-            else:
+            if number not in self._round.value:
                 self._late[number] = leaf
+            elif not self._is_completed_later:
+                self._round.bring(number, leaf.grad, self._factor)
+
+    def _bring_all(self, run: _Run) -> None:
+        """What leaves have in the end, where each was completed more than once."""
+        if self._is_completed_later:
+            for number in run.numbers:
+                tensor = self._tensor(number)
+                if tensor.grad is not None and not self.models.items[number].is_buffer:
+                    run.round.bring(number, tensor.grad, run.factor)
 
     # -- after it
 
@@ -459,7 +479,11 @@ class Averaging:
 
     def _tensor(self, number: int) -> Tensor:
         tensor = self.models.items[number].tensor
-        assert tensor is not None  # a backward has just reached it
+        if tensor is None:
+            raise NotPrepared(
+                f"rank {self._world.rank} of {self._world.world_size} has let go of a model that another rank still "
+                "trains: something that the loop decides or draws by itself differs between ranks."
+            )
         return tensor
 
     def _collective(self) -> Collectives:
@@ -500,7 +524,13 @@ class _Run:
     @property
     def is_uniform(self) -> bool:
         """Whether all terms count alike."""
-        return not any(differ(each) for each in self.weights if each)
+        return not self.is_of_parts and not any(differ(each) for each in self.weights if each)
+
+    @property
+    def is_of_parts(self) -> bool:
+        """Whether ranks have parts of a batch. Then terms are weighed where their gradients begin: hooks and inputs
+        see what they would of the whole batch."""
+        return any(self.header.says[rank].part for rank in self.givers)
 
     @property
     def factor(self) -> float:
@@ -519,6 +549,8 @@ class _Run:
         says = self.header.says
         if not any(says[rank].part or says[rank].own for rank in self.givers):
             return []
+        if not (self.header.all_equal("terms", self.givers) and self.header.all_equal("shape", self.givers)):
+            return [None]
         terms = [tuple(range(len(self.terms))), *(indices for _, indices in self.named)]
         found: list[float | None] = []
         for at in range(min(len(self.header.values[rank]) for rank in self.givers)):
@@ -544,8 +576,16 @@ class _Run:
         return list(zip(self.givers, columns[0], strict=True))
 
 
+def _shape(terms: Sequence[Term]) -> int:
+    """A number by the kinds of `terms` and the lines that led to this backward: two losses of a loop have two."""
+    lines = [f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in users_frames(_FRAMES)]
+    return digest(" ".join([*(type(term.node).__name__ for term in terms), *lines]))
+
+
 def _times(factor: float) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     def scale(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not factor:  # and not nan where a rank has nothing but ignored targets
+            return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
         return tuple(None if each is None else each * factor for each in gradients)
 
     return scale

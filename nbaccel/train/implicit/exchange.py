@@ -173,7 +173,8 @@ class _Buffers:
     def _count(self) -> tuple[int, int]:
         """References to the views and to their memory, by which one sees that nobody else has any."""
         memory = sum(torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats)
-        return sum(map(sys.getrefcount, self.views)), memory
+        # Before torch 2.10 a view that is a leaf's gradient is not seen by Python's count.
+        return sum(sys.getrefcount(view) + getattr(view, "_use_count", int)() for view in self.views), memory
 
 
 def _aligned(count: int) -> int:

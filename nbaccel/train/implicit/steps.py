@@ -5,6 +5,7 @@ A loop that prepares nothing tells it by its optimizers' steps and by the batche
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +77,7 @@ class Steps:
 
     def rates(self) -> float:
         """A number by which different learning rates show."""
-        return sum(
+        return math.fsum(  # whatever the order
             float(group["lr"])
             for optimizer in self._optimizers
             for group in optimizer.param_groups

@@ -79,7 +79,7 @@ def factors(
         return [[each] * max(1, int(say.terms)) for each, say in zip(even, says, strict=True)]
     if not is_alike or not count:
         rows = [says[rank].rows if rank in givers else 0.0 for rank in range(size)]
-        if not sum(rows):
+        if not sum(rows) or any(each < 0 for rank in givers for each in header.counts[rank]):
             return None
         return [[each / sum(rows)] * max(1, int(say.terms)) for each, say in zip(rows, says, strict=True)]
     columns = []

@@ -452,7 +452,7 @@ def stochastic_weight_averaging() -> Values:
     return ends(model, average), []
 
 
-@loop()
+@loop(is_split=False)
 def hooks_on_tensors() -> Values:
     model = net()
     model[2].weight.register_hook(lambda gradient: gradient * 0.5)

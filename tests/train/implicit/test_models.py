@@ -99,9 +99,10 @@ def caught() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step, (x, y) in enumerate(points()):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
+        guess = model(x)
         if step == 1 and os.environ["RANK"] == "1":
-            model.weight.register_hook(fail)
+            guess.register_hook(fail)
+        loss = nn.functional.mse_loss(guess, y)
         try:
             loss.backward()
         except torch.OutOfMemoryError:
