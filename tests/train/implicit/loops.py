@@ -1887,3 +1887,55 @@ def root_of_a_mean_from_the_third_step_on() -> Values:
             optimizer.step()
             step += 1
     return ends(model), []
+
+
+# What a second reading found ------------------------------------------------------------------------------------------
+
+
+@loop()
+def steps_along_the_gradients_of_inputs() -> Values:
+    model = net()
+    optimizer = sgd(model)
+    for x, y in DataLoader(points(), batch_size=7):
+        x.requires_grad_()
+        F.mse_loss(model(x), y).backward()
+        worse = (x + 0.5 * x.grad).detach()
+        optimizer.zero_grad()
+        F.mse_loss(model(worse), y).backward()
+        optimizer.step()
+    return ends(model), []
+
+
+@loop()
+def two_sums_that_are_divided_otherwise() -> Values:
+    one, other = net(), net()
+    first, second = sgd(one, 0.05), sgd(other, 0.05)
+    for x, y in DataLoader(points(), batch_size=7):
+        first.zero_grad()
+        (F.mse_loss(one(x), y, reduction="sum") / len(x)).backward()
+        first.step()
+        second.zero_grad()
+        (F.mse_loss(other(x), y, reduction="sum") / 100).backward()
+        second.step()
+    return [*ends(one), *ends(other)], []
+
+
+@loop()
+def six_optimizers() -> Values:
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01 * (place + 1) / 3) for place, layer in enumerate(model)]
+    for x, y in DataLoader(points(), batch_size=7):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.mse_loss(model(x), y.expand(-1, 5)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return ends(model), []
+
+
+@loop(is_split=False)
+def gradients_clamped_by_hooks() -> Values:
+    model = net()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return ends(model), fit(model, sgd(model), DataLoader(points(), batch_size=7))
