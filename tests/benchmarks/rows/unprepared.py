@@ -25,7 +25,7 @@ __all__ = ["rows"]
 
 _FEATURES = 64
 _WIDTHS = {"10 M parameters": (1750, 3), "10 k parameters": (96, 1), "100 tensors": (64, 48)}
-_BATCH, _BATCHES = 64, 30
+_BATCH, _BATCHES = 64, 10
 
 _WAITING_BATCH, _WAITING_BATCHES = 128, 12
 _SLEEP_S = 0.020 / 32  # for a sample
@@ -123,7 +123,7 @@ def rows() -> Sequence[Row]:
             contenders={"raw": partial(_ddp, *shape), NBACCEL: partial(_by_the_line, *shape)},
             units=_BATCHES,
             world_size=2,
-            turns=20 if "10 M" not in size else 6,
+            turns=20,
             judged="wall",
             targets={NBACCEL: 1.1} if "10 M" in size else {},
             tolerance=1e-4,
