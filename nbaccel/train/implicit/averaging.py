@@ -271,7 +271,7 @@ class Averaging:
                 return reading.obstacle
             key = _shape(reading.terms), self._passes.handed.is_part
             if rows < _FEWEST_ROWS:
-                return ""  # one sample shows nothing
+                continue  # one sample shows nothing
             if key not in self._obstacles or self._obstacles[key]:
                 self._obstacles[key] = obstacle_below(reading, rows)
             if self._obstacles[key]:
