@@ -43,6 +43,8 @@ class Notices:
             return
         batches = "its batches" if split.batches is None else f"{split.batches:,} batches"
         text = f"{split.name}: {split.why or f'each of {batches} split over {ranks} ranks'}"
+        if split.remark:
+            text += f"; {split.remark}"
         if self._models:
             text += f"; {self._models}"
         text += "; what it counts by itself (len(x), right answers, a loss before its backward) is of rank 0's part"

@@ -3,17 +3,12 @@
 A pass, one iteration over a loader, begins whole: every rank gets the same batches. Once a backward has followed, each
 rank gets its part of every batch; a later pass that begins in the same place is split from its first batch. Evaluations
 have no backwards, so they stay whole. Ranks decide alike without a word, by the order of the program's own events.
-
-torch's generator has two streams. The common one gives the order of samples, as in one process. While a part is out,
-the rank's own is active: dropout differs between ranks, and however much they draw, the order stays the same in all.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import random
-import sys
 import threading
 import weakref
 from collections import deque
@@ -28,6 +23,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from nbaccel.errors import CannotSplit, NotPrepared
 from nbaccel.settings import EACH, SPLIT
+from nbaccel.train.implicit.layouts import Layout, is_own
+from nbaccel.train.implicit.streams import Streams, mixed
 from nbaccel.train.implicit.users_code import place_of_call, users_name
 from nbaccel.train.microbatch.slicing import Samples, sample_shapes
 
@@ -37,6 +34,9 @@ _PASS = "_nbaccel_pass"
 _REMEMBERED = 64
 """Of the batches of one pass that no backward was of yet; what only evaluates takes thousands."""
 
+_SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
+_SEES_PART = "its collate_fn is given a part of each batch, so that what it pads is as long as that part wants it"
+
 _SHARES = ("num_replicas", "num_processes")
 
 
@@ -45,7 +45,7 @@ class Split:
     """What becomes of a loader's batches.
 
     name: the variable that holds the loader, else the class of its data set.  batches: len(loader), if it has one.
-    why: what is to be said instead of the usual.
+    why: what is to be said instead of the usual.  remark: what is to be said beside it.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Split:
     batch_size: int | None
     is_split: bool
     why: str = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,10 @@ _UNKNOWN = _Label(False, 0, 0)
 class _Pass:
     """One iteration over a loader, as far as it has come. It holds neither.
 
-    key: passes with an equal one do the same.  lead: batches that were taken before the first backward, once known.
-    ahead: of them, how many the program takes before it needs them.  labels: of batches that were drawn, and are not
-    handed out yet.  first: what to begin anew with.  record: what its backwards were about.
+    key: passes with an equal one do the same.  is_map: batches are made of indices.  is_collated: of several samples.
+    layout: of batches that a function of the program's own makes.  lead: batches that were taken before the first
+    backward, once known.  ahead: of them, how many the program takes before it needs them.  labels: of batches that
+    were drawn, and are not handed out yet.  first: what to begin anew with.  record: what its backwards were about.
     """
 
     task: object
@@ -96,8 +98,9 @@ class _Pass:
     batch_size: int | None
     iterator_of: weakref.ref[Any]
     may_split: bool
-    cuts_indices: bool
+    is_map: bool
     is_collated: bool
+    layout: Layout | None = None
     is_split: bool = False
     began_split: bool = False
     was_training: bool = True
@@ -114,6 +117,11 @@ class _Pass:
     @property
     def loader(self) -> tuple[Any, ...]:
         return self.key[:3]
+
+    @property
+    def cuts_indices(self) -> bool:
+        """Whether a rank fetches only its samples; else a batch is cut after it was made."""
+        return self.is_map and not (self.layout is not None and self.layout.is_known)
 
 
 _Taken = dict[_Pass, deque[_Label]]
@@ -135,7 +143,7 @@ class Passes:
         self._world_size = world_size
         self._on_split = on_split
         self._is_training = is_training
-        self._streams = _Streams(rank)
+        self._streams = Streams(rank)
         self.begin()
         self._is_on = False
 
@@ -158,6 +166,7 @@ class Passes:
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
         self._whole: set[tuple[Any, ...]] = set()  # keys of passes that are not to be split
         self._told: set[tuple[Any, ...]] = set()
+        self._layouts: dict[tuple[Any, ...], Layout] = {}  # by loader
         self._are_cycled: dict[tuple[Any, ...], bool] = {}  # by key
         self._drawn: Any = None  # the iterator whose batch is being made
         self.batches = 0
@@ -246,7 +255,10 @@ class Passes:
             batches = None
             if iterator is not None and iterator._dataset_kind == _DatasetKind.Map:
                 batches = _length(iterator._index_sampler)
-            self._on_split(Split(this.name, batches, this.batch_size, is_split, why))
+            remark = ""
+            if is_split and this.layout is not None:
+                remark = _SEES_PART if this.cuts_indices else _SEES_ALL
+            self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark))
 
     # -- what the hooks ask
 
@@ -282,15 +294,17 @@ class Passes:
             size,
             iterator_of=lambda: None,  # type: ignore[arg-type]  # known in a moment
             may_split=not _shares_out(iterator) and (loader is not None or not iterator._num_workers),
-            cuts_indices=is_map,
+            is_map=is_map,
             is_collated=bool(iterator._auto_collation),
             lead=lead,
             ahead=ahead,
         )
+        if is_map and this.is_collated and self._mode == SPLIT and is_own(iterator._collate_fn):
+            this.layout = self._layouts.setdefault(this.loader, Layout())
         this.is_split = this.began_split = this.may_split and lead > 0 and key not in self._whole
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
-        if this.is_split and is_map and iterator._num_workers:
-            iterator._base_seed = _mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
+        if this.is_split and this.cuts_indices and iterator._num_workers:
+            iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
         iterator.__dict__[_PASS] = this
         self._settle()
         return this
@@ -299,7 +313,7 @@ class Passes:
         """The index of the next batch, cut to this rank's part."""
         this = self._pass_of(iterator)
         self._streams.common()
-        if not this.cuts_indices:
+        if not this.is_map:
             return real(iterator)
         is_split = this.is_split and torch.is_grad_enabled()
         if self._mode == EACH:
@@ -310,7 +324,7 @@ class Passes:
             index = real(iterator)
             count = _count(index, this.is_collated)
             label = _Label(False, count, count)
-            if is_split and count >= self._world_size:
+            if is_split and this.cuts_indices and count >= self._world_size:
                 start, stop = self._bounds(count)
                 index, label = index[start:stop], _Label(True, stop - start, count)
         this.labels.append(label)
@@ -330,7 +344,7 @@ class Passes:
         self._drawn = iterator
         is_split = this.is_split and torch.is_grad_enabled()
         try:
-            if this.cuts_indices or self._mode == SPLIT:
+            if this.is_map or self._mode == SPLIT:
                 batch, is_apart = real(iterator), False
             else:
                 batch, is_apart = self._next_own(this, lambda: real(iterator), is_split)
@@ -345,6 +359,8 @@ class Passes:
             self._drawn = None
             self._streams.fetched()
         label = this.labels.popleft() if this.labels else _Label(is_apart, 0, 0)
+        if this.layout is not None and label.whole and not label.is_apart and torch.is_grad_enabled():
+            this.layout.learn(batch, label.whole)
         if self._mode == SPLIT and is_split and not label.is_apart:
             batch, label = self._sliced(this, batch, label.whole)
         if not label.rows and not this.has_trained and torch.is_grad_enabled():
@@ -381,9 +397,9 @@ class Passes:
         if 0 < known < self._world_size:
             return batch, _Label(False, known, known)
         try:
-            samples = _samples(this, batch, known)
+            samples = _samples(this, batch, known) if this.layout is None else this.layout.samples(batch, known)
         except CannotSplit as error:
-            if not (this.cuts_indices and known):  # else it only came too early to be cut by its indices
+            if not (this.is_map and known):  # else it only came too early to be cut by its indices
                 self._keep_whole(this, f"its batches cannot be cut ({str(error).partition('. ')[0]})")
             return batch, _Label(False, known, known)
         count = samples.count
@@ -501,98 +517,6 @@ class _Hooks:
 
         next_batch.nbaccel_hooks = self  # type: ignore[attr-defined]
         kind.__init__, kind._reset, kind._next_index, kind.__next__ = init, reset, next_index, next_batch
-
-
-class _Streams:
-    """The random streams of one rank: torch's on the CPU, and Python's and NumPy's while samples are fetched.
-
-    Programs decide by Python's and NumPy's numbers, so these stay common; but a data set that draws from them draws as
-    often as its part has samples, and ranks would part ways.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._common: torch.Tensor | None = None  # its state while the own one is active
-        self.begin()
-
-    def begin(self) -> None:
-        """A task begins: what is active is common."""
-        self.common()
-        self._seed = self._base = self._count = 0
-        self._kept: tuple[Any, ...] | None = None  # Python's and NumPy's states while samples are fetched
-        self._watched: Any = None
-        self._drawing: set[Any] = set()  # loaders whose data sets draw from these
-        self._has_seeded_cuda = False
-
-    def end(self) -> None:
-        self.fetched()
-        self.common()
-
-    def common(self) -> None:
-        """Draw what all ranks draw."""
-        if self._common is None:
-            return
-        generator = torch.default_generator
-        seed = generator.initial_seed()
-        if seed == self._seed:
-            generator.set_state(self._common)
-        else:
-            generator.manual_seed(seed)  # by the program, in all ranks; what was drawn since may not be equal
-        self._common = None
-
-    def own(self) -> None:
-        """Draw this rank's own numbers."""
-        if self._common is not None:
-            return
-        generator = torch.default_generator
-        base = generator.initial_seed()
-        self._count = self._count + 1 if base == self._base else 1
-        self._base, self._seed = base, _mixed(base, self._rank, self._count)
-        self._common = generator.get_state()
-        generator.manual_seed(self._seed)
-        if not self._has_seeded_cuda and torch.cuda.is_initialized():
-            self._has_seeded_cuda = True
-            torch.cuda.manual_seed(self._seed)
-
-    def fetch_apart(self, loader: Any, is_first: bool) -> None:
-        """Samples of `loader` are about to be fetched that other ranks do not fetch.  is_first: of a pass."""
-        if loader in self._drawing:
-            self._kept = _states()
-            random.seed(self._seed)
-            if self._kept[1] is not None:
-                sys.modules["numpy"].random.seed(self._seed % 2**32)
-        elif is_first:
-            self._kept, self._watched = _states(), loader
-
-    def fetched(self) -> None:
-        """They are here: Python and NumPy go on as if nothing had been drawn."""
-        if self._kept is None:
-            return
-        if self._watched is None or not _are_equal(self._kept, _states()):
-            _set_states(self._kept)
-            if self._watched is not None:
-                self._drawing.add(self._watched)
-        self._kept = self._watched = None
-
-
-def _states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _set_states(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
-
-
-def _are_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return one[0] == other[0] and (one[1] is None or one[1][2:] == other[1][2:])  # NumPy's position tells
-
-
-def _mixed(*numbers: int) -> int:
-    """A seed that is another one for other numbers; of integers, a hash is the same in all processes."""
-    return hash(numbers) & (2**62 - 1)
 
 
 def _count(index: Any, is_collated: bool) -> int:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from nbaccel.errors import CannotSplit
 from nbaccel.train.talk.nested import children, is_container, map_children
 
-__all__ = ["Samples", "SplitFunction", "sample_shapes"]
+__all__ = ["Samples", "SplitFunction", "is_array", "is_shared", "named_children", "sample_shapes"]
 
 SplitFunction = Callable[[Any, int, int], Any]
 """``split_fn(batch, start, stop)``: a batch of the samples `start` to `stop`."""
@@ -80,16 +80,16 @@ class Samples:
 
 def sample_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     """The shape of one sample in each tensor of `batch`, in the order of its containers."""
-    return tuple(tuple(leaf.shape[1:]) for _, leaf in _leaves(batch, "batch") if _is_array(leaf))
+    return tuple(tuple(leaf.shape[1:]) for _, leaf in _leaves(batch, "batch") if is_array(leaf))
 
 
 def _count(batch: Any) -> int:
     found: dict[str, int] = {}
     others = []
     for path, leaf in _leaves(batch, "batch"):
-        if _is_array(leaf):
+        if is_array(leaf):
             found[path] = leaf.shape[0]
-        elif not _is_shared(leaf):
+        elif not is_shared(leaf):
             others.append(leaf)
     lengths = set(found.values())
     if len(lengths) > 1:
@@ -117,13 +117,13 @@ _REMEDY = (
 
 
 def _sliced(value: Any, start: int, stop: int, count: int) -> Any:
-    if _is_array(value) or _lists_samples(value, count):
+    if is_array(value) or _lists_samples(value, count):
         return value[start:stop]
     return map_children(lambda child: _sliced(child, start, stop, count), value)
 
 
 def _picked(value: Any, rows: list[int], count: int) -> Any:
-    if _is_array(value):
+    if is_array(value):
         return value[rows]
     if _lists_samples(value, count):
         return type(value)([value[row] for row in rows])
@@ -135,10 +135,10 @@ def _strangers(value: Any, path: str, count: int | None) -> Iterator[tuple[str, 
     if _lists_samples(value, count):
         return
     if not _goes_deeper(value):
-        if not (_is_array(value) or _is_shared(value)):
+        if not (is_array(value) or is_shared(value)):
             yield path, value
         return
-    for below, child in _named_children(value, path):
+    for below, child in named_children(value, path):
         yield from _strangers(child, below, count)
 
 
@@ -147,11 +147,11 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not _goes_deeper(value):
         yield path, value
         return
-    for below, child in _named_children(value, path):
+    for below, child in named_children(value, path):
         yield from _leaves(child, below)
 
 
-def _named_children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def named_children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return ((f"{path}[{name!r}]", child) for name, child in children(value))
     if type(value) in (list, tuple):
@@ -163,14 +163,14 @@ def _goes_deeper(value: Any) -> bool:
     return is_container(value) and not isinstance(value, PackedSequence)  # a tuple of tensors without a batch dimension
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """A dense tensor, or an array, that has a first dimension."""
     if isinstance(value, Tensor):
         return value.ndim > 0 and value.layout is torch.strided and not value.is_nested
     return hasattr(value, "__array__") and bool(getattr(value, "ndim", 0))
 
 
-def _is_shared(leaf: Any) -> bool:
+def is_shared(leaf: Any) -> bool:
     return isinstance(leaf, _SHARED) or (hasattr(leaf, "__array__") and getattr(leaf, "ndim", None) == 0)
 
 
@@ -180,4 +180,4 @@ def _lists_samples(value: Any, count: int | None) -> bool:
 
 
 def _holds_array(value: Any) -> bool:
-    return any(_is_array(leaf) for _, leaf in _leaves(value, ""))
+    return any(is_array(leaf) for _, leaf in _leaves(value, ""))

@@ -1261,6 +1261,66 @@ def padding_with_a_mask() -> Values:
     return ends(model), printed
 
 
+@loop()
+def padding_that_counts() -> Values:
+    """Samples are as long as the longest of their batch, and the model averages over all of it."""
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    printed = []
+    for _ in range(2):
+        for text, mask in DataLoader(Sentences(), batch_size=7, shuffle=True, collate_fn=padded):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(text).mean(1), mask.sum(1) % 3)
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+def padded_time_first(rows: list[Tensor]) -> dict[str, Any]:
+    lengths = [len(row) for row in rows]
+    return {"text": pad_sequence(rows), "next": pad_sequence([row[1:] for row in rows]), "lengths": lengths}
+
+
+@loop()
+def time_before_samples() -> Values:
+    """A batch whose second dimension counts samples, looked at by `view`, as models of sequences have it."""
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 9))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    printed = []
+    for _ in range(2):
+        for batch in DataLoader(Sentences(), batch_size=5, shuffle=True, collate_fn=padded_time_first):
+            optimizer.zero_grad()
+            shown = model(batch["text"])[:-1]
+            loss = F.cross_entropy(shown.view(-1, 9), batch["next"].view(-1))
+            loss.backward()
+            optimizer.step()
+            assert len(batch["lengths"]) == batch["text"].shape[1]
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+    order = torch.randperm(len(x))
+    return 0.7 * x + 0.3 * x[order], 0.7 * y + 0.3 * y[order]
+
+
+@loop()
+def mixing_in_collate() -> Values:
+    model = net()
+    optimizer = sgd(model)
+    printed = []
+    for _ in range(2):
+        for x, y in DataLoader(points(), batch_size=7, shuffle=True, collate_fn=mixed_up):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
 class Batch:
     """What nobody else can look into."""
 

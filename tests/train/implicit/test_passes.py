@@ -292,7 +292,7 @@ def test_rows_that_are_not_samples_are_not_cut() -> None:
     check(plain, ranks, whole={0, 1, 2})
 
 
-def test_batches_that_were_drawn_too_early_are_sliced_only_along_their_samples() -> None:
+def test_batches_that_were_drawn_too_early_are_sliced_along_their_samples() -> None:
     def time_first(samples: list[Tensor]) -> Tensor:
         return torch.stack(samples, 1).expand(2, -1)
 
@@ -301,8 +301,8 @@ def test_batches_that_were_drawn_too_early_are_sliced_only_along_their_samples()
 
     plain, ranks = run(program)
 
-    check(plain[:3], [SimpleNamespace(got=rank.got[:3]) for rank in ranks], whole={0, 1, 2})
-    assert [torch.equal(torch.cat([rank.got[n] for rank in ranks], 1), plain[n]) for n in (3, 4)] == [True, True]
+    check(plain[:1], [SimpleNamespace(got=rank.got[:1]) for rank in ranks], whole={0})
+    assert all(torch.equal(torch.cat([rank.got[n] for rank in ranks], 1), plain[n]) for n in range(1, 5))
 
 
 def test_collate_function_and_subclass() -> None:

@@ -1,0 +1,130 @@
+"""Layouts: where the samples lie in the batches that a loader's own collate_fn makes. Runs in ranks.
+
+Such a function may pad to the longest sample, or mix samples, so what it makes of a part is not a part of what it makes
+of the batch. Its batches are made whole and cut afterwards, along dimensions that are as long as the batch has samples.
+Which these are is learnt from the batches that come before the first cut: lengths that only happen to be equal differ
+in another batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate, default_convert
+
+from nbaccel.errors import CannotSplit
+from nbaccel.train.microbatch.slicing import Samples, is_array, is_shared, named_children
+from nbaccel.train.talk.nested import map_children
+
+__all__ = ["Layout", "is_own"]
+
+_COLUMNS = 2
+"""So many tensors are rather the columns of a batch: inputs and targets."""
+
+_TORCHS = (default_collate, default_convert)
+
+
+def is_own(collate_fn: Any) -> bool:
+    """Whether `collate_fn` is none of torch's, which handle each sample by itself."""
+    return collate_fn not in _TORCHS
+
+
+class Layout:
+    """Where the samples of one loader's batches lie.
+
+    is_known: batches can be cut, as far as one has seen them.
+
+    >>> layout, lengths = Layout(), torch.tensor([3, 2])
+    >>> layout.learn((torch.ones(3, 2), lengths), 2)
+    >>> layout.samples((torch.arange(6).reshape(3, 2), lengths), 2).take(1, 2)
+    (tensor([[1],
+            [3],
+            [5]]), tensor([2]))
+    """
+
+    def __init__(self) -> None:
+        self.is_known = True
+        self._axes: dict[str, set[int]] = {}  # by path: dimensions that were as long as each batch had samples
+        self._lists: dict[str, bool] = {}  # by path: whether a list has one entry per sample, once it is sure
+
+    def learn(self, batch: Any, count: int) -> None:
+        """Look at a whole batch of `count` samples."""
+        if not self.is_known:
+            return
+        try:
+            found = dict(self._look(batch, "batch", count))
+        except CannotSplit:
+            self.is_known = False
+            return
+        if not found:
+            self.is_known = False
+        for path, axes in found.items():
+            self._axes[path] = axes
+
+    def samples(self, batch: Any, count: int) -> Samples:
+        """The samples of a whole batch that was learnt.
+
+        Raises:
+            CannotSplit: it is not clear where they lie.
+        """
+        if not self.is_known:
+            raise CannotSplit("it is not known which of its parts belong to which sample")
+        return Samples(batch, count, lambda whole, start, stop: self._cut(whole, "batch", start, stop, count))
+
+    def _look(self, value: Any, path: str, count: int) -> Iterator[tuple[str, set[int]]]:
+        """The dimensions of each tensor that may count samples.
+
+        Raises:
+            CannotSplit: there is something in which none does.
+        """
+        if is_array(value):
+            axes = {axis for axis, length in enumerate(value.shape) if length == count}
+            axes &= self._axes.get(path, axes)
+            if not axes:
+                raise CannotSplit(f"{path} has no dimension that counts samples")
+            yield path, axes
+            return
+        if is_shared(value):
+            return
+        below = list(named_children(value, path))
+        has_entries = type(value) in (list, tuple) and len(value) == count
+        if not has_entries and not below:
+            raise CannotSplit(f"it is not known what of {path} ({type(value).__name__}) belongs to which sample")
+        try:
+            inside = [found for name, child in below for found in self._look(child, name, count)]
+        except CannotSplit:
+            if not has_entries:
+                raise
+            inside = []
+        lists = self._lists.get(path, has_entries and (not inside or _are_alike(value)))
+        if lists and not has_entries:
+            raise CannotSplit(f"{path} has no entry for each sample any more")
+        if lists or not has_entries:
+            self._lists[path] = lists  # else both may be
+        if lists:
+            yield path, {0}
+        else:
+            yield from inside
+
+    def _cut(self, value: Any, path: str, start: int, stop: int, count: int) -> Any:
+        if is_array(value):
+            # As dense as the whole one is: programs call view() on it.
+            part = value[(slice(None),) * min(self._axes[path]) + (slice(start, stop),)]
+            return part.clone() if isinstance(part, Tensor) and _is_dense(value) and not _is_dense(part) else part
+        if self._lists.get(path):
+            return value[start:stop]
+        names = iter([name for name, _ in named_children(value, path)])
+        return map_children(lambda child: self._cut(child, next(names), start, stop, count), value)
+
+
+def _are_alike(entries: Sequence[Any]) -> bool:
+    """Whether they look like samples, as three images of three channels do, and not like columns."""
+    kinds = {(entry.dtype, entry.ndim) if isinstance(entry, Tensor) else None for entry in entries}
+    return len(entries) > _COLUMNS and len(kinds) == 1 and all(kind and kind[0].is_floating_point for kind in kinds)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

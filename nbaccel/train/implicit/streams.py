@@ -1,0 +1,107 @@
+"""Streams: the random numbers of one rank, some common to all ranks and some its own. Runs in ranks.
+
+torch's generator has two streams. The common one gives the order of samples, as in one process. While a part is out,
+the rank's own is active: dropout differs between ranks, and however much they draw, the order stays the same in all.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["Streams", "mixed"]
+
+
+class Streams:
+    """The random streams of one rank: torch's on the CPU, and Python's and NumPy's while samples are fetched.
+
+    Programs decide by Python's and NumPy's numbers, so these stay common; but a data set that draws from them draws as
+    often as its part has samples, and ranks would part ways.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._common: torch.Tensor | None = None  # its state while the own one is active
+        self.begin()
+
+    def begin(self) -> None:
+        """A task begins: what is active is common."""
+        self.common()
+        self._seed = self._base = self._count = 0
+        self._kept: tuple[Any, ...] | None = None  # Python's and NumPy's states while samples are fetched
+        self._watched: Any = None
+        self._drawing: set[Any] = set()  # loaders whose data sets draw from these
+        self._has_seeded_cuda = False
+
+    def end(self) -> None:
+        self.fetched()
+        self.common()
+
+    def common(self) -> None:
+        """Draw what all ranks draw."""
+        if self._common is None:
+            return
+        generator = torch.default_generator
+        seed = generator.initial_seed()
+        if seed == self._seed:
+            generator.set_state(self._common)
+        else:
+            generator.manual_seed(seed)  # by the program, in all ranks; what was drawn since may not be equal
+        self._common = None
+
+    def own(self) -> None:
+        """Draw this rank's own numbers."""
+        if self._common is not None:
+            return
+        generator = torch.default_generator
+        base = generator.initial_seed()
+        self._count = self._count + 1 if base == self._base else 1
+        self._base, self._seed = base, mixed(base, self._rank, self._count)
+        self._common = generator.get_state()
+        generator.manual_seed(self._seed)
+        if not self._has_seeded_cuda and torch.cuda.is_initialized():
+            self._has_seeded_cuda = True
+            torch.cuda.manual_seed(self._seed)
+
+    def fetch_apart(self, loader: Any, is_first: bool) -> None:
+        """Samples of `loader` are about to be fetched that other ranks do not fetch.  is_first: of a pass."""
+        if loader in self._drawing:
+            self._kept = _states()
+            random.seed(self._seed)
+            if self._kept[1] is not None:
+                sys.modules["numpy"].random.seed(self._seed % 2**32)
+        elif is_first:
+            self._kept, self._watched = _states(), loader
+
+    def fetched(self) -> None:
+        """They are here: Python and NumPy go on as if nothing had been drawn."""
+        if self._kept is None:
+            return
+        if self._watched is None or not _are_equal(self._kept, _states()):
+            _set_states(self._kept)
+            if self._watched is not None:
+                self._drawing.add(self._watched)
+        self._kept = self._watched = None
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def _are_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return one[0] == other[0] and (one[1] is None or one[1][2:] == other[1][2:])  # NumPy's position tells
+
+
+def mixed(*numbers: int) -> int:
+    """A seed that is another one for other numbers; of integers, a hash is the same in all processes."""
+    return hash(numbers) & (2**62 - 1)
