@@ -1,15 +1,22 @@
-"""Unmodified loops end in two and three ranks as in one process, whether their batches are cut or not (see `loops`)."""
+"""Unmodified loops end in two and three ranks as in one process, whether their batches are cut or not (see `loops`).
+
+Here each runs in bare forks of the test process; `make full` also launches it as a cell is, by both ways to start.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nbaccel.errors import RanksFailed
+from nbaccel.errors import NotPrepared, RanksFailed
+from nbaccel.launch import functions
+from nbaccel.launch.launcher import Launcher
 from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
 from nbaccel.train.implicit.loop import ImplicitTraining
@@ -21,28 +28,76 @@ TOLERANCE = 1e-12
 
 REFUSAL = "errors.NotPrepared: "
 SHOWS_PARTS = "what is shown of it is rank 0's part"
+SPLIT = "split over"
+
+SETUP = "nbaccel.train.setup:setup_rank"
+"""What the ranks of a cell run first."""
+
+ALWAYS_LAUNCHED = ("gan_with_r1", "grad_scaler_with_an_overflow", "root_of_a_mean_from_the_third_step_on")
+"""By a zygote, in two ranks. The others, and the other ways, are launched by `make full`."""
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
 def test_a_loop_ends_in_ranks_as_in_one_process(loop: Loop, world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
-    expected, numbers = _in_one_process(loop)
     try:
         ranks = run_ranks(world_size, _in_a_rank, loop)
     except RanksFailed as error:
         if loop.may_refuse and REFUSAL in str(error):
             return
         raise
-    weights, printed, were_split = zip(*ranks, strict=True)
-    if loop.is_exact:
-        wrong = [*_differences(weights, expected, "tensor")]
-        wrong += [] if loop.shows_parts else _differences(printed, numbers, "number")
-        wrong += ["nothing was said"] * (loop.shows_parts and SHOWS_PARTS not in capfd.readouterr().out)
-    else:
-        wrong = [*_differences(weights, weights[0], "tensor"), *_differences(printed, printed[0], "number")]
-    wrong += [f"rank {rank} printed {len(its)} numbers" for rank, its in enumerate(printed) if len(its) != len(numbers)]
-    wrong += [f"rank {rank}: batches cut {was}" for rank, was in enumerate(were_split) if was != loop.is_split]
+    wrong = _complaints(loop, [(weights, printed) for weights, printed, _ in ranks], capfd.readouterr().out)
+    wrong += [f"rank {rank}: batches cut {was}" for rank, (*_, was) in enumerate(ranks) if was != loop.is_split]
     assert not wrong, "; ".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    """One zygote for all loops; its start takes seconds, which no test shall be charged for."""
+    launcher = Launcher()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(functions, "default_launcher", lambda: launcher)
+        functions.launch(int, 1, cpu=True, start_method="zygote")
+        yield launcher
+    launcher.close()
+
+
+def _ways_to_launch() -> Iterator[Any]:
+    for start, world_size, loop in itertools.product(["zygote", "fork"], [1, 2, 3], LOOPS):
+        is_always = (start, world_size) == ("zygote", 2) and loop.name in ALWAYS_LAUNCHED
+        marks = [] if is_always else [pytest.mark.full]
+        yield pytest.param(start, world_size, loop, marks=marks, id=f"{start}-{world_size}-{loop.name}")
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize(("start", "world_size", "loop"), [*_ways_to_launch()])
+def test_a_loop_that_is_launched_ends_as_in_one_process(
+    start: str, world_size: int, loop: Loop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = functions.launch(loop.run, world_size, cpu=True, start_method=start, setup=SETUP, check=False)
+    if run.error is not None:
+        if loop.may_refuse and isinstance(run.error, NotPrepared):
+            return
+        raise run.error
+    assert run.start_method == start
+    said = capfd.readouterr().out
+    wrong = _complaints(loop, run.values, said)
+    wrong += ["batches are cut, or not"] if (SPLIT in said) != (loop.is_split and world_size > 1) else []
+    assert not wrong, "; ".join(wrong)
+
+
+def _complaints(loop: Loop, ranks: Sequence[Values], said: str) -> list[str]:
+    """What is not as it should be in what the ranks ended with.  said: what we printed."""
+    is_alone = len(ranks) == 1
+    weights, numbers = _in_one_process(loop) if loop.is_exact or is_alone else ranks[0]
+    wrong = [*_differences([its for its, _ in ranks], weights, "tensor")]
+    if is_alone or not loop.shows_parts:
+        wrong += _differences([its for _, its in ranks], numbers, "number")
+    elif SHOWS_PARTS not in said:
+        wrong.append("nothing was said")
+    steps = len(_in_one_process(loop)[1])
+    wrong += [f"rank {rank} printed {len(its)} numbers" for rank, (_, its) in enumerate(ranks) if len(its) != steps]
+    return wrong
 
 
 @cache
