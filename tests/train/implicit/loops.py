@@ -1,4 +1,4 @@
-"""Small training loops as strangers write them: nothing of ours in them, and no word about ranks.
+"""Small training loops as strangers write them: nothing of ours in them, and hardly a word about ranks.
 
 Each is a function without arguments that returns the tensors it ends with (weights, buffers, states of optimizers) and
 the numbers it printed. Numbers are read after the backward, since before it a rank knows only its part of a batch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Loop:
     is_exact: it ends with the numbers of one process; otherwise ranks are equal and make as many steps.
     may_refuse: it may end in an error of ours instead, since a batch was cut before it was seen that none must be.
     shows_parts: its loss has terms that count differently, so each rank prints that of its part, and says so.
+    is_slow: it takes seconds.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Loop:
     is_exact: bool = True
     may_refuse: bool = False
     shows_parts: bool = False
+    is_slow: bool = False
 
     def run(self) -> Values:
         """What the loop ends with and prints, begun in float64 and with the same random states each time."""
@@ -638,6 +641,23 @@ def branch_by_the_content() -> Values:
     return ends(model, optimizer), printed
 
 
+@loop(is_exact=False)
+def branch_by_the_rank() -> Values:
+    """The one loop that knows of ranks: rank 0 trains with another head than the others."""
+    model = nn.ModuleDict({"body": net(4), "first": nn.Linear(4, 1), "others": nn.Linear(4, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    head = model["others" if int(os.environ.get("RANK", "0")) else "first"]
+    printed = []
+    for _ in range(2):
+        for x, y in DataLoader(points(), batch_size=7):
+            optimizer.zero_grad()
+            loss = F.mse_loss(head(model["body"](x)), y)
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model, optimizer), printed[1:]  # the first batch is whole in all ranks, and each has its own loss of it
+
+
 # Models: what is trained, and how it is called ------------------------------------------------------------------------
 
 
@@ -694,6 +714,54 @@ def data_parallel() -> Values:
     model = nn.DataParallel(net())
     printed = fit(model, sgd(model), DataLoader(points(), batch_size=7))
     return ends(model.module), printed
+
+
+def compiled(part: Any) -> Any:
+    """As ``torch.compile`` does it, less the seconds that its own backend takes: graphs of autograd are the same."""
+    return torch.compile(part, backend="aot_eager")
+
+
+@loop(is_slow=True)
+def compiled_model() -> Values:
+    torch._dynamo.reset()
+    model = compiled(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train, valid = DataLoader(points(), batch_size=7, shuffle=True), DataLoader(points(10, seed=2), batch_size=4)
+    printed = []
+    for _ in range(2):
+        model.train()
+        printed += fit(model, optimizer, train, epochs=1)
+        model.eval()
+        with torch.no_grad():
+            printed.append(sum(F.mse_loss(model(x), y).item() for x, y in valid))
+    return ends(model, optimizer), printed
+
+
+@loop(is_slow=True)
+def compiled_in_every_epoch() -> Values:
+    torch._dynamo.reset()
+    model = net()
+    optimizer, loader = sgd(model), DataLoader(points(), batch_size=7)
+    printed = fit(model, optimizer, loader, epochs=1)
+    for _ in range(2):
+        printed += fit(compiled(model), optimizer, loader, epochs=1)
+    return ends(model), printed
+
+
+@loop(is_split=False, is_slow=True)  # nothing shows what it is a sum of
+def compiled_loss() -> Values:
+    torch._dynamo.reset()
+    model = net()
+    optimizer, criterion = sgd(model), compiled(lambda x, y: F.mse_loss(model(x), y))
+    printed = []
+    for _ in range(2):
+        for x, y in DataLoader(points(), batch_size=7):
+            optimizer.zero_grad()
+            loss = criterion(x, y)
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
 
 
 def with_checkpoint(is_reentrant: bool) -> Values:

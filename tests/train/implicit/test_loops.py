@@ -37,9 +37,14 @@ ALWAYS_LAUNCHED = ("gan_with_r1", "grad_scaler_with_an_overflow", "root_of_a_mea
 """By a zygote, in two ranks. The others, and the other ways, are launched by `make full`."""
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
-def test_a_loop_ends_in_ranks_as_in_one_process(loop: Loop, world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
+def _ways_to_fork() -> Iterator[Any]:
+    for loop, world_size in itertools.product(LOOPS, [2, 3]):
+        marks = [pytest.mark.full] if loop.is_slow and world_size > 2 else []
+        yield pytest.param(loop, world_size, marks=marks, id=f"{loop.name}-{world_size}")
+
+
+@pytest.mark.parametrize(("loop", "world_size"), [*_ways_to_fork()])
+def test_a_loop_ends_in_ranks_asin_one_process(loop: Loop, world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         ranks = run_ranks(world_size, _in_a_rank, loop)
     except RanksFailed as error:
@@ -71,7 +76,7 @@ def _ways_to_launch() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("launcher")
 @pytest.mark.parametrize(("start", "world_size", "loop"), [*_ways_to_launch()])
-def test_a_loop_that_is_launched_ends_as_in_one_process(
+def test_a_loop_that_is_launched_ends_asin_one_process(
     start: str, world_size: int, loop: Loop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = functions.launch(loop.run, world_size, cpu=True, start_method=start, setup=SETUP, check=False)
@@ -89,19 +94,19 @@ def test_a_loop_that_is_launched_ends_as_in_one_process(
 def _complaints(loop: Loop, ranks: Sequence[Values], said: str) -> list[str]:
     """What is not as it should be in what the ranks ended with.  said: what we printed."""
     is_alone = len(ranks) == 1
-    weights, numbers = _in_one_process(loop) if loop.is_exact or is_alone else ranks[0]
-    wrong = [*_differences([its for its, _ in ranks], weights, "tensor")]
+    weights, numbers = in_one_process(loop) if loop.is_exact or is_alone else ranks[0]
+    wrong = [*differences([its for its, _ in ranks], weights, "tensor")]
     if is_alone or not loop.shows_parts:
-        wrong += _differences([its for _, its in ranks], numbers, "number")
+        wrong += differences([its for _, its in ranks], numbers, "number")
     elif SHOWS_PARTS not in said:
         wrong.append("nothing was said")
-    steps = len(_in_one_process(loop)[1])
+    steps = len(in_one_process(loop)[1])
     wrong += [f"rank {rank} printed {len(its)} numbers" for rank, (_, its) in enumerate(ranks) if len(its) != steps]
     return wrong
 
 
 @cache
-def _in_one_process(loop: Loop) -> Values:
+def in_one_process(loop: Loop) -> Values:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in ranks; a second one costs more than it helps
     try:
@@ -121,7 +126,7 @@ def _in_a_rank(loop: Loop) -> tuple[list[Tensor], list[float], bool]:
         watch.stop()
 
 
-def _differences(ranks: Sequence[Sequence[Tensor | float]], expected: Sequence[Tensor | float], what: str) -> list[str]:
+def differences(ranks: Sequence[Sequence[Tensor | float]], expected: Sequence[Tensor | float], what: str) -> list[str]:
     """What is not as expected, per rank the first of each."""
     wrong = []
     for rank, values in enumerate(ranks):
