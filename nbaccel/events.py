@@ -172,9 +172,10 @@ class OutOfMemory(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoopEntered(Event):
-    """A loop over a prepared loader is entered, or gone on with: what there is to cut if memory runs out in it.
+    """A loop over a loader is entered, or gone on with: what there is to cut if memory runs out in it.
 
     samples: in a batch of this rank; None where that differs.  parts: what each batch is cut into already.
+    sharing_ranks: so many ranks share one batch, its parts among them; 1 where each has batches of its own.
     batches_per_step: gradient accumulation steps.
     obstacle: why batches of this loop cannot be cut into more parts; empty if they can.
     batch_norms: the layers that would normalise over fewer samples then, by name.
@@ -185,6 +186,7 @@ class LoopEntered(Event):
     batches_per_step: int = 1
     obstacle: str = ""
     batch_norms: Sequence[str] = ()
+    sharing_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ class Restarting:
     ) -> str:
         """Why the run is not started again; empty if it is."""
         if loop is None:
-            return "nothing of ours can be cut, since no batch of a loader from accelerator.prepare had been handed out"
+            return "nothing of ours can be cut, since no batch of a DataLoader had been handed out"
         if loop.obstacle:
             return f"nothing of ours can be cut, since {loop.obstacle}"
         if loop.parts < (RunSettings.from_env(attempt.spec.environ).split or 1):
@@ -213,15 +213,16 @@ class Restarting:
             return hopeless
         if death.doubt and death.doubt in self._doubts:
             return "it was the same with larger batches, so smaller ones will not help"
+        parts = _parts_of_next(loop)
         if attempt.spec.stays:
             return (
                 "ranks that stay never are (--oom is for cells that have ranks of their own: after %accelerate stop "
-                f"this one would go on {_in_parts(loop, 2 * loop.parts)})"
+                f"this one would go on {_in_parts(loop, parts)})"
             )
         if attempt.spec.oom != SHRINK:
-            return f"--oom shrink, or oom='shrink' in a launch, would go on {_in_parts(loop, 2 * loop.parts)}"
+            return f"--oom shrink, or oom='shrink' in a launch, would go on {_in_parts(loop, parts)}"
         if attempt.spec.no_restart:
-            return f"{attempt.spec.no_restart} it would go on {_in_parts(loop, 2 * loop.parts)}"
+            return f"{attempt.spec.no_restart} it would go on {_in_parts(loop, parts)}"
         if self._restarts >= _MOST_RESTARTS:
             return f"it was {_MOST_RESTARTS} times already"
         if attempt.ended.seconds > _LONGEST_LOSS_S and not checkpoint:
@@ -234,13 +235,15 @@ class Restarting:
 
     def _said(self, attempt: Attempt, loop: LoopEntered, spec: LaunchSpec) -> list[str]:
         """What is different in the next attempt, that of `spec`, and what the earlier ones leave behind."""
-        parts = 2 * loop.parts
+        parts = _parts_of_next(loop)
         resume = RunSettings.from_env(spec.environ).resume
         whence = "" if resume is None else f" from {resume or 'the newest checkpoint'}"
         said = [
             f"started again{whence} {_in_parts(loop, parts)}{_effective(loop, attempt.spec.world_size)}",
-            f"the loop's body runs {parts} times per batch, each loss weighed as a mean over its samples",
         ]
+        rounds = -(-parts // loop.sharing_ranks)
+        if rounds > 1:
+            said.append(f"the loop's body runs {rounds} times per batch, each loss weighed as a mean over its samples")
         if loop.batch_norms:
             said.append(f"BatchNorm layers see the samples of one part at a time: {_some(loop.batch_norms)}")
         self._left_behind |= dict.fromkeys([*attempt.witness.opened, *attempt.ended.open_files])
@@ -261,9 +264,14 @@ def _causes(links: Sequence[Link]) -> Sequence[Link]:
 
 
 def _smaller(spec: LaunchSpec, ended: Ended, loop: LoopEntered, checkpoint: str) -> LaunchSpec:
-    environ = {**spec.environ, **RunSettings(split=2 * loop.parts, resume=checkpoint or None).environ()}
+    environ = {**spec.environ, **RunSettings(split=_parts_of_next(loop), resume=checkpoint or None).environ()}
     left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
     return replace(spec, environ=environ, timeout_s=left_s, program_limit=ended.program_limit)
+
+
+def _parts_of_next(loop: LoopEntered) -> int:
+    """Of each batch in the next attempt; ranks that share one share it before it is cut further."""
+    return loop.sharing_ranks if loop.parts < loop.sharing_ranks else 2 * loop.parts
 
 
 def _samples_at_once(loop: LoopEntered) -> float:
@@ -274,7 +282,7 @@ def _samples_at_once(loop: LoopEntered) -> float:
 def _at(loop: LoopEntered | None) -> str:
     if loop is None or loop.samples is None:
         return ""
-    return f" at {_sizes(loop, loop.parts)} per rank"
+    return f" at {_sizes(loop, loop.parts)}" + (" per rank" if loop.sharing_ranks == 1 else "")
 
 
 def _in_parts(loop: LoopEntered, parts: int) -> str:
@@ -297,7 +305,8 @@ def _half(loop: LoopEntered) -> str:
 def _effective(loop: LoopEntered, world_size: int) -> str:
     if loop.samples is None:
         return ", effective batch unchanged"
-    return f", effective batch {loop.samples * loop.batches_per_step * world_size} unchanged"
+    ranks = world_size if loop.sharing_ranks == 1 else 1
+    return f", effective batch {loop.samples * loop.batches_per_step * ranks} unchanged"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -198,3 +198,45 @@ def test_a_large_gradient_that_fits_with_a_quarter_of_the_batch_is_trained(new_n
     assert "ran out of memory at 1024 per rank; started again with 2 x 512" in cell.text
     assert "ran out of memory at 2 x 512 per rank; started again with 4 x 256" in cell.text
     assert notebook.value("open(attempts).read()") == "aaa"
+
+
+TRAINS_BY_ITSELF = """
+open(attempts, "a").write("x")
+import nbaccel.testing
+torch.manual_seed(7)
+loader = DataLoader(TensorDataset(x.double(), y.double()), 64, shuffle=True)
+scheduler = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.1, total_iters=2 * len(loader))
+with MemLimit(limit_bytes):
+    for epoch in range(2):
+        for features, target in loader:
+            adam.zero_grad()
+            loss = (net(features)[:, 0] - target).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            adam.step()
+            scheduler.step()
+rate = scheduler.get_last_lr()
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "zygote"])
+def test_a_loop_that_prepares_nothing_is_started_again_in_parts_and_trains_what_one_process_would(
+    notebook: RealKernel, start: str
+) -> None:
+    notebook.do("net.double(); begun = {name: value.clone() for name, value in net.state_dict().items()}")
+    notebook.do(TRAINS_BY_ITSELF)
+    notebook.do("expected = torch.cat([p.detach().flatten() for p in net.parameters()]), rate")
+    notebook.do("net.load_state_dict(begun); adam = torch.optim.AdamW(net.parameters(), lr=0.01); limit_bytes = 65_000")
+    notebook.do("open(attempts, 'w').close()")
+    cell = notebook.do(accelerate(TRAINS_BY_ITSELF, start, 2, "--seed 3"))
+    assert "ran out of memory at 64; started again with 2 x 32, effective batch 64 unchanged" in cell.text
+    assert (
+        "ran out of memory at 2 x 32; started again with 4 x 16, effective batch 64 unchanged; the loop's" in cell.text
+    )
+    assert "body runs 2 times per batch, each loss weighed as a mean over its samples" in cell.text
+    assert notebook.value("len(open(attempts).read())") == 2 * cell.text.count("started again with") + 2
+    assert (
+        notebook.value("float((torch.cat([p.detach().flatten() for p in net.parameters()]) - expected[0]).abs().max())")
+        <= 1e-12
+    )
+    assert notebook.value("rate == expected[1]")

@@ -130,7 +130,7 @@ def test_where_nothing_of_ours_can_be_cut_there_is_no_restart() -> None:
     run = shrunk(replace(SMALL, is_prepared=False), 2, check=False)
     assert run.restarts == []
     assert isinstance(run.error, torch.OutOfMemoryError)
-    assert "nothing of ours can be cut, since no batch of a loader from accelerator.prepare" in run.error.__notes__[-1]
+    assert "nothing of ours can be cut, since no batch of a DataLoader" in run.error.__notes__[-1]
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_batch_norm_layers_are_named() -> None:
 @pytest.mark.parametrize(
     ("events", "reason"),
     [
-        ([], "no batch of a loader from accelerator.prepare had been handed out"),
+        ([], "no batch of a DataLoader had been handed out"),
         ([replace(LOOP, obstacle="the loop does not train")], "nothing of ours can be cut, since the loop does not"),
         ([LOOP, OutOfMemory(0, "forward", 1, 0, 64)], "forward_backward has cut the batches down to single samples"),
         (

@@ -28,6 +28,7 @@ from nbaccel.train.implicit.steps import Steps
 from nbaccel.train.implicit.terms import Reading, Term, obstacle_below, read
 from nbaccel.train.implicit.users_code import users_frames
 from nbaccel.train.implicit.weights import References, differ, factors
+from nbaccel.train.implicit.withholding import Withholding
 from nbaccel.train.talk.collectives import Collectives
 from nbaccel.world import World
 
@@ -42,6 +43,7 @@ _FRAMES = 3
 class Averaging:
     """Averages the gradients of one rank's task with its peers'.
 
+    withholding: what waits for the last part of a batch.
     collectives: gives the ranks' way to talk; formed at the first call, by all ranks together.
     on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number.
     on_registered: called when models are known that were not.  on_parts_shown: called where a loss keeps its part's
@@ -55,6 +57,7 @@ class Averaging:
         world: World,
         passes: Passes,
         steps: Steps,
+        withholding: Withholding,
         collectives: Callable[[], Collectives],
         on_trained: Callable[[float | None], None],
         on_registered: Callable[[], None],
@@ -66,6 +69,7 @@ class Averaging:
         self._world = world
         self._passes = passes
         self._steps = steps
+        self._withholding = withholding
         self._make_collectives = collectives
         self._collectives: Collectives | None = None
         self._exchange: Exchange | None = None
@@ -127,7 +131,9 @@ class Averaging:
         if extras and not self._has_extras:
             self._has_extras = True
             new = list({id(leaf): leaf for leaf in (*new, *self.models.trained_by_optimizers())}.values())
+        share = self._withholding.before_backward(self._passes.handed, not accumulates)
         run = self._meet(roots, leaves, new, extras, is_graph_made)
+        run.share = share
         if not accumulates:
             return self._grad(run, real, outputs, args, kwargs)
         aside = self._set_aside(run)
@@ -185,8 +191,9 @@ class Averaging:
     # -- before the real one
 
     def _sort(self, leaves: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-        handed = self._passes.handed
-        return self.models.sort(leaves, self._passes.batches, handed.rows if handed.is_part else 0)
+        return self.models.sort(
+            leaves, self._passes.batches, self._passes.handed.sizes, by_holders=self._withholding.is_used
+        )
 
     def _meet(
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor], new: list[Tensor], extras: bool, is_graph_kept: bool
@@ -253,7 +260,11 @@ class Averaging:
             self._of_parameters.setdefault(say.shape, pure)
         weights = factors(header, givers, pure, self._references)
         if weights is None:
-            raise NotPrepared(self._cannot_weigh("its terms differ between ranks, or are divided by the batch twice"))
+            raise NotPrepared(
+                self._cannot_weigh(
+                    "its terms differ between ranks, or are divided by the batch twice, or one sample shows too little"
+                )
+            )
         together = self._union(header, known, buffers)
         mine = [number for number in (*known, *buffers) if number in set(together)]
         tensors = [self._tensor(number) for number in together]
@@ -379,14 +390,27 @@ class Averaging:
 
     def _put_back(self, run: _Run, aside: dict[int, Tensor], only_buffers: bool = False) -> None:
         with torch.no_grad():
-            for number, value in (*run.round.value.items(), *run.late.items()):
+            values = {**run.round.value, **run.late}
+            for number in [each for each in values if self.models.items[each].is_buffer]:
+                tensor = self._tensor(number)
+                tensor.data.copy_(values.pop(number))
+                self.models.items[number].version = tensor._version
+            if only_buffers:
+                values.clear()
+            elif self._withholding.is_on:
+                self._withholding.keep(values.items(), aside)
+                for number in values:
+                    self._tensor(number).grad = None
+                return
+            else:
+                sums, before = self._withholding.take()
+                for number, value in sums.items():
+                    values[number] = values[number].add_(value) if number in values else value
+                for number, value in before.items():
+                    aside.setdefault(number, value)
+            for number, value in values.items():
                 tensor, old = self._tensor(number), aside.pop(number, None)
-                if self.models.items[number].is_buffer:
-                    tensor.data.copy_(value)
-                    self.models.items[number].version = tensor._version
-                elif only_buffers:
-                    continue
-                elif tensor.grad is not None and tensor.grad.requires_grad:  # it has a graph, and is the same in all
+                if tensor.grad is not None and tensor.grad.requires_grad:  # it has a graph, and is the same in all
                     tensor.grad = tensor.grad if old is None else old + tensor.grad
                 elif self.models.items[number].is_sparse:
                     value = value.clone().to_sparse(1)
@@ -506,7 +530,7 @@ class _Run:
     round: where its gradients are added up.  numbers: of all that any rank brings.
     givers: the ranks whose gradients count.  weights: by rank, by what each of its terms counts.
     obstacle: why its batches are to stay whole.  named: variables of the user's with a part of the loss.
-    late: what was added up afterwards.
+    late: what was added up afterwards.  share: of the batch's samples, where it comes in several parts.
     """
 
     round: Round
@@ -520,6 +544,7 @@ class _Run:
     obstacle: str
     named: Sequence[tuple[Tensor, Any]]
     late: dict[int, Tensor] = field(default_factory=dict)
+    share: float = 1.0
 
     @property
     def is_uniform(self) -> bool:
@@ -542,7 +567,14 @@ class _Run:
         if self.is_uniform:
             return []
         mine = self.weights[self.rank]
+        if self.share != 1.0:
+            mine = [factor * self._share_of(at) for at, factor in enumerate(mine)]
         return [term.node.register_prehook(_times(factor)) for term, factor in zip(self.terms, mine, strict=True)]
+
+    def _share_of(self, at: int) -> float:
+        """By what the term at `at` counts in its batch: a mean by its part's samples, a sum by itself."""
+        total = sum(self.weights[rank][at] for rank in self.givers)
+        return self.share if math.isclose(total, 1.0) else 1.0
 
     def whole_values(self) -> list[float | None]:
         """The losses of the whole batch, None for one that cannot be told; empty where they are those already."""

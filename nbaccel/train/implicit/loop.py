@@ -24,6 +24,7 @@ from nbaccel.train.implicit.notices import Notices
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.scaling import watch_scalers
 from nbaccel.train.implicit.steps import Steps
+from nbaccel.train.implicit.withholding import Withholding
 from nbaccel.train.state import PartialState
 from nbaccel.train.talk.collectives import Collectives
 from nbaccel.train.talk.process_group import process_group
@@ -34,11 +35,14 @@ __all__ = ["ImplicitTraining"]
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
 """Errors that a number of samples may cause."""
 
+_OF_GRADIENTS = (TypeError, AttributeError, RuntimeError, AssertionError)
+"""Errors that a gradient which is None may cause."""
+
 
 class ImplicitTraining:
     """Keeps one training together in all ranks, in each of them one; a launcher calls it around a task.
 
-    world: this rank's.  settings: `batches` is used, "split" or "each".
+    world: this rank's.  settings: `batches` is used, "split" or "each", and `split`, the parts of a batch.
 
     Raises:
         NotPrepared: from within a backward, in all ranks: they do not train one model any more.
@@ -48,15 +52,25 @@ class ImplicitTraining:
         self._world = world
         self._mode = settings.batches or SPLIT
         self._notices = Notices(world)
-        self._passes = Passes(world.rank, world.world_size, self._notices.note_split, self._is_training)
+        self._parts = settings.split or 1
+        self._passes = Passes(
+            world.rank,
+            world.world_size,
+            self._notices.note_split,
+            self._is_training,
+            batch_norms=lambda: self._averaging.models.batch_norms(),
+            on_turn=lambda turn: self._withholding.next_turn(turn),
+        )
         self._steps = Steps(lambda: self._passes.batches)
+        self._withholding = Withholding(self._steps.rates)
         self._averaging = Averaging(
             world,
             self._passes,
             self._steps,
+            self._withholding,
             _collectives,
             on_trained=self._report,
-            on_registered=lambda: self._notices.note_models(self._averaging.models.models),
+            on_registered=self._note_models,
             on_parts_shown=self._notices.note_parts_shown,
             step_back=self._step_back,
         )
@@ -73,11 +87,12 @@ class ImplicitTraining:
         self._steps.begin()
         self._notices.begin(namespace)
         self._passes.install()
-        self._passes.begin(self._mode)
-        watch_scalers()
+        self._passes.begin(self._mode, self._parts)
+        self._withholding.begin()
+        watch_scalers(self._withholds)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(lambda *_: self._steps.end_step()),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         self._real = torch.autograd._engine_run_backward
         torch.autograd._engine_run_backward = self._run  # type: ignore[assignment]
@@ -104,6 +119,8 @@ class ImplicitTraining:
         """The task ended otherwise. Waits for nobody, and never raises."""
         with suppress(Exception):
             error = sys.exc_info()[1]
+            if self._withholding.is_on and isinstance(error, _OF_GRADIENTS) and not isinstance(error, RunStopped):
+                error.add_note(self._withholding.explain())
             if self.has_split and isinstance(error, _OF_SHAPES) and not isinstance(error, (NotPrepared, RunStopped)):
                 error.add_note(
                     "The loop prepares nothing, so each rank has a part of every batch: code that counts on batches of "
@@ -147,7 +164,23 @@ class ImplicitTraining:
                 f"rank {self._world.rank} of {self._world.world_size}: {type(optimizer).__name__} steps inside of "
                 "loss.backward(), before the ranks' gradients are added up. Step after it, or use --strict and prepare."
             )
-        self._steps.note(optimizer)
+        if not self._withholds(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None)):
+            self._steps.note()
+
+    def _withholds(self, optimizer: Any, closure: Any = None) -> bool:
+        """Whether a step waits for the last part of its batch; without an optimizer, whether such a part is to come."""
+        if optimizer is None or not self._is_armed:
+            return self._is_armed and self._withholding.is_on
+        self._steps.meet(optimizer)
+        return self._withholding.withholds_step(closure)
+
+    def _after_step(self, *_: Any) -> None:
+        if not self._withholding.is_on:
+            self._steps.end_step()
+
+    def _note_models(self) -> None:
+        self._notices.note_models(self._averaging.models.models)
+        self._passes.report_anew()
 
     def _report(self, loss: float | None) -> None:
         """A backward was averaged."""
@@ -171,7 +204,8 @@ class ImplicitTraining:
         """Another attempt of the program: ranks may have failed at different places."""
         if self._is_armed:
             self._averaging.begin()
-            self._passes.begin(self._mode)
+            self._passes.begin(self._mode, self._parts)
+            self._withholding.begin()
             self._steps.begin_anew()
 
     def _step_back(self) -> None:

@@ -11,7 +11,7 @@ import gc
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from nbaccel.errors import NotPrepared
 from nbaccel.train.implicit.header import as_floats
@@ -120,16 +120,29 @@ class Models:
         roots = [root for model in self.models if model.root_of is not None and (root := model.root_of()) is not None]
         return not roots or any(root.training for root in roots)
 
+    def batch_norms(self) -> list[str]:
+        """Layers of the known models that compute with the statistics of a batch, by name."""
+        roots = [root for model in self.models if model.root_of is not None and (root := model.root_of()) is not None]
+        return [
+            name
+            for root in roots
+            for name, module in root.named_modules()
+            if isinstance(module, _BatchNorm) and module.training
+        ]
+
     def changed_buffers(self) -> list[int]:
         return [number for number, item in enumerate(self.items) if item.is_buffer and item.has_changed()]
 
-    def sort(self, leaves: Sequence[Tensor], batch: int, rows: int) -> tuple[list[int], list[Tensor]]:
+    def sort(
+        self, leaves: Sequence[Tensor], batch: int, sizes: Collection[int], by_holders: bool = False
+    ) -> tuple[list[int], list[Tensor]]:
         """The numbers of those of `leaves` that are known, and those that are to be registered.
 
         A parameter that an optimizer or a model holds is trained. Other leaves are once they are met with another
         batch than the one that they came with: a batch that wants a gradient itself never is.
 
-        batch: how many batches were handed out.  rows: samples of the one in hand; 0 where it is whole in all ranks.
+        batch: how many batches were handed out.  sizes: of the one in hand in all ranks, where each has a part of it.
+        by_holders: look also for optimizers that hold plain tensors, for whom another batch may be too late.
         """
         self._around = None
         known, new = [], []
@@ -142,15 +155,15 @@ class Models:
             else:
                 new.append(leaf)
         held: set[int] = set()
-        if any(isinstance(leaf, Parameter) for leaf in new):
+        if any(by_holders or isinstance(leaf, Parameter) for leaf in new):
             held = self._surroundings().held()
-        return known, [leaf for leaf in new if id(leaf) in held or self._comes_back(leaf, batch, rows)]
+        return known, [leaf for leaf in new if id(leaf) in held or self._comes_back(leaf, batch, sizes)]
 
-    def _comes_back(self, leaf: Tensor, batch: int, rows: int) -> bool:
+    def _comes_back(self, leaf: Tensor, batch: int, sizes: Collection[int]) -> bool:
         met = self._met.get(id(leaf))
         if met is None or met[0]() is not leaf:
             self._met[id(leaf)] = weakref.ref(leaf), batch
-            return bool(rows) and (not leaf.ndim or leaf.shape[0] != rows)  # a weight of its own, met late
+            return bool(sizes) and (not leaf.ndim or leaf.shape[0] not in sizes)  # a weight of its own, met late
         return met[1] != batch
 
     def are_kept_together(self, leaves: Sequence[Tensor]) -> bool:

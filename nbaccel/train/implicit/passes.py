@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,13 +23,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from nbaccel.errors import CannotSplit, NotPrepared
+from nbaccel.events import LoopEntered, emit
 from nbaccel.settings import EACH, SPLIT
 from nbaccel.train.implicit.layouts import Layout, is_own
 from nbaccel.train.implicit.streams import Streams, mixed
 from nbaccel.train.implicit.users_code import place_of_call, users_name
 from nbaccel.train.microbatch.slicing import Samples, sample_shapes
 
-__all__ = ["Handed", "Passes", "Split"]
+__all__ = ["Handed", "Passes", "Split", "Turn"]
 
 _PASS = "_nbaccel_pass"
 _REMEMBERED = 64
@@ -56,27 +58,48 @@ class Split:
     remark: str = ""
 
 
+class Turn(NamedTuple):
+    """One of the parts of a batch that come one after the other.
+
+    share: of its samples, those of all ranks.  is_mixed: a batch of another loader is in hand that is not cut alike.
+    """
+
+    share: float = 1.0
+    is_first: bool = True
+    is_last: bool = True
+    is_mixed: bool = False
+
+
+_ALONE = Turn()
+
+
 @dataclass(frozen=True, slots=True)
 class Handed:
     """What a rank was given since the last backward, or of that one while nothing new has come.
 
     is_part: a batch was cut.  rows: samples of this rank in the largest that was, else in the largest; 0 unknown.
-    whole: samples of all of that batch; 0 unknown.  loaders: their names.  batches: how many were handed out.
+    whole: samples of all of that batch; 0 unknown.  sizes: in which numbers ranks have them, where it was cut.
+    loaders: their names.  batches: how many the last of them has handed out.
+    turn: of the last one, where a batch comes in several.
     """
 
     is_part: bool = False
     rows: int = 0
     whole: int = 0
+    sizes: frozenset[int] = frozenset()
     loaders: tuple[str, ...] = ()
     batches: int = 0
+    turn: Turn = _ALONE
 
 
 class _Label(NamedTuple):
-    """Of one batch: whether other ranks have other samples, this rank's samples, and those of all of it; 0 unknown."""
+    """Of one batch, or one part of it: whether other ranks have other samples, this rank's, and all; 0 unknown."""
 
     is_apart: bool
     rows: int
     whole: int
+    turn: Turn = _ALONE
+    sizes: frozenset[int] = frozenset()
 
 
 _UNKNOWN = _Label(False, 0, 0)
@@ -89,7 +112,8 @@ class _Pass:
     key: passes with an equal one do the same.  is_map: batches are made of indices.  is_collated: of several samples.
     layout: of batches that a function of the program's own makes.  lead: batches that were taken before the first
     backward, once known.  ahead: of them, how many the program takes before it needs them.  labels: of batches that
-    were drawn, and are not handed out yet.  first: what to begin anew with.  record: what its backwards were about.
+    were drawn, and are not handed out yet.  indices, rest: further parts of the batch that came last, to be fetched or
+    cut from it.  first: what to begin anew with.  record: what its backwards were about.
     """
 
     task: object
@@ -111,6 +135,8 @@ class _Pass:
     lead: int = 0
     ahead: int | None = None
     labels: deque[_Label] = field(default_factory=deque)
+    indices: deque[tuple[Any, _Label]] = field(default_factory=deque)
+    rest: deque[tuple[Any, _Label]] = field(default_factory=deque)
     first: list[Any] = field(default_factory=list)
     record: list[Handed] = field(default_factory=list)
 
@@ -131,18 +157,31 @@ _Taken = dict[_Pass, deque[_Label]]
 class Passes:
     """Gives this rank its part of each batch that is trained on, and whole batches where nothing is.
 
+    After a run that ran out of memory a batch comes in several parts, one after the other, and whole ones never where
+    gradients are on: the first backward may be what does not fit.
+
     on_split: told once for each loader what becomes of it.  is_training: whether the known models are in that mode.
+    batch_norms: their layers that compute with the statistics of a batch, by name.
+    on_turn: told of each part of a batch that comes in several.
 
     batches: how many were handed out in this task.  has_split: whether ranks got different ones.
     """
 
     def __init__(
-        self, rank: int, world_size: int, on_split: Callable[[Split], None], is_training: Callable[[], bool]
+        self,
+        rank: int,
+        world_size: int,
+        on_split: Callable[[Split], None],
+        is_training: Callable[[], bool],
+        batch_norms: Callable[[], Sequence[str]] = tuple,
+        on_turn: Callable[[Turn], None] = lambda turn: None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._on_split = on_split
         self._is_training = is_training
+        self._batch_norms = batch_norms
+        self._on_turn = on_turn
         self._streams = Streams(rank)
         self.begin()
         self._is_on = False
@@ -157,10 +196,16 @@ class Passes:
             hooks.install()
         hooks.passes = self
 
-    def begin(self, mode: str = SPLIT) -> None:
-        """A task begins: forget the loaders.  mode: "split", or "each" for batches of each rank's own."""
+    def begin(self, mode: str = SPLIT, parts: int = 1) -> None:
+        """A task begins: forget the loaders.  mode: "split", or "each" for batches of each rank's own.
+
+        parts: of all ranks together, that each batch comes in at least.
+        """
         self._streams.begin()
         self._mode = mode
+        self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
+        self._is_short = parts > 1 and mode == SPLIT  # of memory
+        self._reported: _Pass | None = None
         self._task = object()
         self._thread = threading.get_ident()
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
@@ -200,7 +245,11 @@ class Passes:
             parts = [label for label in labels if label.is_apart and self._mode == SPLIT]
             largest = max(parts or labels, key=lambda label: label.whole, default=_UNKNOWN)
             names = dict.fromkeys(this.name for this in self._taken)
-            self._handed = Handed(bool(parts), largest.rows, largest.whole, tuple(names), len(labels))
+            last = [*self._taken.values()][-1] if self._taken else deque()
+            sizes, turn = largest.sizes, last[-1].turn if last else _ALONE
+            if any(this.iterator_of() is not None and each[-1].turn != turn for this, each in self._taken.items()):
+                turn = turn._replace(is_mixed=True)
+            self._handed = Handed(bool(parts), largest.rows, largest.whole, sizes, tuple(names), len(last), turn)
         return self._handed
 
     @property
@@ -242,8 +291,13 @@ class Passes:
             this.ahead = max(0, 2 * this.lead - this.taken)
         self._trained[this.key] = this.lead, this.ahead
 
+    def report_anew(self) -> None:
+        """Say with the next batch once more what there is to cut."""
+        self._reported = None
+
     def _keep_whole(self, this: _Pass, why: str) -> None:
         self._whole.add(this.key)
+        self.report_anew()
         this.is_split = False
         self._tell(this, False, why)
 
@@ -301,7 +355,8 @@ class Passes:
         )
         if is_map and this.is_collated and self._mode == SPLIT and is_own(iterator._collate_fn):
             this.layout = self._layouts.setdefault(this.loader, Layout())
-        this.is_split = this.began_split = this.may_split and lead > 0 and key not in self._whole
+        is_known = lead > 0 or (self._is_short and all(modes))
+        this.is_split = this.began_split = this.may_split and is_known and key not in self._whole
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
         if this.is_split and this.cuts_indices and iterator._num_workers:
             iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
@@ -320,13 +375,15 @@ class Passes:
             index, is_apart = self._next_own(this, lambda: real(iterator), is_split)
             count = _count(index, this.is_collated)
             label = _Label(is_apart, count, count)
+        elif this.indices:
+            index, label = this.indices.popleft()
         else:
             index = real(iterator)
             count = _count(index, this.is_collated)
             label = _Label(False, count, count)
             if is_split and this.cuts_indices and count >= self._world_size:
-                start, stop = self._bounds(count)
-                index, label = index[start:stop], _Label(True, stop - start, count)
+                (index, label), *others = [(index[start:stop], label) for start, stop, label in self._parts(count)]
+                this.indices.extend(others)
         this.labels.append(label)
         if label.is_apart and not iterator._num_workers:
             self._streams.own()
@@ -340,6 +397,12 @@ class Passes:
             NotPrepared: it was the last one, and the batches of this pass were split, but nobody trained on them.
         """
         this = self._pass_of(iterator)
+        if this is not self._reported:
+            self._report(this)
+        if this.rest:
+            batch, label = this.rest.popleft()
+            self._note_taken(this, label)
+            return batch
         self._streams.common()
         self._drawn = iterator
         is_split = this.is_split and torch.is_grad_enabled()
@@ -376,8 +439,21 @@ class Passes:
         this: _Pass | None = iterator.__dict__.get(_PASS)
         return this if this is not None and this.task == self._task else self.begin_pass(iterator)
 
-    def _bounds(self, count: int) -> tuple[int, int]:
-        return self._rank * count // self._world_size, (self._rank + 1) * count // self._world_size
+    def _parts(self, count: int) -> list[tuple[int, int, _Label]]:
+        """This rank's parts of a batch of `count` samples, each with its begin and end."""
+        size = self._world_size
+        turns = max(1, min(self._turns, count // size))
+        edges = [
+            [begin + (end - begin) * at // turns for at in range(turns + 1)]
+            for begin, end in ((rank * count // size, (rank + 1) * count // size) for rank in range(size))
+        ]
+        mine = edges[self._rank]
+        parts = []
+        for at, (start, stop) in enumerate(itertools.pairwise(mine)):
+            sizes = [each[at + 1] - each[at] for each in edges]
+            turn = Turn(sum(sizes) / count, not at, at == turns - 1)
+            parts.append((start, stop, _Label(True, stop - start, count, turn, frozenset(sizes))))
+        return parts
 
     def _next_own(self, this: _Pass, take: Callable[[], Any], is_split: bool) -> tuple[Any, bool]:
         """This rank's of the next batches, one for each rank, and True; the next one and False before they train.
@@ -405,8 +481,9 @@ class Passes:
         count = samples.count
         if count < self._world_size:
             return batch, _Label(False, count, count)
-        start, stop = self._bounds(count)
-        return samples.take(start, stop), _Label(True, stop - start, count)
+        first, *others = [(samples.take(start, stop), label) for start, stop, label in self._parts(count)]
+        this.rest.extend(others)
+        return first
 
     def _note_taken(self, this: _Pass, label: _Label) -> None:
         if label.is_apart or torch.is_grad_enabled():
@@ -419,11 +496,29 @@ class Passes:
             self._replay = self._handed = None
         self.batches += 1
         this.taken += 1
+        if label.is_apart and self._turns > 1:
+            self._on_turn(label.turn)
         if label.is_apart:
             this.parts += 1
             self._is_pending = self.has_split = True
             self._tell(this, True, self._of_its_own(this))
         self._settle()
+
+    def _report(self, this: _Pass) -> None:
+        """Say what there is to cut in a loop if memory runs out in it."""
+        self._reported = this
+        parts = self._world_size * self._turns if this.is_split else 1
+        obstacle = ""
+        if not (torch.is_grad_enabled() and self._is_training()):
+            obstacle = "the loop does not train, and an evaluation is not cut (give its loader a smaller batch_size)"
+        elif self._mode == EACH:
+            obstacle = "--batches each gives every rank whole batches"
+        elif not this.may_split or this.key in self._whole:
+            obstacle = f"the batches of {this.name} are whole in every rank"
+        elif this.batch_size is not None and this.batch_size <= parts:
+            obstacle = "its batches, or the parts of them, are single samples already"
+        norms = () if obstacle else self._batch_norms()
+        emit(LoopEntered(this.batch_size, parts, obstacle=obstacle, batch_norms=norms, sharing_ranks=self._world_size))
 
     def _of_its_own(self, this: _Pass) -> str:
         if self._mode == SPLIT:
@@ -441,6 +536,7 @@ class Passes:
     def _end_pass(self, this: _Pass, iterator: Any) -> None:
         was_over, this.is_over = this.is_over, True
         this.labels.clear()
+        this.indices.clear()
         if self._is_used:
             self._taken, self._is_used, self._handed = _still_needed(self._taken), False, None
         if was_over or self._mode == EACH:
@@ -449,9 +545,10 @@ class Passes:
         if this.began_split and this.parts and not this.has_trained and this.taken >= this.lead:
             self._trained.pop(this.key, None)
             self._forget_handed()
+            why = "memory ran out with whole ones" if this.lead == 0 else "a pass that began in the same place trained"
             raise NotPrepared(
-                f"rank {self._rank} of {self._world_size}: the batches of {this.name} were split over the ranks, for a "
-                "pass that began in the same place was a training. This one was none: no backward has come, so what "
+                f"rank {self._rank} of {self._world_size}: the batches of {this.name} were split over the ranks, for "
+                f"{why}. This pass did not train: no backward has come, so what "
                 "it computed is of this rank's samples only. Put the evaluation under torch.no_grad() or after "
                 "model.eval(), or start the cell with --strict and prepare the loop."
             ) from None

@@ -6,6 +6,7 @@ Its factor changes while a loop trains, and is no part of what a loss is divided
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,16 @@ from torch import Tensor
 __all__ = ["forget_scaled", "is_scaled", "watch_scalers"]
 
 _last: list[Any] = []
+_withholds: list[Callable[[Any], bool]] = []
 
 
-def watch_scalers() -> None:
-    """Know losses that a scaler has scaled, from now on. Once per process."""
+def watch_scalers(withholds: Callable[[Any], bool]) -> None:
+    """Know losses that a scaler has scaled, from now on.
+
+    withholds: whether what a scaler is told has to wait; it then does nothing. Asked with the optimizer, if one is to
+    step.
+    """
+    _withholds[:] = [withholds]
     kind: Any = torch.amp.GradScaler
     original = kind.scale
     if hasattr(original, "__wrapped__"):
@@ -31,6 +38,17 @@ def watch_scalers() -> None:
         return scaled
 
     kind.scale = scale
+    for name in ("unscale_", "step", "update"):
+        setattr(kind, name, _unless_withheld(getattr(kind, name), steps=name == "step"))
+
+
+def _unless_withheld(original: Callable[..., Any], steps: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = kwargs.get("optimizer", args[0] if args else None) if steps else None
+        return None if _withholds[0](optimizer) else original(scaler, *args, **kwargs)
+
+    return call
 
 
 def is_scaled(node: Any) -> bool:

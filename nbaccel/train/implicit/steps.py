@@ -47,10 +47,13 @@ class Steps:
             self.count = count
             emit(StepEntered(count))
 
-    def note(self, optimizer: Any) -> None:
-        """`optimizer` is about to step."""
-        self.taken += 1
+    def meet(self, optimizer: Any) -> None:
+        """`optimizer` is one that steps in this task."""
         self._optimizers.add(optimizer)
+
+    def note(self) -> None:
+        """An optimizer is about to step."""
+        self.taken += 1
 
     def enter(self) -> None:
         """A backward is about to begin.

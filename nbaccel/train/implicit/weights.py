@@ -23,9 +23,21 @@ class References:
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[float, float]] = {}
         self._additive: set[Hashable] = set()
+        self._guessed: dict[Hashable, tuple[float, float]] = {}  # additive as it seemed, without a whole batch
 
     def note(self, term: Hashable, constant: float, rows: float) -> None:
         self._found[term] = constant, rows
+
+    def cannot_tell(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
+        """Whether a sum may have been divided by the number of samples or by a constant of the program's.
+
+        Where each rank has one sample of several, or where a number that looked like the one stays as rows change.
+        """
+        if term in self._guessed:
+            constant, count = self._guessed[term]
+            return rows[0] != count and constants[0] == constant
+        is_single = all(each == 1 for each in (*constants, *rows)) and whole > 1
+        return is_single and term not in self._found and term not in self._additive
 
     def is_additive(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
         """Whether what ranks divide a sum by adds up to what that of the whole batch is divided by, as ``len(x)`` does.
@@ -40,6 +52,11 @@ class References:
             is_it = True
         elif known is None:
             is_it = bool(rows[0]) and rows[0] != whole and not here % rows[0] and bool(here % (whole or 1))
+            is_it = is_it and not differ([each / of for each, of in zip(constants, rows, strict=True)])
+            if is_it:
+                self._guessed[term] = here, rows[0]
+            elif max(rows) > 1:
+                self._found[term] = here, rows[0]
         elif math.isclose(here, known[0], rel_tol=_NEAR):
             is_it = False
         else:
@@ -96,6 +113,8 @@ def factors(
                 return None  # a mean, divided by something of its batch once more
             parts = counts
         else:
+            if references.cannot_tell((first.shape, term), constants, rows, first.whole):
+                return None
             adds = references.is_additive((first.shape, term), constants, rows, first.whole)
             parts = constants if adds else None
         shares = [1.0] * len(givers) if parts is None else [part / (sum(parts) or 1.0) for part in parts]

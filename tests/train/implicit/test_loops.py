@@ -44,7 +44,7 @@ def _ways_to_fork() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("loop", "world_size"), [*_ways_to_fork()])
-def test_a_loop_ends_in_ranks_asin_one_process(loop: Loop, world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_ends_in_ranks_as_in_one_process(loop: Loop, world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         ranks = run_ranks(world_size, _in_a_rank, loop)
     except RanksFailed as error:
@@ -76,7 +76,7 @@ def _ways_to_launch() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("launcher")
 @pytest.mark.parametrize(("start", "world_size", "loop"), [*_ways_to_launch()])
-def test_a_loop_that_is_launched_ends_asin_one_process(
+def test_a_loop_that_is_launched_ends_as_in_one_process(
     start: str, world_size: int, loop: Loop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = functions.launch(loop.run, world_size, cpu=True, start_method=start, setup=SETUP, check=False)

@@ -1,0 +1,154 @@
+"""Withholding: what waits for the last part of a batch, in a loop that nobody prepared. Runs in ranks.
+
+After a run that ran out of memory a batch comes in several parts, and the loop's body runs once for each. Until the
+last one trained tensors have no gradient, so that clipping, unscaling and the optimizer's step find nothing to do; the
+sum of all parts appears with the last. Schedulers and scalers move once for each batch. A loop that this would train
+otherwise than whole batches is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from nbaccel.errors import CannotCut
+from nbaccel.train.implicit.passes import Handed, Turn
+
+__all__ = ["Withholding"]
+
+_REMEDY = "Choose a smaller batch_size, or prepare the loop; --oom stop leaves batches whole."
+_WHOLE = Turn()
+
+
+class Withholding:
+    """Keeps the gradients of a batch's earlier parts, and judges what the loop does with these parts.
+
+    rates: a number by which other learning rates show.
+
+    Whatever it raises is a `CannotCut`, in all ranks, before a weight has changed that should not have.
+    """
+
+    def __init__(self, rates: Callable[[], float]) -> None:
+        self._rates = rates
+        self.begin()
+
+    def begin(self) -> None:
+        """A task begins: batches come whole."""
+        self._turn = _WHOLE
+        self._has_computed = self._has_stepped = self._has_dropped = False  # gradients, in this part
+        self._begun_with = 0.0  # learning rates at the step of the batch's first part
+        self._sums: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}  # gradients that were there when the batch began
+        self.is_used = False  # in this task
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a part is in hand that others follow."""
+        return not self._turn.is_last
+
+    def next_turn(self, turn: Turn) -> None:
+        """A part of a batch is about to be handed out."""
+        if not self.is_used:
+            self.is_used = True
+            _watch(self)
+        if self.is_on and self._has_computed and not self._has_stepped:
+            self._refuse("the loop decides by itself in which of its rounds to step, and would count parts for batches")
+        if turn.is_first:
+            self._sums.clear()  # of a batch that was left in the middle
+            self._before.clear()
+        self._turn = turn
+        self._has_computed = self._has_stepped = self._has_dropped = False
+
+    def before_backward(self, handed: Handed, is_grad: bool) -> float:
+        """A backward is about to be averaged. Returns the share of the batch's samples that it is of.
+
+        is_grad: gradients are asked for, and go past the leaves.
+        """
+        if not handed.turn.is_mixed and handed.turn.share == 1.0:
+            return 1.0
+        if handed.turn.is_mixed:
+            self._refuse("the loop takes batches of several loaders for one backward, and these are not cut alike")
+        if self._has_stepped:
+            self._refuse("the loop takes several steps for each batch, and none comes before the last part")
+        if self._has_dropped:
+            self._refuse("the loop drops the gradients of one backward before the next")
+        if handed.batches > 1:
+            self._refuse("the loop takes several batches for one backward")
+        if is_grad:
+            self._refuse("the loop asks for gradients by torch.autograd.grad")
+        self._has_computed = True
+        return handed.turn.share
+
+    def keep(self, gradients: Iterable[tuple[int, Tensor]], before: dict[int, Tensor]) -> None:
+        """Keep what a part that others follow has given.  before: gradients that leaves had before, by number."""
+        for number, gradient in gradients:
+            if number in self._sums:
+                self._sums[number].add_(gradient)
+            else:
+                self._sums[number] = gradient
+        for number, gradient in before.items():
+            self._before.setdefault(number, gradient)
+
+    def take(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """The sums of the batch's earlier parts, and what was there before it. They are given once."""
+        found = self._sums, self._before
+        self._sums, self._before = {}, {}
+        return found
+
+    def withholds_step(self, closure: Any = None) -> bool:
+        """An optimizer, or a scaler, is told to step: whether that has to wait."""
+        if self._turn.share == 1.0:
+            return False
+        if closure is not None:
+            self._refuse("the optimizer computes its losses itself (a closure), and would for the last part only")
+        if self._turn.is_first:
+            self._begun_with = self._rates()
+        elif self._rates() != self._begun_with:
+            self._refuse("the loop changes the learning rate by itself in every round")
+        self._has_stepped = True
+        return self.is_on
+
+    def note_drop(self) -> None:
+        """Gradients are set to zero."""
+        self._has_dropped |= self._has_computed and not self._has_stepped
+
+    def explain(self) -> str:
+        return "Memory ran out with whole batches, so each comes in parts, and gradients appear with the last one only."
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CannotCut(f"memory ran out with whole batches, so each comes in parts now, but {what}. {_REMEDY}")
+
+
+def _watch(withholding: Withholding) -> None:
+    """Let torch's schedulers move once for each batch, and see gradients dropped; the process ends with its run."""
+    kinds: list[Any] = [LRScheduler, ReduceLROnPlateau]
+    for kind in kinds:
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
+    for kind in kinds:
+        if "step" in vars(kind):
+            kind.step = _once_for_each_batch(kind.step, withholding)
+    for owner in (Optimizer, Module):
+        owner.zero_grad = _seen(owner.zero_grad, withholding)  # type: ignore[method-assign]
+
+
+def _once_for_each_batch(step: Callable[..., Any], withholding: Withholding) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def paced(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if withholding.is_on else step(scheduler, *args, **kwargs)
+
+    return paced
+
+
+def _seen(zero_grad: Callable[..., Any], withholding: Withholding) -> Callable[..., Any]:
+    @functools.wraps(zero_grad)
+    def drop(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        withholding.note_drop()
+        return zero_grad(owner, *args, **kwargs)
+
+    return drop
