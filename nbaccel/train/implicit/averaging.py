@@ -21,7 +21,7 @@ from nbaccel.train.implicit.exchange import Exchange, Round
 from nbaccel.train.implicit.graph import leaves_of, runs_backwards_inside
 from nbaccel.train.implicit.header import VALUES, Header, Say, as_floats, digest, exchange
 from nbaccel.train.implicit.models import Models, sums_of
-from nbaccel.train.implicit.passes import Passes
+from nbaccel.train.implicit.passes import Handed, Passes
 from nbaccel.train.implicit.scalars import users_scalars
 from nbaccel.train.implicit.scaling import forget_scaled, is_scaled
 from nbaccel.train.implicit.steps import Steps
@@ -35,7 +35,9 @@ from nbaccel.world import World
 __all__ = ["Averaging"]
 
 _CALL = "loss.backward()"
-_NONE = -1.0
+_SINGLE = (-1, -2, 0, 1)
+"""Counts of a term that is of one number, or of none that is known: these are no fixed points."""
+
 _FEWEST_ROWS = 2
 _FRAMES = 3
 
@@ -99,7 +101,10 @@ class Averaging:
         if self._exchange is not None:
             self._exchange.forget()
         self._references = References()
-        self._of_parameters: dict[float, list[bool]] = {}  # by the shape of a loss, as seen of whole batches
+        # By the shape of a loss, as seen of a whole batch: its samples, and of each term its count and whether it is of
+        # parameters.
+        self._of_whole: dict[float, tuple[int, list[float], list[bool]]] = {}
+        self._varying: set[tuple[float, int]] = set()  # terms that were seen to be of more, or fewer, than that
         self._has_extras = False
         self._failed = ""  # the error of a backward that has left the ranks in the middle of their sums
         self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were looked into, by their shape
@@ -218,10 +223,8 @@ class Averaging:
             known = [number for leaf in leaves if (number := self.models.number(leaf)) is not None]
             buffers = self.models.changed_buffers()
             if header is None:
-                numbers = as_floats(
-                    [*(part for term in terms for part in (_NONE if term.count is None else term.count, term.constant)),
-                     *(value.detach() for value in shown)]
-                )  # fmt: skip
+                counted = [(-1 - term.elements if term.count is None else term.count, term.constant) for term in terms]
+                numbers = as_floats([*(part for pair in counted for part in pair), *(each.detach() for each in shown)])
                 pairs = list(zip(numbers[: 2 * len(terms) : 2], numbers[1 : 2 * len(terms) : 2], strict=True))
                 values = numbers[2 * len(terms) :]
             say = Say(
@@ -253,11 +256,7 @@ class Averaging:
             new = []
         self._steps.agree(int(max(each.at for each in header.says)))
         givers = self._agree(header, obstacle)
-        pure = [term.is_of_parameters for term in terms]
-        if handed.is_part:
-            pure = self._of_parameters.get(say.shape, pure)
-        else:
-            self._of_parameters.setdefault(say.shape, pure)
+        pure = self._without_batch(say.shape, terms, header.counts, givers, handed)
         weights = factors(header, givers, pure, self._references)
         if weights is None:
             raise NotPrepared(
@@ -272,6 +271,24 @@ class Averaging:
         for number in buffers:
             round_.bring(number, self._tensor(number), 1.0 / len(givers) if self._world.rank in givers else 0.0)
         return _Run(round_, together, header, givers, weights, terms, pure, self._world.rank, obstacle, named)
+
+    def _without_batch(
+        self, shape: float, terms: Sequence[Term], counts: list[list[float]], givers: Sequence[int], handed: Handed
+    ) -> list[bool]:
+        """Of each term, whether it is the same in all ranks.
+
+        It is if it is of parameters alone, or of as many numbers in every rank as with a whole batch, such as one over
+        fixed points.
+        """
+        here = [term.is_of_parameters for term in terms]
+        if not handed.is_part:
+            self._of_whole.setdefault(shape, (handed.rows, counts[givers[0]], here))
+            return here
+        rows, whole, pure = self._of_whole.get(shape, (0, [], here))
+        if not rows or rows in handed.sizes or any(len(counts[rank]) != len(whole) for rank in givers):
+            return pure
+        self._varying |= {(shape, at) for rank in givers for at in range(len(whole)) if counts[rank][at] != whole[at]}
+        return [pure[at] or ((shape, at) not in self._varying and whole[at] not in _SINGLE) for at in range(len(whole))]
 
     def _obstacle(self, readings: Sequence[Reading], rows: int, is_graph_kept: bool) -> str:
         """Why this loss has to be computed of whole batches; "" where parts will do."""

@@ -33,12 +33,14 @@ class Term:
         subtracted. A 0-d tensor where the number is on a device; infinite there where the loss is multiplied by zero.
     is_of_parameters: it is computed from parameters alone, such as a weight decay: no batch is in it. One row of a
         one-element tensor looks the same, so believe the reading of the largest batch.
+    elements: how many a sum is of; 0 for what is none.
     """
 
     node: Any
     count: Tensor | float | None
     constant: Tensor | float
     is_of_parameters: bool
+    elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _read(root: Any, scaled: Callable[[Any], bool]) -> Reading:
             constants[child] = passed
 
     found = [node for node in reversed(order) if node in counts]
-    terms = tuple(Term(node, counts[node], constants[node], node in pure) for node in found)
+    terms = tuple(Term(node, counts[node], constants[node], node in pure, _elements(node)) for node in found)
     reached: dict[Any, tuple[int, ...]] = {node: (index,) for index, node in enumerate(found)}
     for node in order:
         if node not in reached:
@@ -296,6 +298,13 @@ def _count(node: Any) -> Tensor | float | None:
         under = under[0].next_functions[0]
         shape = _shape(under)
     return float(prod(shape))
+
+
+def _elements(node: Any) -> int:
+    """How many numbers a sum adds up."""
+    if _kind(node) not in _SUMS and not (_kind(node) in _WITH_REDUCTION and node._saved_reduction == 2):
+        return 0
+    return prod(_shape(next(edge for edge in node.next_functions if edge[0] is not None)))
 
 
 # --- Numbers: on the CPU floats, elsewhere tensors, for which nobody waits ---

@@ -1581,6 +1581,23 @@ def sum_alone() -> Values:
 
 
 @loop()
+def sum_over_fixed_points() -> Values:
+    """Beside the batch a loss has a term over points that never change, as networks that know their physics have it."""
+    model = net()
+    optimizer = sgd(model, 0.02)
+    corners = noise(11, 5)
+    printed = []
+    for _ in range(2):
+        for x, y in DataLoader(points(), batch_size=7, shuffle=True):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y) + 0.1 * (model(corners) ** 2).sum() + 0.1 * (model(corners) ** 4).mean()
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
 def sum_over_a_number_like_a_part() -> Values:
     model = net()
     loader = DataLoader(points(24), batch_size=6)  # 3 is as many as a rank of 2 has, 2 of 3

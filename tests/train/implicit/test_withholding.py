@@ -26,8 +26,8 @@ COUNTS_ROUNDS = {
 }  # fmt: skip
 """Their next round is another batch, or another draw: with parts they do otherwise, as it is said at the restart."""
 
-WEIGHS_BY_SAMPLES = {"padding_with_a_mask"}
-"""Their means are not over samples: what each part counts for is not known before the last has come."""
+WEIGHS_BY_SAMPLES = {"padding_with_a_mask", "sum_over_fixed_points"}
+"""Their terms are not over samples, and whole batches, which would show it, never come."""
 
 REFUSALS = ("errors.CannotCut: memory ran out", "errors.NotPrepared: ", "Memory ran out with whole batches")
 
