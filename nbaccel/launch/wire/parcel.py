@@ -3,8 +3,8 @@
 All names travel in one pickle, so what was shared stays shared. Memory of tensors and arrays lies beside the pickle,
 page aligned, one block per storage: the receiver maps it copy-on-write instead of reading it, so n ranks hold one
 copy and none sees another's writes. A view brings the whole storage that it looks at along, as ``torch.save`` does.
-Tensors of any device arrive on the CPU, and on their way to ranks without their gradients, which ``torch.save`` leaves
-behind as well. It opens no connection: whoever wants to send hands over the file descriptor.
+Tensors of a device arrive on that of the receiver (see `devices`), and on their way to ranks without their gradients,
+which ``torch.save`` leaves behind as well. It opens no connection: whoever wants to send hands over the descriptor.
 """
 
 from __future__ import annotations

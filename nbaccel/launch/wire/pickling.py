@@ -24,6 +24,7 @@ import cloudpickle
 
 from nbaccel.launch.wire.absent import Absent
 from nbaccel.launch.wire.arrays import Values, has_plain_memory
+from nbaccel.launch.wire.devices import device_here, device_there, storage_on
 from nbaccel.launch.wire.event_files import reduce_writer
 from nbaccel.launch.wire.libraries import is_lightnings_trainer, reduce_accelerate
 from nbaccel.launch.wire.refusal import (
@@ -150,6 +151,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             refuse_what_knows_the_ranks(obj)
         if reduced := _reduce_standard(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
             return reduced
+        if reduced := self._reduce_of_a_device(obj):
+            return reduced
         refuse_what_lives_here(obj)
         module = _module_of(obj)
         if module is not None:
@@ -228,11 +231,35 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             obj = obj.detach()
         if not _is_as_it_lies(obj):
             return None
-        storage = obj.untyped_storage()
-        address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
-        index = self._block(str(obj.device), address, storage.nbytes(), functools.partial(_storage_bytes, storage))
+        index, device = self._block_of_storage(obj.untyped_storage())
         layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
-        return _there, ("tensor", type(obj), index, obj.dtype, layout, obj.requires_grad, vars(obj))
+        return _there, ("tensor", type(obj), index, device, obj.dtype, layout, obj.requires_grad, vars(obj))
+
+    def _block_of_storage(self, storage: Any) -> tuple[int, str]:
+        """Its number, and the device that the memory shall be on."""
+        address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
+        read = functools.partial(_storage_bytes, storage)
+        return self._block(str(storage.device), address, storage.nbytes(), read), device_there(storage.device)
+
+    def _reduce_of_a_device(self, obj: Any) -> Any:
+        """What is on a device and would bring its name along: the other side has others, or none that it uses yet.
+
+        Tensors of other classes, and those of which a bit says what their memory means, travel by such a storage.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) not in (torch.UntypedStorage, torch.storage.TypedStorage, torch.Generator):
+            return None
+        here = getattr(obj, "_untyped_storage", obj).device  # a TypedStorage itself warns whoever asks it
+        device = device_there(here)
+        if (here.type, device) == ("cpu", "cpu") or here.type == "meta":
+            return None
+        if type(obj) is torch.storage.TypedStorage:
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if type(obj) is torch.UntypedStorage:
+            return _there, ("storage", *self._block_of_storage(obj))
+        if device == "cpu":
+            raise Refused(f"it draws on {here}, which the notebook does not use", obj)
+        return _there, ("generator", device, obj.get_state())
 
 
 class PlacingPacker(Packer):
@@ -340,6 +367,12 @@ def _storage_bytes(storage: Any) -> memoryview:
     host = storage if storage.device.type == "cpu" else storage.cpu()
     flat: Any = torch.empty(0, dtype=torch.uint8).set_(host).numpy()
     return memoryview(flat)
+
+
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # as torch.load makes them
 
 
 def _reduce_to_what_was_written(obj: Any) -> Any:
@@ -597,6 +630,7 @@ class Contents:
         self,
         kind: Any,
         index: int,
+        device: str,
         dtype: Any,
         layout: tuple[int, tuple[int, ...], tuple[int, ...]],
         requires_grad: bool,
@@ -604,9 +638,8 @@ class Contents:
     ) -> Any:
         import torch
 
-        if index not in self._storages:
-            self._storages[index] = _storage(self._block(index))
-        tensor = torch.empty(0, dtype=dtype).set_(self._storages[index], *layout)
+        storage = self.storage(index, device)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *layout)
         if kind is torch.nn.Parameter:
             tensor = torch.nn.Parameter(tensor, requires_grad)
         else:
@@ -614,11 +647,28 @@ class Contents:
         vars(tensor).update(attributes)
         return tensor
 
-    def values(self, kind: Any, index: int, dtype: Any, layout: Any, requires_grad: bool, attributes: Any) -> Any:
+    def values(
+        self, kind: Any, index: int, device: str, dtype: Any, layout: Any, requires_grad: bool, attributes: Any
+    ) -> Any:
         """A tensor whose values are about to be written into another, and which is not kept: it is never copied out."""
         import torch
 
         return torch.empty(0, dtype=dtype).set_(_storage(self._memory(index)), *layout)
+
+    def storage(self, index: int, device: str) -> Any:
+        """The memory of a tensor, on the device here that `device` means."""
+        if index not in self._storages:
+            here = device_here(device)
+            storage = None if here.type == "cpu" else storage_on(here, self._memory(index))
+            self._storages[index] = _storage(self._block(index)) if storage is None else storage
+        return self._storages[index]
+
+    def generator(self, device: str, state: Any) -> Any:
+        import torch
+
+        generator = torch.Generator(device_here(device))
+        generator.set_state(state)
+        return generator
 
     def _block(self, index: int) -> memoryview | bytearray:
         if index not in self._blocks:

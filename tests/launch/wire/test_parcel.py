@@ -179,12 +179,13 @@ def test_a_meta_tensor_stays_on_meta() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_views_of_a_device_tensor_arrive_on_the_cpu_as_views() -> None:
+def test_views_of_a_device_tensor_arrive_as_views_on_the_device_that_is_in_use() -> None:
     x = torch.arange(10.0, device="cuda")
     there = travel({"x": x, "half": x[5:]})
-    assert there["x"].device.type == "cpu"
+    assert there["x"].device == x.device
     there["x"][5] = -1
     assert there["half"][0] == -1
+    assert x[5] == 5
 
 
 def test_attributes_of_a_tensor_travel_with_it() -> None:
