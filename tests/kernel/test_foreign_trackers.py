@@ -95,6 +95,8 @@ RAW = """
     run = wandb.init(project="raw", mode="offline", config={"lr": 0.1}, settings=wandb.Settings(silent=True))
     writer = SummaryWriter("board")
     writer.add_scalar("loss", 1.0, 0)
+    writer.add_scalars("both", {"one": 1.0, "other": 2.0}, 0)
+    writer.add_hparams({"lr": 0.1}, {"accuracy": 1.0})
     wandb.log({"loss": 1.0})
     writer.close()
     wandb.finish()
@@ -110,7 +112,7 @@ def test_trackers_of_a_raw_cell_write_one_run_by_rank_0(kernel: RealKernel, star
     assert "[all] lr 0.1" in cell.stdout
     assert cell.text.count("wandb.init makes one run, by rank 0 of 2; what other ranks log goes nowhere.") == 1
     assert kernel.value("len(glob.glob('**/offline-run-*', recursive=True))") == 1
-    assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 1
+    assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 4  # as in one process
 
 
 @in_one_environment
@@ -125,4 +127,4 @@ def test_runs_of_each_rank_that_are_meant_are_written(kernel: RealKernel) -> Non
         cell = kernel.do(accelerate(body, "fork", flags=flags), timeout_s=120)
         assert "makes one run" not in cell.text
         assert kernel.value("len(glob.glob('**/offline-run-*', recursive=True))") == 2
-        assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 2
+        assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 8

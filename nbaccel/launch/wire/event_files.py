@@ -14,7 +14,10 @@ from typing import Any
 
 from nbaccel.world import World
 
-__all__ = ["SilentFile", "open_again_at_first_use", "reduce_writer"]
+__all__ = ["SilentFile", "open_again_at_first_use", "reduce_writer", "silence"]
+
+_OPEN_OTHERS = ("add_scalars", "add_hparams")
+"""Methods of a writer that open files beside its own."""
 
 
 def open_again_at_first_use(rank: int, kept: list[Any]) -> None:
@@ -50,7 +53,7 @@ def reduce_writer(obj: Any) -> Any:
     module: Any = sys.modules.get("torch.utils.tensorboard.writer")
     if module is None or not issubclass(type(obj), module.SummaryWriter):
         return None
-    left_out = ("file_writer", "all_writers", "_get_file_writer")
+    left_out = ("file_writer", "all_writers", "_get_file_writer", *_OPEN_OTHERS)
     return _opened_again, (type(obj), {name: value for name, value in vars(obj).items() if name not in left_out})
 
 
@@ -64,8 +67,19 @@ def _without_file(writer: Any, rank: int) -> Any:
     """Leave `writer` as after its `close`: in rank 0 the next event opens a file, in others it goes nowhere."""
     writer.file_writer = writer.all_writers = None
     if rank:
-        writer._get_file_writer = functools.partial(SilentFile, writer.log_dir)
+        silence(writer, writer.log_dir)
     return writer
+
+
+def silence(writer: Any, log_dir: str) -> None:
+    """Let what `writer` is told from now on go nowhere."""
+    writer._get_file_writer = functools.partial(SilentFile, log_dir)
+    for name in _OPEN_OTHERS:
+        setattr(writer, name, _drop)
+
+
+def _drop(*args: Any, **kwargs: Any) -> None:
+    """Take the place of a method that writes."""
 
 
 class SilentFile:

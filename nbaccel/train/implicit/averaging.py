@@ -149,7 +149,8 @@ class Averaging:
             self._bring_all(run)
             run.round.finish()
             self._exchange_late(run)
-        except BaseException:
+        except BaseException as error:
+            self._note_failed(error)
             for number, old in aside.items():
                 self._tensor(number).grad = old
             raise
@@ -186,12 +187,16 @@ class Averaging:
         try:
             return real(outputs, *args, **kwargs)
         except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._note_failed(error)
             raise
         finally:
             self._is_inside = False
             for hook in hooks:
                 hook.remove()
+
+    def _note_failed(self, error: BaseException) -> None:
+        """This rank has left the others in the middle of their sums."""
+        self._failed = self._failed or f"{type(error).__name__}: {error}".partition("\n")[0]
 
     # -- before the real one
 
@@ -330,7 +335,8 @@ class Averaging:
             ("rates", "step with different learning rates"),
             ("check", "have different weights"),
         ):
-            if not header.all_equal(name, here) and (name != "check" or reach_alike):
+            is_given = name != "check" or (reach_alike and all(says[rank].check for rank in here))
+            if is_given and not header.all_equal(name, here):
                 said = ", ".join(f"rank {rank}: {getattr(says[rank], name):g}" for rank in here)
                 raise NotPrepared(
                     f"the ranks train one model, and {what} ({said}), so they do not train one any more: something "
@@ -512,7 +518,7 @@ class Averaging:
 
     def _check(self, numbers: Sequence[int]) -> float:
         """Of weights that a backward is about to reach, at steps 1, 2, 4, ... and every 64th."""
-        steps = self._steps.taken
+        steps = self._steps.count
         is_due = steps and (steps & (steps - 1) == 0 or steps % 64 == 0)
         return sum(sums_of([self._tensor(number) for number in numbers])) if is_due else 0.0
 

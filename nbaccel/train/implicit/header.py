@@ -60,7 +60,8 @@ _NAMES = [field.name for field in fields(Say)]
 class Header:
     """What all ranks said, by rank.
 
-    counts, constants: of each term, as `Term` has them; for a sum of n numbers a count of -1 - n.  values: of losses, before the backward.
+    counts, constants: of each term, as `Term` has them; for a sum of n numbers a count of -1 - n.
+    values: of losses, before the backward.
     """
 
     says: list[Say]

@@ -7,6 +7,7 @@ whole. As soon as the program prepares by itself, it leaves all to that.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,7 +34,9 @@ from nbaccel.world import World
 __all__ = ["ImplicitTraining"]
 
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
-"""Errors that a number of samples may cause."""
+"""Errors that a number of samples may cause; the others of them speak of these."""
+
+_SHAPES = re.compile(r"size|shape|dimension|broadcast|mismatch|unpack|expected", re.IGNORECASE)
 
 _OF_GRADIENTS = (TypeError, AttributeError, RuntimeError, AssertionError)
 """Errors that a gradient which is None may cause."""
@@ -112,6 +115,8 @@ class ImplicitTraining:
             taken = self._averaging.answer_until_all_are_done()
             if taken:
                 self._finish(taken)
+                if self._passes.batches and not self.has_split:
+                    self._notices.note_same_work(is_stepped=any(taken))
         finally:
             self._leave()
 
@@ -121,7 +126,7 @@ class ImplicitTraining:
             error = sys.exc_info()[1]
             if self._withholding.is_on and isinstance(error, _OF_GRADIENTS) and not isinstance(error, RunStopped):
                 error.add_note(self._withholding.explain())
-            if self.has_split and isinstance(error, _OF_SHAPES) and not isinstance(error, (NotPrepared, RunStopped)):
+            if error is not None and self.has_split and _is_of_shapes(error):
                 error.add_note(
                     "The loop prepares nothing, so each rank has a part of every batch: code that counts on batches of "
                     "a fixed size has to ask len(x). %%accelerate --batches each gives ranks whole batches."
@@ -226,6 +231,12 @@ class ImplicitTraining:
             torch.autograd._engine_run_backward = self._real
             self._real = None
         forget(self._step_back)
+
+
+def _is_of_shapes(error: BaseException) -> bool:
+    """Whether a number of samples may have caused it."""
+    is_known = isinstance(error, _OF_SHAPES) and not isinstance(error, (NotPrepared, RunStopped))
+    return is_known and (isinstance(error, (IndexError, AssertionError)) or bool(_SHAPES.search(str(error))))
 
 
 def _collectives() -> Collectives:

@@ -76,6 +76,14 @@ class Notices:
             "it draws its data at random. -n 1 does it once"
         )
 
+    def note_same_work(self, is_stepped: bool) -> None:
+        """The task is over, and no batch was split.  is_stepped: an optimizer has stepped."""
+        if not self._said:
+            why = "" if is_stepped else ": it computes gradients, and trains nothing"
+            self._say(
+                f"each of {self._world.world_size} ranks has done all of this loop's work{why}. -n 1 does it once"
+            )
+
     def explain(self) -> str:
         return self._whole
 

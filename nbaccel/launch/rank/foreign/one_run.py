@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from nbaccel.launch.rank.loaded import when_loaded
-from nbaccel.launch.wire.event_files import SilentFile
+from nbaccel.launch.wire.event_files import silence
 from nbaccel.world import World
 
 __all__ = ["write_one_run"]
@@ -83,7 +83,7 @@ def _write_by_rank_0(world: World, folders: str, module: Any) -> None:
             with suppress(OSError), open(folders, "a") as file:
                 file.write(line)
         elif _has_line(folders, line):
-            writer._get_file_writer = partial(SilentFile, str(log_dir or ""))
+            silence(writer, str(log_dir or ""))
         makes(writer, log_dir, *args, **kwargs)
 
     kind.__init__ = make
