@@ -35,13 +35,13 @@ def test_without_a_device_it_says_so_and_ends(
     assert capsys.readouterr().err.startswith("no CUDA device: NVML finds none here, and these numbers need one.")
     with pytest.raises(SystemExit):
         main(["--device", "cpu", "--rows", "stepps"])
-    assert "no rows called 'stepps'; there are steps, transfers, ranks, memory" in capsys.readouterr().err
+    assert "no rows called 'stepps'; there are steps, transfers, ranks, line, memory" in capsys.readouterr().err
 
 
 def test_the_rows_of_a_card_are_made_without_touching_one() -> None:
     names = [row.name for group in GROUPS.values() for row in group(PLACES["cuda"])]
     assert "step on cuda, transformer, fp16" in names
-    assert len(names) == len(set(names)) == 8
+    assert len(names) == len(set(names)) == 9
     assert not torch.cuda.is_initialized()
 
 
@@ -84,15 +84,32 @@ def test_two_ranks_on_one_device_and_moved_batches_come_to_raws_result(
 ) -> None:
     cut = {name: (lambda place, group=group: [_cut(row) for row in group(HOST)]) for name, group in GROUPS.items()}  # type: ignore[misc]
     monkeypatch.setattr(command, "GROUPS", cut)
-    arguments = ["--device", "cpu", "--rows", "transfers,ranks", "--rounds", "1", "--json", str(tmp_path / "told.json")]
+    arguments = [
+        "--device",
+        "cpu",
+        "--rows",
+        "transfers,ranks,line",
+        "--rounds",
+        "1",
+        "--json",
+        str(tmp_path / "told.json"),
+    ]
     assert main(arguments) == 0
     told = json.loads((tmp_path / "told.json").read_text())
     assert [row["row"] for row in told["rows"]] == [
         "batches moved to cpu",
         "step of 2 gloo ranks on one cpu, transformer",
+        "unmodified loop, 2 ranks on two cpus, transformer",
     ]
     assert not any(row["refused"] for row in told["rows"])
     assert told["machine"]["device"] == "cpu"
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_a_card_train_as_one_process_does(capfd: pytest.CaptureFixture[str]) -> None:
+    (_, alone), (_, together) = rows._unmodified(HOST), rows._sharing_a_card(HOST)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert "each of 2 batches split over 2 ranks" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
-"""The rows of ``make bench-gpu``: steps in every precision, two ranks on one card, and batches that are moved. In wall
-time, up to the moment when the device has done everything.
+"""The rows of ``make bench-gpu``: steps in every precision, two ranks on one card, batches that are moved, and a loop
+that prepares nothing. In wall time, up to the moment when the device has done everything.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,13 +20,17 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.work import REAL, SMALL, Work
 from benchmarks.harness import Row, installed
-from benchmarks.party import Bout
+from benchmarks.party import Bout, Sample
+from nbaccel.hardware import Survey
 
 __all__ = ["GROUPS", "Steps"]
 
 _NEEDS = {"Accelerate": "accelerate", "Fabric": "lightning"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOLERANCE = {"no": 1e-4, "bf16": 2e-3, "fp16": 2e-3}
+_FASTER = 1 / 1.7
+_PATIENCE_S = 250.0  # that of a party is 300
+_SETUP = "nbaccel.train.setup:setup_rank"  # as a cell has it
 
 
 @dataclass(frozen=True)
@@ -272,4 +277,91 @@ def transfers(place: Place) -> Sequence[Row]:
     return [Row(name, installed(ways, _NEEDS), units=place.steps, turns=20, judged="wall", targets=targets)]
 
 
-GROUPS = {"steps": steps, "transfers": transfers, "ranks": ranks}
+def _unmodified(place: Place) -> tuple[float, Tensor]:
+    """Seconds of a pass that is not the first, and the parameters. As people write it: "cuda", without a number."""
+    device = torch.device(place.device_type)
+    model, optimizer = REAL.make(place)
+    model.to(device)
+    batch_size = 2 * place.batch
+    samples = REAL.samples(place, place.steps * batch_size)
+    loader = DataLoader(TensorDataset(samples), batch_size, pin_memory=device.type == "cuda")
+    began = 0.0
+    for _ in range(2):
+        place.wait()
+        began = time.perf_counter()
+        for (batch,) in loader:
+            moved = batch.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            REAL.loss(model(moved), moved).backward()
+            optimizer.step()
+        place.wait()
+    seconds = time.perf_counter() - began
+    return seconds, torch.cat([part.detach().flatten()[:1000].cpu() for part in model.parameters()])
+
+
+def _by_the_line(place: Place) -> tuple[float, Tensor]:
+    """The same in two ranks, each with a card of its own."""
+    from nbaccel import launch
+
+    told: tuple[float, Tensor] = launch(_unmodified, 2, (place,), cpu=place.device_type == "cpu", setup=_SETUP).value
+    return told
+
+
+def _sharing_a_card(place: Place) -> tuple[float, Tensor]:
+    """The same in two ranks on one card, which a launch refuses: by gloo, since NCCL would, too."""
+    from nbaccel.testing import run_ranks
+
+    told: tuple[float, Tensor] = run_ranks(2, _in_a_rank, place, timeout_s=_PATIENCE_S)[0]
+    return told
+
+
+def _in_a_rank(place: Place) -> tuple[float, Tensor]:
+    from nbaccel.train.setup import setup_rank
+
+    place.enter()
+    dist.init_process_group("gloo")
+    watch = setup_rank(None)
+    assert watch is not None
+    watch.begin(None)
+    try:
+        told = _unmodified(place)
+        watch.end()
+    finally:
+        watch.stop()
+        dist.destroy_process_group()
+    return told
+
+
+def _loops(place: Place, train: Callable[[Place], tuple[float, Tensor]]) -> Bout:
+    """A training in each turn, of which a pass counts."""
+    place.enter()
+    ends: list[Tensor] = []
+
+    def turn() -> Sample:
+        seconds, end = train(place)
+        ends.append(end)
+        return Sample(seconds, 0.0)
+
+    return Bout(turn, lambda: ends[-1])
+
+
+def line(place: Place) -> Sequence[Row]:
+    """An unmodified loop by the line alone, beside itself in one process. On one card it says what sharing costs."""
+    place = replace(place, steps=min(place.steps, 10))
+    has_two = place.device_type == "cpu" or len(Survey.take().gpus) > 1
+    ways = {"raw": _unmodified, "nbaccel": _by_the_line if has_two else _sharing_a_card}
+    cards = f"two {place.device_type}s" if has_two else f"one {place.device_type}"
+    return [
+        Row(
+            f"unmodified loop, 2 ranks on {cards}, transformer",
+            {way: (lambda train=train: _loops(place, train)) for way, train in ways.items()},  # type: ignore[misc]
+            units=place.steps,
+            turns=5,
+            judged="wall",
+            targets=_targets(place, {"nbaccel": _FASTER}) if has_two else {},
+            tolerance=_TOLERANCE["no"],
+        )
+    ]
+
+
+GROUPS = {"steps": steps, "transfers": transfers, "ranks": ranks, "line": line}
