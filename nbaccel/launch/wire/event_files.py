@@ -44,7 +44,7 @@ def open_again_at_first_use(rank: int, kept: list[Any]) -> None:
 
         return call
 
-    for name in ("_get_file_writer", "flush", "close"):
+    for name in ("_get_file_writer", "flush", "close", *_OPEN_OTHERS):
         setattr(module.SummaryWriter, name, adopting(getattr(module.SummaryWriter, name)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nbaccel.errors import NotPrepared
 from nbaccel.train.implicit.exchange import Exchange, Round
-from nbaccel.train.implicit.graph import leaves_of, runs_backwards_inside
+from nbaccel.train.implicit.graph import is_compiled, leaves_of, runs_backwards_inside
 from nbaccel.train.implicit.header import VALUES, Header, Say, as_floats, digest, exchange
 from nbaccel.train.implicit.models import Models, sums_of
 from nbaccel.train.implicit.passes import Handed, Passes
@@ -49,7 +49,8 @@ class Averaging:
     collectives: gives the ranks' way to talk; formed at the first call, by all ranks together.
     on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number.
     on_registered: called when models are known that were not.  on_parts_shown: called where a loss keeps its part's
-    value.  step_back: called where the program has prepared its model.
+    value.  on_compiled: called where parts went through a compiled model.
+    step_back: called where the program has prepared its model.
 
     meetings: how many headers were exchanged.
     """
@@ -64,6 +65,7 @@ class Averaging:
         on_trained: Callable[[float | None], None],
         on_registered: Callable[[], None],
         on_parts_shown: Callable[[], None],
+        on_compiled: Callable[[], None],
         step_back: Callable[[], None],
     ) -> None:
         self.models = Models(self._completed)
@@ -78,6 +80,7 @@ class Averaging:
         self._on_trained = on_trained
         self._on_registered = on_registered
         self._on_parts_shown = on_parts_shown
+        self._on_compiled = on_compiled
         self._step_back = step_back
         self._is_inside = False
         self._round: Round | None = None
@@ -136,6 +139,8 @@ class Averaging:
         if extras and not self._has_extras:
             self._has_extras = True
             new = list({id(leaf): leaf for leaf in (*new, *self.models.trained_by_optimizers())}.values())
+        if self._passes.handed.is_part and is_compiled(of_python):
+            self._on_compiled()
         share = self._withholding.before_backward(self._passes.handed, not accumulates)
         run = self._meet(roots, leaves, new, extras, is_graph_made)
         run.share = share
@@ -264,11 +269,8 @@ class Averaging:
         pure = self._without_batch(say.shape, terms, header.counts, givers, handed)
         weights = factors(header, givers, pure, self._references)
         if weights is None:
-            raise NotPrepared(
-                self._cannot_weigh(
-                    "its terms differ between ranks, or are divided by the batch twice, or one sample shows too little"
-                )
-            )
+            why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
+            raise NotPrepared(self._cannot_weigh(f"{why} a single sample shows too little"))
         together = self._union(header, known, buffers)
         mine = [number for number in (*known, *buffers) if number in set(together)]
         tensors = [self._tensor(number) for number in together]
@@ -302,9 +304,12 @@ class Averaging:
         for reading in readings:
             if reading.obstacle:
                 return reading.obstacle
-            key = _shape(reading.terms), self._passes.handed.is_part
+            shape, is_part = _shape(reading.terms), self._passes.handed.is_part
             if rows < _FEWEST_ROWS:
                 continue  # one sample shows nothing
+            if is_part and self._obstacles.get((shape, False)) == "":
+                continue  # the whole batch has shown none; a part may have as many samples as something else, by chance
+            key = shape, is_part
             if key not in self._obstacles or self._obstacles[key]:
                 self._obstacles[key] = obstacle_below(reading, rows)
             if self._obstacles[key]:

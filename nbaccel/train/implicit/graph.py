@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["leaves_of", "runs_backwards_inside"]
+__all__ = ["is_compiled", "leaves_of", "runs_backwards_inside"]
 
 _ACCUMULATES = type(torch.ones(1, requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -47,3 +47,8 @@ def leaves_of(roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
 def runs_backwards_inside(nodes: Sequence[Any]) -> bool:
     """Whether one of `nodes` is a checkpoint that computes again, and backwards, by itself."""
     return any(type(node).__name__ in _REENTRANT for node in nodes)
+
+
+def is_compiled(nodes: Sequence[Any]) -> bool:
+    """Whether one of `nodes` is the backward of what ``torch.compile`` has made."""
+    return any(type(node).__name__ == "CompiledFunctionBackward" for node in nodes)

@@ -7,6 +7,7 @@ whole. As soon as the program prepares by itself, it leaves all to that.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ class ImplicitTraining:
             self._is_training,
             batch_norms=lambda: self._averaging.models.batch_norms(),
             on_turn=lambda turn: self._withholding.next_turn(turn),
+            steps=lambda: self._steps.done,
         )
         self._steps = Steps(lambda: self._passes.batches)
         self._withholding = Withholding(self._steps.rates)
@@ -75,10 +77,12 @@ class ImplicitTraining:
             on_trained=self._report,
             on_registered=self._note_models,
             on_parts_shown=self._notices.note_parts_shown,
+            on_compiled=self._notices.note_compiled,
             step_back=self._step_back,
         )
         self._is_armed = False
         self._real: Callable[..., Any] | None = None
+        self._real_compile: Callable[..., Any] | None = None
         self._hooks: list[Any] = []
 
     # -- the task
@@ -98,7 +102,9 @@ class ImplicitTraining:
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._real = torch.autograd._engine_run_backward
-        torch.autograd._engine_run_backward = self._run  # type: ignore[assignment]
+        self._take_backwards()
+        self._real_compile = torch.compile
+        torch.compile = functools.wraps(torch.compile)(functools.partial(self._compile))
         self._is_armed = True
         when_stepping_back(self._step_back)
         when_beginning_anew(self._begin_anew)
@@ -162,6 +168,18 @@ class ImplicitTraining:
     def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._real is not None
         return self._averaging.run(self._real, outputs, *args, **kwargs)
+
+    def _take_backwards(self) -> None:
+        """Have torch run its backwards by us. A compiler of whole training steps shall not look into it."""
+        run: Any = torch.compiler.disable(self._run) if "torch._dynamo" in sys.modules else self._run
+        torch.autograd._engine_run_backward = run
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of ``torch.compile``, with which torch imports its compiler."""
+        assert self._real_compile is not None
+        compiled = self._real_compile(*args, **kwargs)
+        self._take_backwards()
+        return compiled
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._averaging.is_inside:
@@ -230,6 +248,9 @@ class ImplicitTraining:
         if self._real is not None:
             torch.autograd._engine_run_backward = self._real
             self._real = None
+        if self._real_compile is not None:
+            torch.compile = self._real_compile
+            self._real_compile = None
         forget(self._step_back)
 
 

@@ -300,17 +300,21 @@ class _Gone:
 _nowhere: Any = weakref.ref(_Gone())
 
 
+def _present(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors.values() if tensor is not None]
+
+
 def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
     """Each parameter and floating buffer of `root` once; lazy ones are not there yet."""
     seen: set[int] = set()
     for module in root.modules():
         is_sparse = bool(getattr(module, "sparse", False))
         norm: weakref.ref[Module] | None = weakref.ref(module) if isinstance(module, _NormBase) else None
-        for parameter in module.parameters(recurse=False):
+        for parameter in _present(module._parameters):  # programs have a `parameters()` of their own
             if id(parameter) not in seen and not torch.nn.parameter.is_lazy(parameter):
                 seen.add(id(parameter))
                 yield parameter, Item(_nowhere, is_sparse=is_sparse)
-        for buffer in module.buffers(recurse=False):
+        for buffer in _present(module._buffers):
             if id(buffer) not in seen and buffer.is_floating_point() and not torch.nn.parameter.is_lazy(buffer):
                 seen.add(id(buffer))
                 yield buffer, Item(_nowhere, is_buffer=True, norm=norm)

@@ -69,6 +69,13 @@ class Notices:
         """A loss whose terms count differently keeps the value that it has here."""
         self._say("the loss has terms that count differently in parts of a batch: what is shown of it is rank 0's part")
 
+    def note_compiled(self) -> None:
+        """Parts of a batch went through what is compiled."""
+        self._say(
+            "a compiled model cannot be looked into: where it computes with its batch as a whole (a mean over it, "
+            "samples beside each other), it has a part of it. --batches each gives ranks whole batches"
+        )
+
     def note_no_loader(self) -> None:
         """Trained without a loader."""
         self._say(

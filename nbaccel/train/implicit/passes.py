@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from nbaccel.errors import CannotSplit, NotPrepared
-from nbaccel.events import LoopEntered, emit
+from nbaccel.events import Gauge, LoopEntered, emit
 from nbaccel.settings import EACH, SPLIT
 from nbaccel.train.implicit.layouts import Layout, is_own
+from nbaccel.train.implicit.progress import PassGauge
 from nbaccel.train.implicit.streams import Streams, mixed
 from nbaccel.train.implicit.users_code import place_of_call, users_name
 from nbaccel.train.microbatch.slicing import Samples, sample_shapes
@@ -37,7 +38,7 @@ _REMEMBERED = 64
 """Of the batches of one pass that no backward was of yet; what only evaluates takes thousands."""
 
 _SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
-_SEES_PART = "its collate_fn is given a part of each batch, so that what it pads is as long as that part wants it"
+_SEES_PART = "its collate_fn is given a part of each batch; what it pads, if it does, is as long as that part wants it"
 
 _SHARES = ("num_replicas", "num_processes")
 
@@ -121,6 +122,7 @@ class _Pass:
     name: str
     batch_size: int | None
     iterator_of: weakref.ref[Any]
+    gauge: PassGauge
     may_split: bool
     is_map: bool
     is_collated: bool
@@ -139,6 +141,10 @@ class _Pass:
     rest: deque[tuple[Any, _Label]] = field(default_factory=deque)
     first: list[Any] = field(default_factory=list)
     record: list[Handed] = field(default_factory=list)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """An iterator that travels leaves this behind."""
+        return _nothing, ()
 
     @property
     def loader(self) -> tuple[Any, ...]:
@@ -162,7 +168,7 @@ class Passes:
 
     on_split: told once for each loader what becomes of it.  is_training: whether the known models are in that mode.
     batch_norms: their layers that compute with the statistics of a batch, by name.
-    on_turn: told of each part of a batch that comes in several.
+    on_turn: told of each part of a batch that comes in several.  steps: how many steps this task has come to.
 
     batches: how many were handed out in this task.  has_split: whether ranks got different ones.
     """
@@ -175,6 +181,7 @@ class Passes:
         is_training: Callable[[], bool],
         batch_norms: Callable[[], Sequence[str]] = tuple,
         on_turn: Callable[[Turn], None] = lambda turn: None,
+        steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -182,6 +189,7 @@ class Passes:
         self._is_training = is_training
         self._batch_norms = batch_norms
         self._on_turn = on_turn
+        self._steps = steps
         self._streams = Streams(rank)
         self.begin()
         self._is_on = False
@@ -211,6 +219,8 @@ class Passes:
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
         self._whole: set[tuple[Any, ...]] = set()  # keys of passes that are not to be split
         self._told: set[tuple[Any, ...]] = set()
+        self._gauges: dict[tuple[Any, ...], PassGauge] = {}  # of the last pass, by key
+        self._epochs: Counter[tuple[Any, ...]] = Counter()  # passes that have trained, by key
         self._layouts: dict[tuple[Any, ...], Layout] = {}  # by loader
         self._are_cycled: dict[tuple[Any, ...], bool] = {}  # by key
         self._drawn: Any = None  # the iterator whose batch is being made
@@ -222,6 +232,8 @@ class Passes:
     def step_back(self) -> None:
         """The program prepares by itself: from now on batches are as torch gives them."""
         self._is_on = False
+        for gauge in self._gauges.values():
+            self._leave_gauge(gauge)
         self._forget_handed()
         self._streams.end()
 
@@ -284,7 +296,8 @@ class Passes:
         if keep_whole and this.key not in self._whole:
             self._keep_whole(this, keep_whole)
         if not this.has_trained:
-            this.has_trained = True
+            this.has_trained = this.gauge.has_trained = True
+            self._epochs[this.key] += 1
             this.lead = min(this.taken, this.lead or this.taken)
             this.is_split = this.key not in self._whole
         elif this.ahead is None and this.taken > this.lead:
@@ -347,6 +360,7 @@ class Passes:
             (users_name(loader) if loader is not None else "") or kind.__name__,
             size,
             iterator_of=lambda: None,  # type: ignore[arg-type]  # known in a moment
+            gauge=PassGauge(self._steps, self._batches_of(iterator, loader), self._epochs[key], modes[0]),
             may_split=not _shares_out(iterator) and (loader is not None or not iterator._num_workers),
             is_map=is_map,
             is_collated=bool(iterator._auto_collation),
@@ -362,7 +376,20 @@ class Passes:
             iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
         iterator.__dict__[_PASS] = this
         self._settle()
+        self._leave_gauge(self._gauges.get(key))
+        self._gauges[key] = this.gauge
+        emit(Gauge(this.gauge.read))
         return this
+
+    def _leave_gauge(self, gauge: PassGauge | None) -> None:
+        """The pass of `gauge` is over, or was left."""
+        if gauge is not None and not gauge.is_over:
+            emit(gauge.close())
+
+    def _batches_of(self, iterator: Any, loader: Any) -> int | None:
+        is_map = iterator._dataset_kind == _DatasetKind.Map
+        batches = _length(iterator._index_sampler if is_map or loader is None else loader)
+        return batches if batches is None or self._mode == SPLIT else math.ceil(batches / self._world_size)
 
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         """The index of the next batch, cut to this rank's part."""
@@ -496,6 +523,8 @@ class Passes:
             self._replay = self._handed = None
         self.batches += 1
         this.taken += 1
+        this.gauge.taken += label.turn.is_first
+        this.gauge.samples = max(this.gauge.samples, label.rows)
         if label.is_apart and self._turns > 1:
             self._on_turn(label.turn)
         if label.is_apart:
@@ -535,6 +564,7 @@ class Passes:
 
     def _end_pass(self, this: _Pass, iterator: Any) -> None:
         was_over, this.is_over = this.is_over, True
+        self._leave_gauge(this.gauge)
         this.labels.clear()
         this.indices.clear()
         if self._is_used:
@@ -614,6 +644,10 @@ class _Hooks:
 
         next_batch.nbaccel_hooks = self  # type: ignore[attr-defined]
         kind.__init__, kind._reset, kind._next_index, kind.__next__ = init, reset, next_index, next_batch
+
+
+def _nothing() -> None:
+    return None
 
 
 def _count(index: Any, is_collated: bool) -> int:

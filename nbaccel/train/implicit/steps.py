@@ -41,6 +41,11 @@ class Steps:
         self._entered_at = None
         self.end_step()
 
+    @property
+    def done(self) -> int:
+        """Steps that are complete."""
+        return self.count + (self._entered_at is not None and not self._is_inside)
+
     def agree(self, count: int) -> None:
         """The peers have come to step `count`: attempts before may have failed at different steps."""
         if count > self.count:

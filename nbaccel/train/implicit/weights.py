@@ -18,15 +18,15 @@ _NEAR = 1e-6
 
 
 class References:
-    """By what each term was divided when its batch was whole in all ranks, and of how many samples that was."""
+    """By what each term was divided when its batch was whole in all ranks, and of how many samples and numbers."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, tuple[float, float]] = {}
+        self._found: dict[Hashable, tuple[float, float, float]] = {}
         self._additive: set[Hashable] = set()
         self._guessed: dict[Hashable, tuple[float, float]] = {}  # additive as it seemed, without a whole batch
 
-    def note(self, term: Hashable, constant: float, rows: float) -> None:
-        self._found[term] = constant, rows
+    def note(self, term: Hashable, constant: float, rows: float, elements: float = 0) -> None:
+        self._found[term] = constant, rows, elements
 
     def cannot_tell(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
         """Whether a sum may have been divided by the number of samples or by a constant of the program's.
@@ -39,11 +39,19 @@ class References:
         is_single = all(each == 1 for each in (*constants, *rows)) and whole > 1
         return is_single and term not in self._found and term not in self._additive
 
-    def is_additive(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
+    def is_additive(
+        self,
+        term: Hashable,
+        constants: Sequence[float],
+        rows: Sequence[float],
+        whole: float,
+        elements: Sequence[float] = (0,),
+    ) -> bool:
         """Whether what ranks divide a sum by adds up to what that of the whole batch is divided by, as ``len(x)`` does.
 
         Else it is a constant of the program's. Told by evidence: it differs between ranks; it has shrunk as the batch
-        has; it is a whole number other than before, as the count of a mask is, and not a factor that is annealed.
+        has; it goes with the numbers that are added up (`elements`; 0 unknown); it is a whole number other than before,
+        as the count of a mask is, and not a factor that is annealed.
         """
         if term in self._additive:
             return True
@@ -56,9 +64,12 @@ class References:
             if is_it:
                 self._guessed[term] = here, rows[0]
             elif max(rows) > 1:
-                self._found[term] = here, rows[0]
+                self._found[term] = here, rows[0], elements[0]
         elif math.isclose(here, known[0], rel_tol=_NEAR):
-            is_it = False
+            # As with the whole batch, by chance, where samples of a part are longer: only a mean by hand is known then.
+            is_it = known[2] == elements[0] == here and rows[0] != known[1]
+        elif known[2] and elements[0] and math.isclose(here * known[2], known[0] * elements[0], rel_tol=_NEAR):
+            is_it = True
         else:
             has_shrunk = bool(known[1]) and math.isclose(here, known[0] * rows[0] / known[1], rel_tol=_NEAR)
             if not has_shrunk:
@@ -92,9 +103,12 @@ def factors(
         if values[0] and all(each == values[0] for each in values):  # the same work: one rank's is all of it, exactly
             even = [float(rank == givers[0]) for rank in range(size)]
         for term in range(count if is_alike else 0):
-            references.note((first.shape, term), header.constants[givers[0]][term], first.whole or first.rows)
+            elements = _elements(header.counts[givers[0]][term])
+            references.note((first.shape, term), header.constants[givers[0]][term], first.whole or first.rows, elements)
         return [[each] * max(1, int(say.terms)) for each, say in zip(even, says, strict=True)]
-    if not is_alike or not count:
+    if not is_alike:
+        return None
+    if not count:
         rows = [says[rank].rows if rank in givers else 0.0 for rank in range(size)]
         if not sum(rows) or any(each < 0 for rank in givers for each in header.counts[rank]):
             return None
@@ -115,7 +129,8 @@ def factors(
         else:
             if references.cannot_tell((first.shape, term), constants, rows, first.whole):
                 return None
-            adds = references.is_additive((first.shape, term), constants, rows, first.whole)
+            elements_of = [_elements(count) for count in counts]
+            adds = references.is_additive((first.shape, term), constants, rows, first.whole, elements_of)
             parts = constants if adds else None
         shares = [1.0] * len(givers) if parts is None else [part / (sum(parts) or 1.0) for part in parts]
         column = [0.0] * size
@@ -123,3 +138,8 @@ def factors(
             column[rank] = share
         columns.append(column)
     return [[column[rank] for column in columns] for rank in range(size)]
+
+
+def _elements(count: float) -> float:
+    """How many numbers a sum adds up, by what the header has of it; 0 where it is not known, or a mean."""
+    return max(0.0, -1.0 - count)

@@ -27,7 +27,7 @@ _FEATURES = 64
 _WIDTHS = {"10 M parameters": (1750, 3), "10 k parameters": (96, 1), "100 tensors": (64, 48)}
 _BATCH, _BATCHES = 64, 10
 
-_WAITING_BATCH, _WAITING_BATCHES = 128, 12
+_WAITING_BATCH, _WAITING_BATCHES = 128, 30
 _SLEEP_S = 0.020 / 32  # for a sample
 _FASTER = 1 / 1.7
 _SETUP = "nbaccel.train.setup:setup_rank"  # as a cell has it

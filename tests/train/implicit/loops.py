@@ -10,6 +10,7 @@ import copy
 import itertools
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -761,6 +762,29 @@ def compiled_loss() -> Values:
             loss.backward()
             optimizer.step()
             printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop(is_split=False, is_slow=True)
+def compiled_step() -> Values:
+    """All of a step is one compiled function, as torch's tutorial has it."""
+    torch._dynamo.reset()
+    model = net()
+    optimizer = sgd(model)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    whole, printed = compiled(step), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's compiler, about what it does itself
+        for _ in range(2):
+            for x, y in DataLoader(points(), batch_size=7):
+                printed.append(whole(x, y).item())
     return ends(model), printed
 
 

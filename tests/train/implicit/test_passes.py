@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
 from nbaccel.errors import NotPrepared
+from nbaccel.events import Event, Gauge, LoopEntered, Progress, outlet
 from nbaccel.train.implicit.passes import Handed, Passes, Split
 
 HOOKED = ("__init__", "_reset", "_next_index", "__next__")
@@ -1005,3 +1006,55 @@ def test_fastai() -> None:
     plain, ranks = run(program)
 
     check(plain, ranks, whole={0})
+
+
+# How far it is --------------------------------------------------------------------------------------------------------
+
+
+def test_each_pass_tells_how_far_it_is_and_where_it_ended() -> None:
+    heard: list[Event] = []
+
+    def program(rank: Rank) -> None:
+        train, test = DataLoader(numbers(), batch_size=8), DataLoader(Rows(9), batch_size=4)
+        for _ in range(2):
+            for at, batch in enumerate(train):
+                rank.take(batch)
+                if rank.rank == 0 and at == 1:
+                    progress = [event.read() for event in heard if isinstance(event, Gauge)][-1]
+                    assert progress is not None
+                    assert (progress.batch, progress.batches, progress.is_over) == (2, 3, False)
+                rank.backward()
+            with torch.no_grad():
+                for batch in test:
+                    rank.take(batch)
+        next(iter(train))
+
+    with outlet(heard.append):
+        run(program, world_size=1)
+
+    ended = [event for event in heard if isinstance(event, Progress)]
+    assert [(each.batch, each.batches, each.epoch, each.is_training) for each in ended] == [
+        (3, 3, 0, True),
+        (3, 3, 0, False),
+        (3, 3, 1, True),
+        (3, 3, 0, False),
+        (1, 3, 0, False),  # a look, which was left
+    ]
+    assert all(event.read() is None for event in heard if isinstance(event, Gauge))
+
+
+def test_the_loop_that_a_rank_is_in_says_what_there_is_to_cut() -> None:
+    heard: list[Event] = []
+
+    def program(rank: Rank) -> None:
+        rank.train(DataLoader(numbers(), batch_size=8))
+        with torch.no_grad():
+            list(DataLoader(Rows(9), batch_size=4))
+        rank.train(DataLoader(Rows(6), batch_size=2))
+
+    with outlet(heard.append):
+        run(program)
+
+    loops = [event for event in heard if isinstance(event, LoopEntered)]
+    assert [(each.samples, each.parts, each.sharing_ranks) for each in loops[:3]] == [(8, 1, 2), (4, 1, 2), (2, 1, 2)]
+    assert [bool(each.obstacle) for each in loops[:3]] == [False, True, False]

@@ -76,7 +76,19 @@ def test_of_the_same_work_one_ranks_gradient_is_all_of_it(values: list[float], e
     assert weights(header([8, 8], [1, 1], [8, 8], 8, part=False, values=values)) == expected
 
 
-def test_losses_of_other_shapes_are_weighed_by_samples() -> None:
+def test_losses_of_other_shapes_are_not_weighed() -> None:
+    """By a branch on the samples that a rank has: of the whole batch there would be one loss."""
     said = header([3, 4], [1, 1], [3, 5], 8)
     said.says[1].shape = 8
-    assert weights(said) == [3 / 8, 5 / 8]
+    assert weights(said) is None
+
+
+@pytest.mark.parametrize(
+    ("of_whole", "constants", "is_mean"), [(24, [24, 24], True), (24, [30, 30], True), (7, [7, 7], False)]
+)
+def test_a_sum_that_is_divided_by_what_it_adds_up_is_a_mean(of_whole: int, constants: list[int], is_mean: bool) -> None:
+    """Also where samples of the parts are twice as long, so that these have as many numbers as the whole batch."""
+    references = References()
+    factors(header([-25, -25], [of_whole, of_whole], [6, 6], 6, part=False), range(2), [False], references)
+    parts = header([-1 - constants[0] if is_mean else -25] * 2, constants, [3, 3], 6)
+    assert weights(parts, references) == ([0.5, 0.5] if is_mean else [1, 1])
