@@ -111,10 +111,11 @@ class _Pass:
     """One iteration over a loader, as far as it has come. It holds neither.
 
     key: passes with an equal one do the same.  is_map: batches are made of indices.  is_collated: of several samples.
-    layout: of batches that a function of the program's own makes.  lead: batches that were taken before the first
-    backward, once known.  ahead: of them, how many the program takes before it needs them.  labels: of batches that
-    were drawn, and are not handed out yet.  indices, rest: further parts of the batch that came last, to be fetched or
-    cut from it.  first: what to begin anew with.  record: what its backwards were about.
+    layout: of batches that a function of the program's own makes.  loop: what was reported of it, and when.
+    lead: batches that were taken before the first backward, once known.  ahead: of them, how many the program takes
+    before it needs them.  labels: of batches that were drawn, and are not handed out yet.  indices, rest: further parts
+    of the batch that came last, to be fetched or cut from it.  first: what to begin anew with.
+    record: what its backwards were about.
     """
 
     task: object
@@ -127,6 +128,7 @@ class _Pass:
     is_map: bool
     is_collated: bool
     layout: Layout | None = None
+    loop: tuple[object, LoopEntered] | None = None
     is_split: bool = False
     began_split: bool = False
     was_training: bool = True
@@ -213,7 +215,8 @@ class Passes:
         self._mode = mode
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory
-        self._reported: _Pass | None = None
+        self._reported: _Pass | None = None  # the pass that the rank is in
+        self._news = object()  # another one as soon as what was reported may be out of date
         self._task = object()
         self._thread = threading.get_ident()
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
@@ -306,7 +309,7 @@ class Passes:
 
     def report_anew(self) -> None:
         """Say with the next batch once more what there is to cut."""
-        self._reported = None
+        self._reported, self._news = None, object()
 
     def _keep_whole(self, this: _Pass, why: str) -> None:
         self._whole.add(this.key)
@@ -372,6 +375,7 @@ class Passes:
         is_known = lead > 0 or (self._is_short and all(modes))
         this.is_split = this.began_split = this.may_split and is_known and key not in self._whole
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
+        this.gauge.is_left = lambda: this.iterator_of() is None
         if this.is_split and this.cuts_indices and iterator._num_workers:
             iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
         iterator.__dict__[_PASS] = this
@@ -534,8 +538,13 @@ class Passes:
         self._settle()
 
     def _report(self, this: _Pass) -> None:
-        """Say what there is to cut in a loop if memory runs out in it."""
+        """Say what there is to cut in the loop that the rank is in, if memory runs out in it."""
         self._reported = this
+        if this.loop is None or this.loop[0] is not self._news:
+            this.loop = self._news, self._loop_of(this)
+        emit(this.loop[1])
+
+    def _loop_of(self, this: _Pass) -> LoopEntered:
         parts = self._world_size * self._turns if this.is_split else 1
         obstacle = ""
         if not (torch.is_grad_enabled() and self._is_training()):
@@ -547,7 +556,7 @@ class Passes:
         elif this.batch_size is not None and this.batch_size <= parts:
             obstacle = "its batches, or the parts of them, are single samples already"
         norms = () if obstacle else self._batch_norms()
-        emit(LoopEntered(this.batch_size, parts, obstacle=obstacle, batch_norms=norms, sharing_ranks=self._world_size))
+        return LoopEntered(this.batch_size, parts, obstacle=obstacle, batch_norms=norms, sharing_ranks=self._world_size)
 
     def _of_its_own(self, this: _Pass) -> str:
         if self._mode == SPLIT:

@@ -21,6 +21,7 @@ class PassGauge:
 
     taken: batches that were handed out.  samples: of this rank in the largest of them; 0 unknown.
     has_trained: backwards have come.  is_over: it has ended, or was left for another at the same place.
+    is_left: tells whether nobody can go on with it.
     """
 
     def __init__(self, steps: Callable[[], int], batches: int | None, epoch: int, may_train: bool) -> None:
@@ -32,10 +33,11 @@ class PassGauge:
         self._began = time.monotonic()
         self.taken = self.samples = 0
         self.has_trained = self.is_over = False
+        self.is_left: Callable[[], bool] = lambda: False
 
     def read(self) -> Progress | None:
         """Where the pass is now; None once it has ended. From any thread."""
-        return None if self.is_over else self._look()
+        return None if self.is_over or self.is_left() else self._look()
 
     def close(self) -> Progress:
         """The pass has ended: where it was then."""
