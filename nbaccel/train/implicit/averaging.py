@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from nbaccel.train.implicit.passes import Handed, Passes
 from nbaccel.train.implicit.scalars import users_scalars
 from nbaccel.train.implicit.scaling import forget_scaled, is_scaled
 from nbaccel.train.implicit.steps import Steps
-from nbaccel.train.implicit.terms import Reading, Term, obstacle_below, read
+from nbaccel.train.implicit.terms import Reading, Term, obstacle_below, read, shapes_below
 from nbaccel.train.implicit.users_code import users_frames
 from nbaccel.train.implicit.weights import References, differ, factors
 from nbaccel.train.implicit.withholding import Withholding
@@ -89,6 +90,11 @@ class Averaging:
         self._late: dict[int, Tensor] = {}  # leaves that a backward inside of the backward has reached
         self._begin()
 
+    def rest(self) -> None:
+        """The task is over: keep no memory."""
+        if self._exchange is not None:
+            self._exchange.forget()
+
     @property
     def is_inside(self) -> bool:
         """Whether a backward is under way."""
@@ -104,9 +110,10 @@ class Averaging:
         if self._exchange is not None:
             self._exchange.forget()
         self._references = References()
-        # By the shape of a loss, as seen of a whole batch: its samples, and of each term its count and whether it is of
-        # parameters.
-        self._of_whole: dict[float, tuple[int, list[float], list[bool]]] = {}
+        # By the shape of a loss, as seen of a whole batch: its samples, and of each term its count, whether it is of
+        # parameters, and a digest of the shapes below it.
+        self._of_whole: dict[float, tuple[int, list[float], list[bool], list[int]]] = {}
+        self._fixed: set[tuple[float, int]] = set()  # terms that have the same shapes in parts as with a whole batch
         self._varying: set[tuple[float, int]] = set()  # terms that were seen to be of more, or fewer, than that
         self._has_extras = False
         self._failed = ""  # the error of a backward that has left the ranks in the middle of their sums
@@ -284,18 +291,26 @@ class Averaging:
     ) -> list[bool]:
         """Of each term, whether it is the same in all ranks.
 
-        It is if it is of parameters alone, or of as many numbers in every rank as with a whole batch, such as one over
-        fixed points.
+        It is if it is of parameters alone, or made by tensors of the same shapes as with a whole batch, such as a sum
+        over fixed points.
         """
         here = [term.is_of_parameters for term in terms]
         if not handed.is_part:
-            self._of_whole.setdefault(shape, (handed.rows, counts[givers[0]], here))
+            if shape not in self._of_whole:
+                below = [shapes_below(term.node) if term.elements else 0 for term in terms]
+                self._of_whole[shape] = handed.rows, counts[givers[0]], here, below
             return here
-        rows, whole, pure = self._of_whole.get(shape, (0, [], here))
+        rows, whole, pure, shapes = self._of_whole.get(shape, (0, [], here, []))
         if not rows or rows in handed.sizes or any(len(counts[rank]) != len(whole) for rank in givers):
             return pure
-        self._varying |= {(shape, at) for rank in givers for at in range(len(whole)) if counts[rank][at] != whole[at]}
-        return [pure[at] or ((shape, at) not in self._varying and whole[at] not in _SINGLE) for at in range(len(whole))]
+        for at, term in enumerate(terms):
+            is_same = all(counts[rank][at] == whole[at] for rank in givers) and whole[at] not in _SINGLE
+            if (shape, at) not in self._varying | self._fixed:
+                is_fixed = is_same and (not term.elements or shapes_below(term.node) == shapes[at])
+                (self._fixed if is_fixed else self._varying).add((shape, at))
+            elif not is_same:
+                self._varying.add((shape, at))
+        return [pure[at] or (shape, at) not in self._varying for at in range(len(whole))]
 
     def _obstacle(self, readings: Sequence[Reading], rows: int, is_graph_kept: bool) -> str:
         """Why this loss has to be computed of whole batches; "" where parts will do."""
@@ -426,7 +441,7 @@ class Averaging:
             if only_buffers:
                 values.clear()
             elif self._withholding.is_on:
-                self._withholding.keep(values.items(), aside)
+                self._withholding.keep(values.items(), aside, partial(self._versions, tuple(values)))
                 for number in values:
                     self._tensor(number).grad = None
                 return
@@ -449,6 +464,9 @@ class Averaging:
                     tensor.grad = old.add_(value)
             for number, old in aside.items():
                 self._tensor(number).grad = old
+
+    def _versions(self, numbers: Sequence[int]) -> int:
+        return sum(self._tensor(number)._version for number in numbers)
 
     def _end(self, run: _Run, roots: Sequence[Tensor]) -> None:
         whole = run.whole_values()

@@ -65,11 +65,12 @@ class Layout:
             self._axes[path] = axes
 
     def samples(self, batch: Any, count: int) -> Samples:
-        """The samples of a whole batch that was learnt.
+        """The samples of a whole batch that was learnt. Where two dimensions were always equally long, nobody knows.
 
         Raises:
             CannotSplit: it is not clear where they lie.
         """
+        self.is_known = self.is_known and not any(len(axes) > 1 for axes in self._axes.values())
         if not self.is_known:
             raise CannotSplit("it is not known which of its parts belong to which sample")
         return Samples(batch, count, lambda whole, start, stop: self._cut(whole, "batch", start, stop, count))

@@ -67,7 +67,7 @@ class ImplicitTraining:
             steps=lambda: self._steps.done,
         )
         self._steps = Steps(lambda: self._passes.batches)
-        self._withholding = Withholding(self._steps.rates)
+        self._withholding = Withholding(self._steps.choices)
         self._averaging = Averaging(
             world,
             self._passes,
@@ -251,6 +251,8 @@ class ImplicitTraining:
         if self._real_compile is not None:
             torch.compile = self._real_compile
             self._real_compile = None
+        self._withholding.begin()
+        self._averaging.rest()
         forget(self._step_back)
 
 

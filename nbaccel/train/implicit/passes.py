@@ -40,6 +40,10 @@ _REMEMBERED = 64
 _SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
 _SEES_PART = "its collate_fn is given a part of each batch; what it pads, if it does, is as long as that part wants it"
 
+_LOOKED_AT = (
+    "a batch of it was taken and not trained on; since whole ones do not fit, it was a part, another one in each rank"
+)
+
 _SHARES = ("num_replicas", "num_processes")
 
 
@@ -170,7 +174,8 @@ class Passes:
 
     on_split: told once for each loader what becomes of it.  is_training: whether the known models are in that mode.
     batch_norms: their layers that compute with the statistics of a batch, by name.
-    on_turn: told of each part of a batch that comes in several.  steps: how many steps this task has come to.
+    on_turn: told of each part of a batch that comes in several, and with None that no other of it will come.
+    steps: how many steps this task has come to.
 
     batches: how many were handed out in this task.  has_split: whether ranks got different ones.
     """
@@ -182,7 +187,7 @@ class Passes:
         on_split: Callable[[Split], None],
         is_training: Callable[[], bool],
         batch_norms: Callable[[], Sequence[str]] = tuple,
-        on_turn: Callable[[Turn], None] = lambda turn: None,
+        on_turn: Callable[[Turn | None], None] = lambda turn: None,
         steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self._rank = rank
@@ -215,6 +220,8 @@ class Passes:
         self._mode = mode
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory
+        self._in_turn: _Pass | None = None  # the pass of the part in hand, if others of its batch follow
+        self._looked_at = ""  # a loader of which a part was taken, and no more
         self._reported: _Pass | None = None  # the pass that the rank is in
         self._news = object()  # another one as soon as what was reported may be out of date
         self._task = object()
@@ -318,16 +325,16 @@ class Passes:
         self._tell(this, False, why)
 
     def _tell(self, this: _Pass, is_split: bool, why: str = "") -> None:
-        said = this.loader, is_split
+        remark = ""
+        if is_split and this.layout is not None:
+            remark = _SEES_PART if this.cuts_indices else _SEES_ALL
+        said = this.loader, is_split, remark
         if said not in self._told:
             self._told.add(said)
             iterator = this.iterator_of()
             batches = None
             if iterator is not None and iterator._dataset_kind == _DatasetKind.Map:
                 batches = _length(iterator._index_sampler)
-            remark = ""
-            if is_split and this.layout is not None:
-                remark = _SEES_PART if this.cuts_indices else _SEES_ALL
             self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark))
 
     # -- what the hooks ask
@@ -418,7 +425,7 @@ class Passes:
         this.labels.append(label)
         if label.is_apart and not iterator._num_workers:
             self._streams.own()
-            self._streams.fetch_apart(this.loader, is_first=not this.parts)
+            self._streams.fetch_apart(this.loader)
         return index
 
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
@@ -529,8 +536,12 @@ class Passes:
         this.taken += 1
         this.gauge.taken += label.turn.is_first
         this.gauge.samples = max(this.gauge.samples, label.rows)
-        if label.is_apart and self._turns > 1:
+        if self._turns > 1 and (label.is_apart or this.is_split):
             self._on_turn(label.turn)
+            self._in_turn = None if label.turn.is_last else this
+            if self._looked_at:
+                name, self._looked_at = self._looked_at, ""
+                self._on_split(Split(name, None, None, True, _LOOKED_AT))
         if label.is_apart:
             this.parts += 1
             self._is_pending = self.has_split = True
@@ -592,7 +603,7 @@ class Passes:
                 "model.eval(), or start the cell with --strict and prepare the loop."
             ) from None
         self._settle()
-        if this.is_split and not this.parts:
+        if this.is_split and not this.parts and (this.layout is None or this.layout.is_known):
             self._tell(this, False, f"none of its batches was cut, as one with fewer samples than {self._world_size}")
         if this.record and this.parts and self._is_cycled(this, iterator):
             self._replay = itertools.cycle(this.record)
@@ -607,6 +618,11 @@ class Passes:
 
     def _left(self, this: _Pass) -> None:
         """The iterator of a pass is gone."""
+        if self._is_on and this is self._in_turn:
+            self._in_turn = None
+            self._on_turn(None)
+            if not this.has_trained:
+                self._looked_at = this.name
         is_idle = self._is_on and not self._is_pending and self._drawn is None
         if is_idle and this.parts and threading.get_ident() == self._thread:
             self._streams.common()

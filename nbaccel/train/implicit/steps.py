@@ -83,6 +83,18 @@ class Steps:
             self._is_inside = False
             emit(StepsEnded())
 
+    def choices(self) -> int:
+        """A number by which other settings of the optimizers show: learning rates, steps that they count there."""
+        return hash(
+            frozenset(
+                (id(optimizer), at, name, value)
+                for optimizer in self._optimizers
+                for at, group in enumerate(optimizer.param_groups)
+                for name, value in group.items()
+                if isinstance(value, (int, float, tuple))
+            )
+        )
+
     def rates(self) -> float:
         """A number by which different learning rates show."""
         return math.fsum(  # whatever the order

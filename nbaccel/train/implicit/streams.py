@@ -66,15 +66,15 @@ class Streams:
             self._has_seeded_cuda = True
             torch.cuda.manual_seed(self._seed)
 
-    def fetch_apart(self, loader: Any, is_first: bool) -> None:
-        """Samples of `loader` are about to be fetched that other ranks do not fetch.  is_first: of a pass."""
-        if loader in self._drawing:
-            self._kept = _states()
-            random.seed(self._seed)
-            if self._kept[1] is not None:
-                sys.modules["numpy"].random.seed(self._seed % 2**32)
-        elif is_first:
-            self._kept, self._watched = _states(), loader
+    def fetch_apart(self, loader: Any) -> None:
+        """Samples of `loader` are about to be fetched that other ranks do not fetch."""
+        self._kept = _states()
+        if loader not in self._drawing:
+            self._watched = loader  # also in later batches: some data sets draw for some samples only
+            return
+        random.seed(self._seed)
+        if self._kept[1] is not None:
+            sys.modules["numpy"].random.seed(self._seed % 2**32)
 
     def fetched(self) -> None:
         """They are here: Python and NumPy go on as if nothing had been drawn."""

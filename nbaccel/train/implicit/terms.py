@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Reading", "Scalar", "Term", "obstacle_below", "read"]
+__all__ = ["Reading", "Scalar", "Term", "obstacle_below", "read", "shapes_below"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +410,11 @@ def obstacle_below(reading: Reading, rows: int) -> str:
             if node not in plain and (sign := _sign(node, kind, edges, carries, rows)):
                 return sign
     return ""
+
+
+def shapes_below(top: Any) -> int:
+    """A number by the shapes of all that a term is made of."""
+    return hash(tuple(_shape((node, 0)) for node in _from_below([top])))
 
 
 def _from_below(tops: Iterable[Any]) -> list[Any]:

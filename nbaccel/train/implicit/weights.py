@@ -15,6 +15,8 @@ from nbaccel.train.implicit.header import Header
 __all__ = ["References", "differ", "factors"]
 
 _NEAR = 1e-6
+_FEW = 4
+"""Samples of a part, up to which their number is often a constant of the program's, too: `0.5 * x.sum()`."""
 
 
 class References:
@@ -31,13 +33,13 @@ class References:
     def cannot_tell(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
         """Whether a sum may have been divided by the number of samples or by a constant of the program's.
 
-        Where each rank has one sample of several, or where a number that looked like the one stays as rows change.
+        Where ranks have equally few samples, or where a number that looked like the one stays as rows change.
         """
         if term in self._guessed:
             constant, count = self._guessed[term]
             return rows[0] != count and constants[0] == constant
-        is_single = all(each == 1 for each in (*constants, *rows)) and whole > 1
-        return is_single and term not in self._found and term not in self._additive
+        are_alike = len({*map(abs, constants), *rows}) == 1 and rows[0] <= _FEW and whole > rows[0]
+        return are_alike and term not in self._found and term not in self._additive
 
     def is_additive(
         self,
@@ -61,6 +63,7 @@ class References:
         elif known is None:
             is_it = bool(rows[0]) and rows[0] != whole and not here % rows[0] and bool(here % (whole or 1))
             is_it = is_it and not differ([each / of for each, of in zip(constants, rows, strict=True)])
+            is_it = is_it and not elements[0] % here
             if is_it:
                 self._guessed[term] = here, rows[0]
             elif max(rows) > 1:

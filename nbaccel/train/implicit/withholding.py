@@ -29,20 +29,24 @@ _WHOLE = Turn()
 class Withholding:
     """Keeps the gradients of a batch's earlier parts, and judges what the loop does with these parts.
 
-    rates: a number by which other learning rates show.
+    choices: a number by which other learning rates, or other settings of optimizers, show.
 
     Whatever it raises is a `CannotCut`, in all ranks, before a weight has changed that should not have.
     """
 
-    def __init__(self, rates: Callable[[], float]) -> None:
-        self._rates = rates
+    def __init__(self, choices: Callable[[], int]) -> None:
+        self._choices = choices
+        self._is_watching = False
         self.begin()
 
     def begin(self) -> None:
         """A task begins: batches come whole."""
         self._turn = _WHOLE
         self._has_computed = self._has_stepped = self._has_dropped = False  # gradients, in this part
-        self._begun_with = 0.0  # learning rates at the step of the batch's first part
+        self._begun_with = 0  # the optimizers' settings at the step of the batch's first part
+        self._versions: Callable[[], int] = int  # of the tensors that are trained
+        self._left_with = 0  # their versions after the last backward
+        self._waiting: set[int] = set()  # schedulers that were told to move, and have not
         self._sums: dict[int, Tensor] = {}
         self._before: dict[int, Tensor] = {}  # gradients that were there when the batch began
         self.is_used = False  # in this task
@@ -52,18 +56,39 @@ class Withholding:
         """Whether a part is in hand that others follow."""
         return not self._turn.is_last
 
-    def next_turn(self, turn: Turn) -> None:
-        """A part of a batch is about to be handed out."""
-        if not self.is_used:
-            self.is_used = True
+    def next_turn(self, turn: Turn | None) -> None:
+        """A part of a batch is about to be handed out; None: no other of the batch in hand will be."""
+        if turn is None:
+            self._forget()
+            return
+        if not self._is_watching:
+            self._is_watching = True
             _watch(self)
-        if self.is_on and self._has_computed and not self._has_stepped:
-            self._refuse("the loop decides by itself in which of its rounds to step, and would count parts for batches")
+        self.is_used = True
+        if self.is_on and self._has_computed:
+            self._judge(turn)
         if turn.is_first:
-            self._sums.clear()  # of a batch that was left in the middle
-            self._before.clear()
+            if self._waiting and self._has_computed:
+                self._refuse("a scheduler is told to move in some rounds only")
+            self._forget()
         self._turn = turn
         self._has_computed = self._has_stepped = self._has_dropped = False
+
+    def _judge(self, turn: Turn) -> None:
+        """The loop has come to its next round, with the part in hand computed and others of its batch to follow."""
+        if turn.is_first:
+            self._refuse("the loop goes on with a batch of another loader before the last part")
+        if not self._has_stepped:
+            self._refuse("the loop decides by itself in which of its rounds to step, and would count parts for batches")
+        if self._versions() != self._left_with:
+            self._refuse("the loop, or its optimizer, changes weights in every round")
+
+    def _forget(self) -> None:
+        """The batch in hand is over, or was left in the middle."""
+        self._turn = _WHOLE
+        self._sums.clear()
+        self._before.clear()
+        self._waiting.clear()
 
     def before_backward(self, handed: Handed, is_grad: bool) -> float:
         """A backward is about to be averaged. Returns the share of the batch's samples that it is of.
@@ -85,8 +110,14 @@ class Withholding:
         self._has_computed = True
         return handed.turn.share
 
-    def keep(self, gradients: Iterable[tuple[int, Tensor]], before: dict[int, Tensor]) -> None:
-        """Keep what a part that others follow has given.  before: gradients that leaves had before, by number."""
+    def keep(
+        self, gradients: Iterable[tuple[int, Tensor]], before: dict[int, Tensor], versions: Callable[[], int]
+    ) -> None:
+        """Keep what a part that others follow has given.
+
+        before: gradients that leaves had before, by number.  versions: tells of the leaves how often they were changed.
+        """
+        self._versions, self._left_with = versions, versions()
         for number, gradient in gradients:
             if number in self._sums:
                 self._sums[number].add_(gradient)
@@ -108,10 +139,18 @@ class Withholding:
         if closure is not None:
             self._refuse("the optimizer computes its losses itself (a closure), and would for the last part only")
         if self._turn.is_first:
-            self._begun_with = self._rates()
-        elif self._rates() != self._begun_with:
-            self._refuse("the loop changes the learning rate by itself in every round")
+            self._begun_with = self._choices()
+        elif self._choices() != self._begun_with:
+            self._refuse("the loop, or its optimizer, changes the learning rate or a count of steps in every round")
         self._has_stepped = True
+        return self.is_on
+
+    def withholds_move(self, scheduler: Any) -> bool:
+        """A scheduler is told to move: whether that has to wait."""
+        if self.is_on:
+            self._waiting.add(id(scheduler))
+        else:
+            self._waiting.discard(id(scheduler))
         return self.is_on
 
     def note_drop(self) -> None:
@@ -140,7 +179,7 @@ def _watch(withholding: Withholding) -> None:
 def _once_for_each_batch(step: Callable[..., Any], withholding: Withholding) -> Callable[..., Any]:
     @functools.wraps(step)
     def paced(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if withholding.is_on else step(scheduler, *args, **kwargs)
+        return None if withholding.withholds_move(scheduler) else step(scheduler, *args, **kwargs)
 
     return paced
 

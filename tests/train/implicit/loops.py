@@ -1392,6 +1392,102 @@ def time_before_samples() -> Values:
     return ends(model), printed
 
 
+@loop()
+def time_as_long_as_a_batch() -> Values:
+    """A square batch: nothing shows which dimension counts samples, so each rank's function makes a part."""
+    torch.manual_seed(2)
+    model, head = nn.RNN(1, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    loader = DataLoader(noise(24, 6, 1), batch_size=6, collate_fn=lambda rows: torch.stack(rows, 1))
+    printed = []
+    for _ in range(2):
+        for x in loader:
+            optimizer.zero_grad()
+            out, _ = model(x[:-1])
+            loss = F.mse_loss(head(out), x[1:])
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model, head), printed
+
+
+@loop()
+def sum_over_a_mask() -> Values:
+    """By chance the parts have as many chosen samples, in each rank, as the whole first batch had."""
+    chosen = torch.tensor([1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 0, 1]).bool()
+    data = TensorDataset(*points(18).tensors, chosen)
+    model = net()
+    optimizer = sgd(model, 0.02)
+    printed = []
+    for _ in range(2):
+        for x, y, mask in DataLoader(data, batch_size=6):
+            optimizer.zero_grad()
+            loss = ((model(x) - y) ** 2)[mask].sum()
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def half_a_sum() -> Values:
+    return with_loss(lambda guess, y: 0.5 * ((guess - y) ** 2).sum())
+
+
+@loop()
+def weights_decayed_by_hand() -> Values:
+    model = net()
+    optimizer = sgd(model)
+    printed = []
+    for _ in range(2):
+        for x, y in DataLoader(points(), batch_size=7):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.99)
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def two_loaders_in_turns() -> Values:
+    model = net()
+    optimizer = sgd(model)
+    one, other = DataLoader(points(24), batch_size=8), DataLoader(points(24, seed=3), batch_size=8)
+    printed = []
+    for _ in range(2):
+        others = iter(other)
+        for batch in one:
+            for x, y in (batch, next(others)):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def looked_at_before_a_warm_up() -> Values:
+    model = net()
+    optimizer, loader = sgd(model), DataLoader(points(), batch_size=7)
+    x, _ = next(iter(loader))
+    assert x.shape[1] == 5
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 8)
+    printed = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        printed.append(loss.item())
+    return [*ends(model), torch.tensor(scheduler.get_last_lr())], printed
+
+
 def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     x, y = (torch.stack(column) for column in zip(*samples, strict=True))
     order = torch.randperm(len(x))
