@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nbaccel.errors import NotPrepared, RunStopped
+from nbaccel.errors import CannotCut, NotPrepared, RunStopped
 from nbaccel.events import Loss, emit
 from nbaccel.settings import SPLIT, RunSettings
 from nbaccel.train.implicit import forget, when_beginning_anew, when_stepping_back
@@ -38,6 +38,9 @@ _OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
 """Errors that a number of samples may cause; the others of them speak of these."""
 
 _SHAPES = re.compile(r"size|shape|dimension|broadcast|mismatch|unpack|expected", re.IGNORECASE)
+
+_OURS = (CannotCut, NotPrepared, RunStopped)
+"""Errors that say it themselves."""
 
 _OF_GRADIENTS = (TypeError, AttributeError, RuntimeError, AssertionError)
 """Errors that a gradient which is None may cause."""
@@ -130,7 +133,7 @@ class ImplicitTraining:
         """The task ended otherwise. Waits for nobody, and never raises."""
         with suppress(Exception):
             error = sys.exc_info()[1]
-            if self._withholding.is_on and isinstance(error, _OF_GRADIENTS) and not isinstance(error, RunStopped):
+            if self._withholding.is_used and isinstance(error, _OF_GRADIENTS) and not isinstance(error, _OURS):
                 error.add_note(self._withholding.explain())
             if error is not None and self.has_split and _is_of_shapes(error):
                 error.add_note(
@@ -258,7 +261,7 @@ class ImplicitTraining:
 
 def _is_of_shapes(error: BaseException) -> bool:
     """Whether a number of samples may have caused it."""
-    is_known = isinstance(error, _OF_SHAPES) and not isinstance(error, (NotPrepared, RunStopped))
+    is_known = isinstance(error, _OF_SHAPES) and not isinstance(error, _OURS)
     return is_known and (isinstance(error, (IndexError, AssertionError)) or bool(_SHAPES.search(str(error))))
 
 

@@ -14,6 +14,10 @@ import torch
 
 __all__ = ["Streams", "mixed"]
 
+_WATCHED = 64
+"""Parts at the begin of each pass after which one looks whether Python or NumPy have drawn, at 0.1 ms each. Some data
+sets draw for some samples only, so one part is not enough."""
+
 
 class Streams:
     """The random streams of one rank: torch's on the CPU, and Python's and NumPy's while samples are fetched.
@@ -66,15 +70,15 @@ class Streams:
             self._has_seeded_cuda = True
             torch.cuda.manual_seed(self._seed)
 
-    def fetch_apart(self, loader: Any) -> None:
-        """Samples of `loader` are about to be fetched that other ranks do not fetch."""
-        self._kept = _states()
-        if loader not in self._drawing:
-            self._watched = loader  # also in later batches: some data sets draw for some samples only
-            return
-        random.seed(self._seed)
-        if self._kept[1] is not None:
-            sys.modules["numpy"].random.seed(self._seed % 2**32)
+    def fetch_apart(self, loader: Any, number: int) -> None:
+        """Samples of `loader` are about to be fetched by this rank alone.  number: of parts before, in the pass."""
+        if loader in self._drawing:
+            self._kept = _states()
+            random.seed(self._seed)
+            if self._kept[1] is not None:
+                sys.modules["numpy"].random.seed(self._seed % 2**32)
+        elif number < _WATCHED:
+            self._kept, self._watched = _states(), loader
 
     def fetched(self) -> None:
         """They are here: Python and NumPy go on as if nothing had been drawn."""
