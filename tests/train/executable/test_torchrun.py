@@ -73,7 +73,11 @@ total = torch.ones(())
 dist.all_reduce(total)
 print(f"size {size} tried {tried} total {int(total)}\\n", end="", flush=True)
 dist.destroy_process_group()
+os._exit(0)
 """
+"""It leaves without the interpreter's finalization: gloo's thread may still hold the last tensor that was reduced, and
+when it lets go of it after Python began to finalize, it ends in ``terminate called without an active exception``: with
+torch 2.13 and Python 3.11 one exit in 16 of this program without nbaccel, on a busy machine."""
 
 
 @pytest.mark.slow
