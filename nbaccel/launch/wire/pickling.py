@@ -425,6 +425,8 @@ def _reduce_standard(obj: Any) -> Any:
     """Things of the standard library that cloudpickle would refuse, or copy where they should be found."""
     if type(obj) is functools.cached_property:  # holds a lock before Python 3.12
         return _cached_property, (obj.func, obj.attrname)
+    if type(obj) is types.CodeType:
+        return _code_of_file, (obj.co_filename, *cloudpickle.Pickler.dispatch_table[types.CodeType](obj))
     for name in ("stdin", "stdout", "stderr"):
         if obj is getattr(sys, name):
             return getattr, (sys, name)
@@ -517,6 +519,11 @@ def _cached_property(function: Any, name: str) -> Any:
     made = functools.cached_property(function)
     made.__set_name__(type(made), name)
     return made
+
+
+def _code_of_file(filename: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
+    """Code that still says in which cell it was written, as tracebacks show it: cloudpickle 3.1.3 leaves that out."""
+    return make(*args).replace(co_filename=filename)
 
 
 class _NamespaceThere:

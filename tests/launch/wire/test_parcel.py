@@ -338,6 +338,19 @@ def test_a_function_lives_in_the_namespace_over_there_and_sees_later_names() -> 
     assert there["f"](3) == 106
 
 
+def test_functions_of_the_notebook_keep_the_name_of_their_cell() -> None:
+    here: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        compile(
+            "def outer():\n    def inner(): pass\n    return inner\nclass C:\n    def f(self): pass", "cell 7", "exec"
+        ),
+        here,
+    )
+    there = travel({"outer": here["outer"], "C": here["C"]}, packed_namespace=here, namespace={"__name__": "__main__"})
+    for function in (there["outer"], there["outer"](), there["C"].f):
+        assert function.__code__.co_filename == "cell 7"
+
+
 def test_names_that_the_other_namespace_has_are_left_alone() -> None:
     rank = notebook("data = 'of the rank'\ndef f(): return data")
     kernel = notebook("data = 'of the kernel'")
