@@ -51,19 +51,26 @@ def endable(seconds: float | None, beside: Sequence[Beside] = ()) -> Iterator[No
         raise TimeoutError(f"the time limit of {seconds:g} s was over before a rank had its work{where}") from None
     finally:
         while not alarm.is_off:
-            with suppress(KeyboardInterrupt):  # it may ring between two lines of ours; the next time is 0.2 s away
+            try:
                 alarm.stop()
+            except KeyboardInterrupt:  # between two lines of ours; when it rings, the next time is 0.2 s away
+                alarm.note_interrupt()
+        if alarm.is_interrupted:  # the user's, who must not have to press twice
+            raise KeyboardInterrupt
 
 
 class _Alarm:
     """Interrupts the thread that made it, again and again, from `seconds` or a press on until the block is left.
 
     has_rung: the seconds were over first.  is_off: it does not ring any more.
+    is_interrupted: somebody else has interrupted this thread while the block was being left.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self.has_rung = False
         self.is_off = False
+        self.is_interrupted = False
+        self._has_sent = False
         self._is_pressed = False
         self._is_awake = threading.Event()
         self._seconds = seconds
@@ -112,6 +119,7 @@ class _Alarm:
                 if self._is_over.is_set():
                     return
                 self.has_rung = self.has_rung or not self._is_pressed
+                self._has_sent = True
                 if self._is_main:
                     signal.pthread_kill(self._ident, signal.SIGINT)
                 else:
@@ -123,3 +131,8 @@ class _Alarm:
     def _interrupted(self, number: int, frame: Any) -> None:
         if not self._is_over.is_set():
             raise KeyboardInterrupt
+        self.note_interrupt()
+
+    def note_interrupt(self) -> None:
+        """Keep in mind an interrupt that comes while the block is left, unless it may be one of this alarm's own."""
+        self.is_interrupted = self.is_interrupted or not self._has_sent

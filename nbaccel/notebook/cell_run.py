@@ -10,7 +10,8 @@ A cell in the foreground does them one after the other; between the last two of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from nbaccel.notebook.plan import Plan
 from nbaccel.notebook.results import install
 from nbaccel.view.words import listed
 
-__all__ = ["CellRun", "Host", "Shown", "briefly", "raise_if_missing", "with_reasons"]
+__all__ = ["CellRun", "Host", "Shown", "briefly", "interrupts_in_one_line", "raise_if_missing", "with_reasons"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class CellRun:
         """
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
         watching = Watching(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
-        self._outcome = host.run(self.spec, watching)
+        with interrupts_in_one_line():
+            self._outcome = host.run(self.spec, watching)
         self.seconds = self.shown.elapsed_s
         self.error, self.end = _how_it_ended(self._outcome, self.plan, self.seconds, self.shown.history.first_step)
 
@@ -209,6 +211,18 @@ def briefly(error: BaseException) -> BaseException:
         text = f"{type(error).__name__}: {error}"
         error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
     return error
+
+
+@contextmanager
+def interrupts_in_one_line() -> Iterator[None]:
+    """Let a notebook show an interrupt of the block, in which no code of the cell runs, as one sentence.
+
+    IPython cannot show where it was: in Python 3.11 a generator that is interrupted before its first line has none.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise briefly(KeyboardInterrupt(str(interrupt) or "interrupted while no rank was running.")) from None
 
 
 def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int) -> tuple[BaseException | None, str]:

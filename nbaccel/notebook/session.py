@@ -31,7 +31,14 @@ from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec, Results
 from nbaccel.launch.wire.wrappers import plain, take_off_forward
 from nbaccel.notebook.background import Background
-from nbaccel.notebook.cell_run import CellRun, Host, Shown, raise_if_missing, with_reasons
+from nbaccel.notebook.cell_run import (
+    CellRun,
+    Host,
+    Shown,
+    interrupts_in_one_line,
+    raise_if_missing,
+    with_reasons,
+)
 from nbaccel.notebook.cell_screen import CellScreen
 from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.cuda_watch import CudaWatch
@@ -129,6 +136,27 @@ class Session:
             The error of the first rank that failed; KeyboardInterrupt, TimeoutError: the run was stopped;
             ResultsMissing: it ended well, but a name of `--out` did not come. Whatever came is in the notebook.
         """
+        with interrupts_in_one_line():
+            host, plan, source, task, spec = self._plan(asked, body)
+            if plan.options.bg:
+                if not (why := self._why_not_in_the_background(plan)):
+                    return self._leave(host, plan, source, task, spec)
+                self.say(f"--bg: {why}, so this cell waits for its run")
+        self.launcher.post_mortem = None
+        if plan.start.method == "inline":
+            return self._run_inline(spec, source.name, task, self._show(plan, source, spec, Frames()))
+        with steered(self.shell) as (frames, beside):
+            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told)
+            self.rank_memory.begin(source.name)
+            run.go(host, listeners=[self.rank_memory], beside=beside)
+            try:
+                return self._conclude(run)
+            finally:
+                # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook.
+                run.show_end()
+
+    def _plan(self, asked: Options, body: str) -> tuple[Host, Plan, CellSource, CellTask, LaunchSpec]:
+        """Settle who runs a cell, how and with what; refuse what cannot work, and say what there is to know before."""
         refuse_nested_launch()
         options = asked.over(self.configured())
         refuse_contradictions(options)
@@ -151,23 +179,7 @@ class Session:
             self.say(news_of_the_source)
         if host is self.launcher:
             self._say_what_is_short(plan, source, needed, carried, survey)
-        spec = plan.spec(task, self._setup, wants_results=task.leaves_all or bool(task.out))
-        if options.bg:
-            if not (why := self._why_not_in_the_background(plan)):
-                return self._leave(host, plan, source, task, spec)
-            self.say(f"--bg: {why}, so this cell waits for its run")
-        self.launcher.post_mortem = None
-        if plan.start.method == "inline":
-            return self._run_inline(spec, source.name, task, self._show(plan, source, spec, Frames()))
-        with steered(self.shell) as (frames, beside):
-            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told)
-            self.rank_memory.begin(source.name)
-            run.go(host, listeners=[self.rank_memory], beside=beside)
-            try:
-                return self._conclude(run)
-            finally:
-                # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook.
-                run.show_end()
+        return host, plan, source, task, plan.spec(task, self._setup, wants_results=task.leaves_all or bool(task.out))
 
     def _lodge(
         self, asked: Options, options: Options, source: CellSource, survey: Survey

@@ -113,6 +113,19 @@ def test_packing_what_never_ends_is_ended_in_any_thread() -> None:
     assert "endless was packed" in str(in_thread(work))
 
 
+def test_an_interrupt_while_the_block_is_left_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = threading.Thread.join
+
+    def interrupted_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        signal.raise_signal(signal.SIGINT)
+        join(thread, timeout)
+
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), endable(60):
+        patch.setattr(threading.Thread, "join", interrupted_join)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_nothing_happens_once_the_work_is_done() -> None:
     class Later(Beside):
         def begins(self, press: Callable[[], None]) -> None:
