@@ -7,10 +7,8 @@ and put where the program finds it. Gradients that were there before are set asi
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,17 +16,18 @@ import torch
 from torch import Tensor
 
 from nbaccel.errors import NotPrepared
+from nbaccel.train.implicit.agreement import Agreement, shape_of
 from nbaccel.train.implicit.exchange import Exchange, Round
 from nbaccel.train.implicit.graph import is_compiled, leaves_of, runs_backwards_inside
+from nbaccel.train.implicit.handed import Handed
 from nbaccel.train.implicit.header import VALUES, Header, Say, as_floats, digest, exchange
 from nbaccel.train.implicit.models import Models, sums_of
-from nbaccel.train.implicit.passes import Handed, Passes
+from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.scalars import users_scalars
 from nbaccel.train.implicit.scaling import forget_scaled, is_scaled
 from nbaccel.train.implicit.steps import Steps
 from nbaccel.train.implicit.terms import Reading, Term, obstacle_below, read, shapes_below
-from nbaccel.train.implicit.users_code import users_frames
-from nbaccel.train.implicit.weights import References, differ, factors
+from nbaccel.train.implicit.weights import References, factors
 from nbaccel.train.implicit.withholding import Withholding
 from nbaccel.train.talk.collectives import Collectives
 from nbaccel.world import World
@@ -40,7 +39,6 @@ _SINGLE = (-1, -2, 0, 1)
 """Counts of a term that is of one number, or of none that is known: these are no fixed points."""
 
 _FEWEST_ROWS = 2
-_FRAMES = 3
 
 
 class Averaging:
@@ -173,7 +171,7 @@ class Averaging:
         self._end(run, roots)
         return None
 
-    def _grad(self, run: _Run, real: Callable[..., Any], outputs: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _grad(self, run: Agreement, real: Callable[..., Any], outputs: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Gradients that are asked for, those of what is trained averaged."""
         found = self._run_inside(run, real, outputs, args, kwargs)
         numbers = [self.models.number(each) if isinstance(each, Tensor) else None for each in args[3]]
@@ -193,7 +191,7 @@ class Averaging:
             )
         )
 
-    def _run_inside(self, run: _Run, real: Callable[..., Any], outputs: Any, args: Any, kwargs: Any) -> Any:
+    def _run_inside(self, run: Agreement, real: Callable[..., Any], outputs: Any, args: Any, kwargs: Any) -> Any:
         hooks = run.inject()
         self._is_inside = True
         try:
@@ -219,7 +217,7 @@ class Averaging:
 
     def _meet(
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor], new: list[Tensor], extras: bool, is_graph_kept: bool
-    ) -> _Run:
+    ) -> Agreement:
         """Agree with all ranks on what is added up, and how it is weighed.
 
         Raises:
@@ -248,7 +246,7 @@ class Averaging:
                 new=len(new),
                 leaves=digest(repr((sorted(known), buffers))),
                 extras=extras,
-                shape=_shape(terms),
+                shape=shape_of(terms),
                 part=handed.is_part,
                 own=self._passes.gives_own,
                 rows=handed.rows,
@@ -284,7 +282,7 @@ class Averaging:
         round_ = self._exchanges().begin(tuple(together), tensors, mine)
         for number in buffers:
             round_.bring(number, self._tensor(number), 1.0 / len(givers) if self._world.rank in givers else 0.0)
-        return _Run(round_, together, header, givers, weights, terms, pure, self._world.rank, obstacle, named)
+        return Agreement(round_, together, header, givers, weights, terms, pure, self._world.rank, obstacle, named)
 
     def _without_batch(
         self, shape: float, terms: Sequence[Term], counts: list[list[float]], givers: Sequence[int], handed: Handed
@@ -319,7 +317,7 @@ class Averaging:
         for reading in readings:
             if reading.obstacle:
                 return reading.obstacle
-            shape, is_part = _shape(reading.terms), self._passes.handed.is_part
+            shape, is_part = shape_of(reading.terms), self._passes.handed.is_part
             if rows < _FEWEST_ROWS:
                 continue  # one sample shows nothing
             if is_part and self._obstacles.get((shape, False)) == "":
@@ -395,7 +393,7 @@ class Averaging:
             elif not self._is_completed_later:
                 self._round.bring(number, leaf.grad, self._factor)
 
-    def _bring_all(self, run: _Run) -> None:
+    def _bring_all(self, run: Agreement) -> None:
         """What leaves have in the end, where each was completed more than once."""
         if self._is_completed_later:
             for number in run.numbers:
@@ -405,7 +403,7 @@ class Averaging:
 
     # -- after it
 
-    def _exchange_late(self, run: _Run) -> None:
+    def _exchange_late(self, run: Agreement) -> None:
         """What a reentrant checkpoint has reached inside of the backward."""
         if not run.header.any("extras"):
             return
@@ -422,7 +420,7 @@ class Averaging:
         for number in numbers:
             run.late[number] = round_.value[number]
 
-    def _set_aside(self, run: _Run) -> dict[int, Tensor]:
+    def _set_aside(self, run: Agreement) -> dict[int, Tensor]:
         aside = {}
         tensors = self.models.alive("parameters") if run.header.any("extras") else (
             (number, self._tensor(number)) for number in run.numbers)  # fmt: skip
@@ -431,7 +429,7 @@ class Averaging:
                 aside[number], tensor.grad = tensor.grad, None
         return aside
 
-    def _put_back(self, run: _Run, aside: dict[int, Tensor], only_buffers: bool = False) -> None:
+    def _put_back(self, run: Agreement, aside: dict[int, Tensor], only_buffers: bool = False) -> None:
         with torch.no_grad():
             values = {**run.round.value, **run.late}
             for number in [each for each in values if self.models.items[each].is_buffer]:
@@ -468,7 +466,7 @@ class Averaging:
     def _versions(self, numbers: Sequence[int]) -> int:
         return sum(self._tensor(number)._version for number in numbers)
 
-    def _end(self, run: _Run, roots: Sequence[Tensor]) -> None:
+    def _end(self, run: Agreement, roots: Sequence[Tensor]) -> None:
         whole = run.whole_values()
         for tensor, value in zip((*roots[:1], *(scalar for scalar, _ in run.named)), whole, strict=False):
             if value is not None:
@@ -567,103 +565,3 @@ class Averaging:
         if self._exchange is None:
             self._exchange = Exchange(now)
         return self._exchange
-
-
-@dataclass(slots=True)
-class _Run:
-    """One backward, as the ranks agreed on it.
-
-    round: where its gradients are added up.  numbers: of all that any rank brings.
-    givers: the ranks whose gradients count.  weights: by rank, by what each of its terms counts.
-    obstacle: why its batches are to stay whole.  named: variables of the user's with a part of the loss.
-    late: what was added up afterwards.  share: of the batch's samples, where it comes in several parts.
-    """
-
-    round: Round
-    numbers: Sequence[int]
-    header: Header
-    givers: Sequence[int]
-    weights: list[list[float]]
-    terms: Sequence[Term]
-    of_parameters: Sequence[bool]
-    rank: int
-    obstacle: str
-    named: Sequence[tuple[Tensor, Any]]
-    late: dict[int, Tensor] = field(default_factory=dict)
-    share: float = 1.0
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all terms count alike."""
-        return not self.is_of_parts and not any(differ(each) for each in self.weights if each)
-
-    @property
-    def is_of_parts(self) -> bool:
-        """Whether ranks have parts of a batch. Then terms are weighed where their gradients begin: hooks and inputs
-        see what they would of the whole batch."""
-        return any(self.header.says[rank].part for rank in self.givers)
-
-    @property
-    def factor(self) -> float:
-        """By what this rank's gradients count; the terms' own weights are in them already where they differ."""
-        return self.weights[self.rank][0] if self.is_uniform else 1.0
-
-    def inject(self) -> list[Any]:
-        """Let terms that count differently do so, where their gradients begin."""
-        if self.is_uniform:
-            return []
-        mine = self.weights[self.rank]
-        if self.share != 1.0:
-            mine = [factor * self._share_of(at) for at, factor in enumerate(mine)]
-        return [term.node.register_prehook(_times(factor)) for term, factor in zip(self.terms, mine, strict=True)]
-
-    def _share_of(self, at: int) -> float:
-        """By what the term at `at` counts in its batch: a mean by its part's samples, a sum by itself."""
-        total = sum(self.weights[rank][at] for rank in self.givers)
-        return self.share if math.isclose(total, 1.0) else 1.0
-
-    def whole_values(self) -> list[float | None]:
-        """The losses of the whole batch, None for one that cannot be told; empty where they are those already."""
-        says = self.header.says
-        if not any(says[rank].part or says[rank].own for rank in self.givers):
-            return []
-        if not (self.header.all_equal("terms", self.givers) and self.header.all_equal("shape", self.givers)):
-            return [None]
-        terms = [tuple(range(len(self.terms))), *(indices for _, indices in self.named)]
-        found: list[float | None] = []
-        for at in range(min(len(self.header.values[rank]) for rank in self.givers)):
-            shares = self._shares(terms[at])
-            if shares is None:
-                found.append(None)
-            else:
-                found.append(sum((share * self.header.values[rank][at] for rank, share in shares if share), 0.0))
-        return found
-
-    def _shares(self, indices: Sequence[int]) -> list[tuple[int, float]] | None:
-        """By what each rank's value of the terms at `indices` counts; None where these count differently.
-
-        Terms of parameters are the same in all ranks, so any shares that add up to one do for them.
-        """
-        columns = [[self.weights[rank][at] for rank in self.givers] for at in indices if not self.of_parameters[at]]
-        if not columns:
-            columns = [[1.0 / len(self.givers)] * len(self.givers)]
-        if any(differ(pair) for column in columns for pair in zip(column, columns[0], strict=True)):
-            return None
-        if any(self.of_parameters[at] for at in indices) and not math.isclose(sum(columns[0]), 1.0):
-            return None
-        return list(zip(self.givers, columns[0], strict=True))
-
-
-def _shape(terms: Sequence[Term]) -> int:
-    """A number by the kinds of `terms` and the lines that led to this backward: two losses of a loop have two."""
-    lines = [f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in users_frames(_FRAMES)]
-    return digest(" ".join([*(type(term.node).__name__ for term in terms), *lines]))
-
-
-def _times(factor: float) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    def scale(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not factor:  # and not nan where a rank has nothing but ignored targets
-            return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
-        return tuple(None if each is None else each * factor for each in gradients)
-
-    return scale

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from nbaccel.train.implicit.handed import Split
 from nbaccel.train.implicit.models import Model
-from nbaccel.train.implicit.passes import Split
 from nbaccel.world import World
 
 __all__ = ["Notices"]

@@ -16,22 +16,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from nbaccel.errors import CannotSplit, NotPrepared
 from nbaccel.events import Gauge, LoopEntered, emit
 from nbaccel.settings import EACH, SPLIT
+from nbaccel.train.implicit.handed import ALONE, UNKNOWN, Handed, Label, Split, Turn
 from nbaccel.train.implicit.layouts import Layout, is_own
+from nbaccel.train.implicit.loaders import LoaderHooks, length_of, samples_of_batch, samples_of_index, shares_out
 from nbaccel.train.implicit.progress import PassGauge
 from nbaccel.train.implicit.streams import Streams, mixed
 from nbaccel.train.implicit.users_code import place_of_call, users_name
-from nbaccel.train.microbatch.slicing import Samples, sample_shapes
 
-__all__ = ["Handed", "Passes", "Split", "Turn"]
+__all__ = ["Passes"]
 
 _PASS = "_nbaccel_pass"
 _REMEMBERED = 64
@@ -43,71 +43,6 @@ _SEES_PART = "its collate_fn is given a part of each batch; what it pads, if it 
 _LOOKED_AT = (
     "a batch of it was taken and not trained on; since whole ones do not fit, it was a part, another one in each rank"
 )
-
-_SHARES = ("num_replicas", "num_processes")
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """What becomes of a loader's batches.
-
-    name: the variable that holds the loader, else the class of its data set.  batches: len(loader), if it has one.
-    why: what is to be said instead of the usual.  remark: what is to be said beside it.
-    """
-
-    name: str
-    batches: int | None
-    batch_size: int | None
-    is_split: bool
-    why: str = ""
-    remark: str = ""
-
-
-class Turn(NamedTuple):
-    """One of the parts of a batch that come one after the other.
-
-    share: of its samples, those of all ranks.  is_mixed: a batch of another loader is in hand that is not cut alike.
-    """
-
-    share: float = 1.0
-    is_first: bool = True
-    is_last: bool = True
-    is_mixed: bool = False
-
-
-_ALONE = Turn()
-
-
-@dataclass(frozen=True, slots=True)
-class Handed:
-    """What a rank was given since the last backward, or of that one while nothing new has come.
-
-    is_part: a batch was cut.  rows: samples of this rank in the largest that was, else in the largest; 0 unknown.
-    whole: samples of all of that batch; 0 unknown.  sizes: in which numbers ranks have them, where it was cut.
-    loaders: their names.  batches: how many the last of them has handed out.
-    turn: of the last one, where a batch comes in several.
-    """
-
-    is_part: bool = False
-    rows: int = 0
-    whole: int = 0
-    sizes: frozenset[int] = frozenset()
-    loaders: tuple[str, ...] = ()
-    batches: int = 0
-    turn: Turn = _ALONE
-
-
-class _Label(NamedTuple):
-    """Of one batch, or one part of it: whether other ranks have other samples, this rank's, and all; 0 unknown."""
-
-    is_apart: bool
-    rows: int
-    whole: int
-    turn: Turn = _ALONE
-    sizes: frozenset[int] = frozenset()
-
-
-_UNKNOWN = _Label(False, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,9 +77,9 @@ class _Pass:
     parts: int = 0
     lead: int = 0
     ahead: int | None = None
-    labels: deque[_Label] = field(default_factory=deque)
-    indices: deque[tuple[Any, _Label]] = field(default_factory=deque)
-    rest: deque[tuple[Any, _Label]] = field(default_factory=deque)
+    labels: deque[Label] = field(default_factory=deque)
+    indices: deque[tuple[Any, Label]] = field(default_factory=deque)
+    rest: deque[tuple[Any, Label]] = field(default_factory=deque)
     first: list[Any] = field(default_factory=list)
     record: list[Handed] = field(default_factory=list)
 
@@ -162,7 +97,7 @@ class _Pass:
         return self.is_map and not (self.layout is not None and self.layout.is_known)
 
 
-_Taken = dict[_Pass, deque[_Label]]
+_Taken = dict[_Pass, deque[Label]]
 """Batches that were handed out, by pass, in the order of each one's last."""
 
 
@@ -207,7 +142,7 @@ class Passes:
         """Have torch's loaders ask this one. Again does no harm."""
         hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
         if hooks is None:
-            hooks = _Hooks(self)
+            hooks = LoaderHooks(self)
             hooks.install()
         hooks.passes = self
 
@@ -265,10 +200,10 @@ class Passes:
         if self._handed is None:
             labels = [label for labels in self._taken.values() for label in labels]
             parts = [label for label in labels if label.is_apart and self._mode == SPLIT]
-            largest = max(parts or labels, key=lambda label: label.whole, default=_UNKNOWN)
+            largest = max(parts or labels, key=lambda label: label.whole, default=UNKNOWN)
             names = dict.fromkeys(this.name for this in self._taken)
             last = [*self._taken.values()][-1] if self._taken else deque()
-            sizes, turn = largest.sizes, last[-1].turn if last else _ALONE
+            sizes, turn = largest.sizes, last[-1].turn if last else ALONE
             if any(this.iterator_of() is not None and each[-1].turn != turn for this, each in self._taken.items()):
                 turn = turn._replace(is_mixed=True)
             self._handed = Handed(bool(parts), largest.rows, largest.whole, sizes, tuple(names), len(last), turn)
@@ -334,7 +269,7 @@ class Passes:
             iterator = this.iterator_of()
             batches = None
             if iterator is not None and iterator._dataset_kind == _DatasetKind.Map:
-                batches = _length(iterator._index_sampler)
+                batches = length_of(iterator._index_sampler)
             self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark))
 
     # -- what the hooks ask
@@ -362,7 +297,7 @@ class Passes:
         size = size if isinstance(size, int) else None
         kind = type(iterator._dataset)
         modes = torch.is_grad_enabled(), self._is_training()
-        key = (f"{kind.__module__}.{kind.__qualname__}", size, _length(iterator._dataset), place_of_call(), *modes)
+        key = (f"{kind.__module__}.{kind.__qualname__}", size, length_of(iterator._dataset), place_of_call(), *modes)
         lead, ahead = self._trained.get(key, (0, None))
         this = _Pass(
             self._task,
@@ -371,7 +306,7 @@ class Passes:
             size,
             iterator_of=lambda: None,  # type: ignore[arg-type]  # known in a moment
             gauge=PassGauge(self._steps, self._batches_of(iterator, loader), self._epochs[key], modes[0]),
-            may_split=not _shares_out(iterator) and (loader is not None or not iterator._num_workers),
+            may_split=not shares_out(iterator) and (loader is not None or not iterator._num_workers),
             is_map=is_map,
             is_collated=bool(iterator._auto_collation),
             lead=lead,
@@ -399,7 +334,7 @@ class Passes:
 
     def _batches_of(self, iterator: Any, loader: Any) -> int | None:
         is_map = iterator._dataset_kind == _DatasetKind.Map
-        batches = _length(iterator._index_sampler if is_map or loader is None else loader)
+        batches = length_of(iterator._index_sampler if is_map or loader is None else loader)
         return batches if batches is None or self._mode == SPLIT else math.ceil(batches / self._world_size)
 
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
@@ -411,14 +346,14 @@ class Passes:
         is_split = this.is_split and torch.is_grad_enabled()
         if self._mode == EACH:
             index, is_apart = self._next_own(this, lambda: real(iterator), is_split)
-            count = _count(index, this.is_collated)
-            label = _Label(is_apart, count, count)
+            count = samples_of_index(index, this.is_collated)
+            label = Label(is_apart, count, count)
         elif this.indices:
             index, label = this.indices.popleft()
         else:
             index = real(iterator)
-            count = _count(index, this.is_collated)
-            label = _Label(False, count, count)
+            count = samples_of_index(index, this.is_collated)
+            label = Label(False, count, count)
             if is_split and this.cuts_indices and count >= self._world_size:
                 (index, label), *others = [(index[start:stop], label) for start, stop, label in self._parts(count)]
                 this.indices.extend(others)
@@ -459,15 +394,15 @@ class Passes:
         finally:
             self._drawn = None
             self._streams.fetched()
-        label = this.labels.popleft() if this.labels else _Label(is_apart, 0, 0)
+        label = this.labels.popleft() if this.labels else Label(is_apart, 0, 0)
         if this.layout is not None and label.whole and not label.is_apart and torch.is_grad_enabled():
             this.layout.learn(batch, label.whole)
         if self._mode == SPLIT and is_split and not label.is_apart:
             batch, label = self._sliced(this, batch, label.whole)
         if not label.rows and not this.has_trained and torch.is_grad_enabled():
             with suppress(CannotSplit):
-                count = _samples(this, batch, 0).count
-                label = _Label(label.is_apart, count, count)
+                count = samples_of_batch(batch, 0, this.is_collated, this.batch_size).count
+                label = Label(label.is_apart, count, count)
         self._note_taken(this, label)
         return batch
 
@@ -477,7 +412,7 @@ class Passes:
         this: _Pass | None = iterator.__dict__.get(_PASS)
         return this if this is not None and this.task == self._task else self.begin_pass(iterator)
 
-    def _parts(self, count: int) -> list[tuple[int, int, _Label]]:
+    def _parts(self, count: int) -> list[tuple[int, int, Label]]:
         """This rank's parts of a batch of `count` samples, each with its begin and end."""
         size = self._world_size
         turns = max(1, min(self._turns, count // size))
@@ -490,7 +425,7 @@ class Passes:
         for at, (start, stop) in enumerate(itertools.pairwise(mine)):
             sizes = [each[at + 1] - each[at] for each in edges]
             turn = Turn(sum(sizes) / count, not at, at == turns - 1)
-            parts.append((start, stop, _Label(True, stop - start, count, turn, frozenset(sizes))))
+            parts.append((start, stop, Label(True, stop - start, count, turn, frozenset(sizes))))
         return parts
 
     def _next_own(self, this: _Pass, take: Callable[[], Any], is_split: bool) -> tuple[Any, bool]:
@@ -506,24 +441,27 @@ class Passes:
         mine = self._rank if is_split else 0
         return (group[mine] if mine < len(group) else this.first[(mine - len(group)) % len(this.first)]), is_split
 
-    def _sliced(self, this: _Pass, batch: Any, known: int) -> tuple[Any, _Label]:
+    def _sliced(self, this: _Pass, batch: Any, known: int) -> tuple[Any, Label]:
         """This rank's part of a batch that is here as a whole."""
         if 0 < known < self._world_size:
-            return batch, _Label(False, known, known)
+            return batch, Label(False, known, known)
         try:
-            samples = _samples(this, batch, known) if this.layout is None else this.layout.samples(batch, known)
+            if this.layout is None:
+                samples = samples_of_batch(batch, known, this.is_collated, this.batch_size)
+            else:
+                samples = this.layout.samples(batch, known)
         except CannotSplit as error:
             if not (this.is_map and known):  # else it only came too early to be cut by its indices
                 self._keep_whole(this, f"its batches cannot be cut ({str(error).partition('. ')[0]})")
-            return batch, _Label(False, known, known)
+            return batch, Label(False, known, known)
         count = samples.count
         if count < self._world_size:
-            return batch, _Label(False, count, count)
+            return batch, Label(False, count, count)
         first, *others = [(samples.take(start, stop), label) for start, stop, label in self._parts(count)]
         this.rest.extend(others)
         return first
 
-    def _note_taken(self, this: _Pass, label: _Label) -> None:
+    def _note_taken(self, this: _Pass, label: Label) -> None:
         if label.is_apart or torch.is_grad_enabled():
             this.was_training = this.has_trained or self._is_training()
             if self._is_used:
@@ -628,80 +566,8 @@ class Passes:
             self._streams.common()
 
 
-class _Hooks:
-    """Has torch's iterators ask `passes`. It outlives tasks; an iterator's own state is at the iterator."""
-
-    def __init__(self, passes: Passes) -> None:
-        self.passes = passes
-
-    def install(self) -> None:
-        kind: Any = _BaseDataLoaderIter
-        torchs_init, torchs_reset = kind.__init__, kind._reset
-        torchs_index, torchs_next = kind._next_index, kind.__next__
-
-        def init(iterator: Any, loader: Any) -> None:
-            is_minded = self.passes.minds(iterator)
-            if is_minded:
-                self.passes.before()
-            torchs_init(iterator, loader)
-            if is_minded:
-                self.passes.begin_pass(iterator, loader)
-
-        def reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
-            is_minded = self.passes.minds(iterator)
-            if is_minded:
-                self.passes.before()
-                if getattr(iterator, "_in_order", None) is False:
-                    iterator._in_order = True  # else the next batch would be another one in each rank
-            torchs_reset(iterator, loader, first_iter)
-            if is_minded and not first_iter:
-                self.passes.begin_pass(iterator, loader)
-
-        def next_index(iterator: Any) -> Any:
-            if self.passes.minds(iterator):
-                return self.passes.draw(iterator, torchs_index)
-            return torchs_index(iterator)
-
-        def next_batch(iterator: Any) -> Any:
-            if self.passes.minds(iterator):
-                return self.passes.hand_out(iterator, torchs_next)
-            return torchs_next(iterator)
-
-        next_batch.nbaccel_hooks = self  # type: ignore[attr-defined]
-        kind.__init__, kind._reset, kind._next_index, kind.__next__ = init, reset, next_index, next_batch
-
-
 def _nothing() -> None:
     return None
-
-
-def _count(index: Any, is_collated: bool) -> int:
-    """Samples that an index stands for; 0 where it is none that can be cut."""
-    if not is_collated:  # then a data set takes what its sampler says; only a list is sure to be one of samples
-        return len(index) if type(index) is list else 0
-    if isinstance(index, tuple) and len({type(each) for each in index}) > 1:
-        return 0  # such as (size, indices)
-    if isinstance(index, (list, tuple)) or (hasattr(index, "__array__") and index.ndim):
-        return len(index)
-    return 0
-
-
-def _samples(this: _Pass, batch: Any, known: int) -> Samples:
-    """The samples of a batch that is here.  known: how many they are, or 0.
-
-    Raises:
-        CannotSplit: it is not sure what is a sample.
-    """
-    samples = Samples.of(batch)
-    if this.is_collated:
-        most = known or this.batch_size or samples.count
-        if samples.count > most or (known and samples.count != known):
-            raise CannotSplit(f"it has {most} samples, and tensors of {samples.count} rows")
-        return samples
-    numbers = any(isinstance(leaf, (int, float)) or getattr(leaf, "ndim", 1) == 0 for leaf in tree_leaves(batch))
-    if numbers or not any(sample_shapes(batch)):
-        raise CannotSplit("without a batch_size, a batch of such tensors looks like a single sample")
-    return samples
 
 
 def _still_needed(taken: _Taken) -> _Taken:
@@ -711,20 +577,3 @@ def _still_needed(taken: _Taken) -> _Taken:
 
 def _has_parts(taken: _Taken) -> bool:
     return any(label.is_apart for labels in taken.values() for label in labels)
-
-
-def _shares_out(iterator: Any) -> bool:
-    """Whether samplers, or the data set, give each rank samples of its own already."""
-    top = iterator._index_sampler
-    parts = [top, *(getattr(top, name, None) for name in ("sampler", "batch_sampler"))]
-    parts += [getattr(parts[1], "sampler", None), getattr(parts[2], "sampler", None)]
-    if iterator._dataset_kind != _DatasetKind.Map:
-        parts.append(iterator._dataset)
-    is_pipe = getattr(iterator, "_shared_seed", None) is not None  # which torch has divided among ranks
-    return is_pipe or any(getattr(part, name, None) not in (None, 1) for part in parts for name in _SHARES)
-
-
-def _length(sized: Any) -> int | None:
-    with suppress(Exception):  # of the program's own classes, or where there is none
-        return len(sized)
-    return None

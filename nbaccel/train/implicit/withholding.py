@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nbaccel.errors import CannotCut
-from nbaccel.train.implicit.passes import Handed, Turn
+from nbaccel.train.implicit.handed import Handed, Turn
 
 __all__ = ["Withholding"]
 

@@ -24,7 +24,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 
 from nbaccel.errors import NotPrepared
 from nbaccel.events import Event, Gauge, LoopEntered, Progress, outlet
-from nbaccel.train.implicit.passes import Handed, Passes, Split
+from nbaccel.train.implicit.handed import Handed, Split
+from nbaccel.train.implicit.passes import Passes
 
 HOOKED = ("__init__", "_reset", "_next_index", "__next__")
 

@@ -1,0 +1,71 @@
+"""Handed: what the batches are that a rank was given, whole ones or parts. Values; runs in ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["ALONE", "UNKNOWN", "Handed", "Label", "Split", "Turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What becomes of a loader's batches.
+
+    name: the variable that holds the loader, else the class of its data set.  batches: len(loader), if it has one.
+    why: what is to be said instead of the usual.  remark: what is to be said beside it.
+    """
+
+    name: str
+    batches: int | None
+    batch_size: int | None
+    is_split: bool
+    why: str = ""
+    remark: str = ""
+
+
+class Turn(NamedTuple):
+    """One of the parts of a batch that come one after the other.
+
+    share: of its samples, those of all ranks.  is_mixed: a batch of another loader is in hand that is not cut alike.
+    """
+
+    share: float = 1.0
+    is_first: bool = True
+    is_last: bool = True
+    is_mixed: bool = False
+
+
+ALONE = Turn()
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What a rank was given since the last backward, or of that one while nothing new has come.
+
+    is_part: a batch was cut.  rows: samples of this rank in the largest that was, else in the largest; 0 unknown.
+    whole: samples of all of that batch; 0 unknown.  sizes: in which numbers ranks have them, where it was cut.
+    loaders: their names.  batches: how many the last of them has handed out.
+    turn: of the last one, where a batch comes in several.
+    """
+
+    is_part: bool = False
+    rows: int = 0
+    whole: int = 0
+    sizes: frozenset[int] = frozenset()
+    loaders: tuple[str, ...] = ()
+    batches: int = 0
+    turn: Turn = ALONE
+
+
+class Label(NamedTuple):
+    """Of one batch, or one part of it: whether other ranks have other samples, this rank's, and all; 0 unknown."""
+
+    is_apart: bool
+    rows: int
+    whole: int
+    turn: Turn = ALONE
+    sizes: frozenset[int] = frozenset()
+
+
+UNKNOWN = Label(False, 0, 0)

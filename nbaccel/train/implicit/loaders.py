@@ -1,0 +1,125 @@
+"""Loaders: the hooks by which torch's loaders ask `Passes`, and what can be read off their parts. Runs in ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from torch.utils._pytree import tree_leaves
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from nbaccel.errors import CannotSplit
+from nbaccel.train.microbatch.slicing import Samples, sample_shapes
+
+__all__ = ["LoaderHooks", "length_of", "samples_of_batch", "samples_of_index", "shares_out"]
+
+_SHARES = ("num_replicas", "num_processes")
+
+
+class Asked(Protocol):
+    """Who decides what a rank gets of an iterator's batches: `Passes`."""
+
+    def minds(self, iterator: Any) -> bool:
+        """Whether it decides about this iterator."""
+
+    def before(self) -> None:
+        """Called before an iterator draws what all ranks draw."""
+
+    def begin_pass(self, iterator: Any, loader: Any = None) -> Any:
+        """Called when an iterator begins, or begins anew."""
+
+    def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        """Return the next index; `real` is torch's way to it."""
+
+    def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        """Return the next batch; `real` is torch's way to it."""
+
+
+class LoaderHooks:
+    """Has torch's iterators ask `passes`. It outlives tasks; an iterator's own state is at the iterator."""
+
+    def __init__(self, passes: Asked) -> None:
+        self.passes = passes
+
+    def install(self) -> None:
+        kind: Any = _BaseDataLoaderIter
+        torchs_init, torchs_reset = kind.__init__, kind._reset
+        torchs_index, torchs_next = kind._next_index, kind.__next__
+
+        def init(iterator: Any, loader: Any) -> None:
+            is_minded = self.passes.minds(iterator)
+            if is_minded:
+                self.passes.before()
+            torchs_init(iterator, loader)
+            if is_minded:
+                self.passes.begin_pass(iterator, loader)
+
+        def reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+            is_minded = self.passes.minds(iterator)
+            if is_minded:
+                self.passes.before()
+                if getattr(iterator, "_in_order", None) is False:
+                    iterator._in_order = True  # else the next batch would be another one in each rank
+            torchs_reset(iterator, loader, first_iter)
+            if is_minded and not first_iter:
+                self.passes.begin_pass(iterator, loader)
+
+        def next_index(iterator: Any) -> Any:
+            if self.passes.minds(iterator):
+                return self.passes.draw(iterator, torchs_index)
+            return torchs_index(iterator)
+
+        def next_batch(iterator: Any) -> Any:
+            if self.passes.minds(iterator):
+                return self.passes.hand_out(iterator, torchs_next)
+            return torchs_next(iterator)
+
+        next_batch.nbaccel_hooks = self  # type: ignore[attr-defined]
+        kind.__init__, kind._reset, kind._next_index, kind.__next__ = init, reset, next_index, next_batch
+
+
+def samples_of_index(index: Any, is_collated: bool) -> int:
+    """Samples that an index stands for; 0 where it is none that can be cut."""
+    if not is_collated:  # then a data set takes what its sampler says; only a list is sure to be one of samples
+        return len(index) if type(index) is list else 0
+    if isinstance(index, tuple) and len({type(each) for each in index}) > 1:
+        return 0  # such as (size, indices)
+    if isinstance(index, (list, tuple)) or (hasattr(index, "__array__") and index.ndim):
+        return len(index)
+    return 0
+
+
+def samples_of_batch(batch: Any, known: int, is_collated: bool, batch_size: int | None) -> Samples:
+    """The samples of a batch that is here.  known: how many they are, or 0.
+
+    Raises:
+        CannotSplit: it is not sure what is a sample.
+    """
+    samples = Samples.of(batch)
+    if is_collated:
+        most = known or batch_size or samples.count
+        if samples.count > most or (known and samples.count != known):
+            raise CannotSplit(f"it has {most} samples, and tensors of {samples.count} rows")
+        return samples
+    numbers = any(isinstance(leaf, (int, float)) or getattr(leaf, "ndim", 1) == 0 for leaf in tree_leaves(batch))
+    if numbers or not any(sample_shapes(batch)):
+        raise CannotSplit("without a batch_size, a batch of such tensors looks like a single sample")
+    return samples
+
+
+def shares_out(iterator: Any) -> bool:
+    """Whether samplers, or the data set, give each rank samples of its own already."""
+    top = iterator._index_sampler
+    parts = [top, *(getattr(top, name, None) for name in ("sampler", "batch_sampler"))]
+    parts += [getattr(parts[1], "sampler", None), getattr(parts[2], "sampler", None)]
+    if iterator._dataset_kind != _DatasetKind.Map:
+        parts.append(iterator._dataset)
+    is_pipe = getattr(iterator, "_shared_seed", None) is not None  # which torch has divided among ranks
+    return is_pipe or any(getattr(part, name, None) not in (None, 1) for part in parts for name in _SHARES)
+
+
+def length_of(sized: Any) -> int | None:
+    with suppress(Exception):  # of the program's own classes, or where there is none
+        return len(sized)
+    return None
