@@ -141,7 +141,10 @@ class TaskWatch(Protocol):
         """The task ended otherwise. Waits for nobody, and never raises."""
 
     def keeps(self, tensors: Sequence[Any]) -> bool:
-        """Whether it keeps all of them equal in all ranks."""
+        """Whether it keeps all of them equal in all ranks; of none: whether it is at it."""
+
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        """Whether the program made them for one batch, so that ranks have other ones by right."""
 
     @property
     def is_at_work(self) -> bool:

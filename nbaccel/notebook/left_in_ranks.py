@@ -41,11 +41,12 @@ class LeftInRanks:
 
     @property
     def apart(self) -> list[str]:
-        """Names whose parameters the ranks left different from each other."""
+        """Names whose parameters the ranks left different from each other, though they are not of one batch."""
         return [
             name
             for name, number in self._sums.items()
             if name not in self._holders
+            and name not in self._own.get("of_batches", ())
             and any(facts.get("checksums", {}).get(name, number) != number for facts in self._facts)
         ]
 

@@ -90,9 +90,10 @@ def test_a_logger_of_lightnings_writes_by_rank_0_alone(kernel: RealKernel) -> No
 
 
 RAW = """
-    import wandb
+    import time, wandb
     from torch.utils.tensorboard import SummaryWriter
     run = wandb.init(project="raw", mode="offline", config={"lr": 0.1}, settings=wandb.Settings(silent=True))
+    time.sleep(0 if run.disabled else 2.5)  # rank 0 comes to its writer later, as where wandb's service takes its time
     writer = SummaryWriter("board")
     writer.add_scalar("loss", 1.0, 0)
     writer.add_scalars("both", {"one": 1.0, "other": 2.0}, 0)

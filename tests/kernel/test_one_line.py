@@ -204,3 +204,45 @@ def test_ranks_that_stay_train_a_loop_and_then_what_is_prepared(kernel: RealKern
         assert "nbaccel:" not in cell.stdout
     finally:
         kernel.do("%accelerate stop")
+
+
+def test_what_is_made_for_one_batch_keeps_no_model_from_the_notebook(kernel: RealKernel) -> None:
+    """The last batch's perturbation differs between ranks by right, also where the notebook has one of before."""
+    attack = """
+        history = []
+        for a, b in train_loader:
+            delta = torch.zeros_like(a, requires_grad=True)
+            inner = torch.optim.SGD([delta], lr=0.5)
+            inner.zero_grad()
+            (-nn.functional.mse_loss(model(a + delta), b, reduction="sum")).backward()
+            inner.step()
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(a + delta.detach()), b)
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+    """
+    expected = plain(kernel, loop=attack)
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(attack))
+    assert "differ" not in cell.stdout
+    assert "model trained in place (129 parameters)" in cell.stdout
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+
+
+def test_metrics_of_an_evaluation_count_each_sample_once(kernel: RealKernel) -> None:
+    """torchmetrics adds up over a process group, and evaluations are whole in every rank."""
+    pytest.importorskip("torchmetrics")
+    kernel.do(SETUP + "import torchmetrics\nseen = torchmetrics.SumMetric()")
+    loop = LOOP + "\nfor a, b in test_loader: seen.update(float(len(a)))\ncounted = seen.compute().item()"
+    kernel.do(accelerate(loop))
+    assert kernel.value("counted") == 20
+
+
+def test_what_numpy_draws_goes_on_alike_in_all_ranks(kernel: RealKernel) -> None:
+    """Numbers by Python and NumPy go on alike in all ranks, and a line says what that means for noise."""
+    kernel.do(SETUP + "import numpy")
+    loop = LOOP.replace("model(a)", "model(a + torch.from_numpy(numpy.random.randn(*a.shape)) * 0.01)", 1)
+    cell = kernel.do(accelerate(loop + "\nprint('next', numpy.random.rand())"))
+    assert cell.stdout.count("what the loop draws from NumPy or random is the same in all ranks") == 1
+    assert "[all] next 0." in cell.stdout

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from nbaccel.launch.rank.farewell import Farewell
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.foreign.existing_world import join_existing_world
 from nbaccel.launch.rank.foreign.logins import refuse_logins
+from nbaccel.launch.rank.foreign.lone_metrics import LoneMetrics
 from nbaccel.launch.rank.foreign.one_bar import OneBar
 from nbaccel.launch.rank.foreign.one_file import write_one_file
 from nbaccel.launch.rank.foreign.one_run import write_one_run
@@ -41,6 +42,7 @@ from nbaccel.launch.rank.lost_threads import LostThreads
 from nbaccel.launch.rank.nested import refuse_launchers
 from nbaccel.launch.rank.one_training import OneTraining
 from nbaccel.launch.rank.oomscore import volunteer
+from nbaccel.launch.rank.parameters import parameters_of
 from nbaccel.launch.rank.rendezvous import meet_in_file
 from nbaccel.launch.rank.reporter import Reporter
 from nbaccel.launch.rank.signals import ChildHandler, Interrupt, restore_signals
@@ -57,6 +59,7 @@ from nbaccel.launch.wire.inventory import Place
 from nbaccel.launch.wire.kind import Change
 from nbaccel.launch.wire.parcel import pack_what_can_travel
 from nbaccel.launch.wire.ring import RingWriter
+from nbaccel.launch.wire.wrappers import plain
 from nbaccel.settings import RunSettings
 
 __all__ = ["BROKEN", "run_rank"]
@@ -131,6 +134,7 @@ class _Rank:
         self.calls = CallLog(self._peers)
         self._one_training = OneTraining(self.page, boot.world, self._collectives)
         self._one_bar = OneBar(boot.world)
+        self._lone_metrics = LoneMetrics()
         self._gate = StepGate(self.page, self.rank)
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
@@ -138,6 +142,7 @@ class _Rank:
         if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
             self._one_training.watch()
             self._one_bar.watch()
+            self._lone_metrics.watch()
             write_one_run(boot.world, boot.store_path)
             write_one_file(boot.world, boot.store_path)
         self.is_fork = is_fork
@@ -203,6 +208,7 @@ class _Rank:
                     watch.begin(task.namespace)
                 self._one_training.begin(self._outsiders, watch)
                 self._one_bar.begin(task.knows_ranks)
+                self._lone_metrics.begin(task.knows_ranks, watch)
                 task.begin(self.rank)
                 task.run()
                 if watch is not None:
@@ -212,6 +218,16 @@ class _Rank:
             if watch is not None:
                 watch.stop()
             raise
+
+    def _of_batches(self, names: Collection[str], namespace: dict[str, Any] | None) -> list[str]:
+        """Those of `names` that stand for what the program made for one batch."""
+        found: list[str] = []
+        if self._task_watch is not None and namespace is not None:
+            for name in names:
+                with contextlib.suppress(Exception):  # a class of the user's that answers in a way of its own
+                    if self._task_watch.is_of_batch(parameters_of(plain(namespace[name]))):
+                        found.append(name)
+        return found
 
     def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:
         """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""
@@ -243,7 +259,13 @@ class _Rank:
             "op": "done",
             "status": status,
             "missing": missing,
-            "facts": {**results.facts, "stayed": stayed, "lacks": lacks, **self._one_training.facts()},
+            "facts": {
+                **results.facts,
+                "stayed": stayed,
+                "lacks": lacks,
+                "of_batches": self._of_batches(results.facts.get("checksums", {}), namespace),
+                **self._one_training.facts(),
+            },
             "exit_code": error.code if isinstance(error, SystemExit) else None,
             "chain": chain,
             "snapshot": snapshot.to_json(),

@@ -300,7 +300,8 @@ class PlacingPacker(Packer):
         if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
             return None
         reduced = self._reduce_view(obj if obj.is_leaf else obj.detach()) or super()._reduce_tensor(obj)
-        if not reduced or not self._places.takes_gradients or not obj.is_leaf or obj.grad is None:
+        has_gradient = (obj.is_leaf or obj.retains_grad) and obj.grad is not None
+        if not reduced or not self._places.takes_gradients or not has_gradient:
             return reduced
         return *reduced, obj.grad, None, None, _set_gradient
 

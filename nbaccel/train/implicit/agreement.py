@@ -21,7 +21,8 @@ from nbaccel.train.implicit.weights import differ
 
 __all__ = ["Agreement", "shape_of"]
 
-_FRAMES = 3
+_FRAMES = 2
+"""Fewer than make the place of a pass, so that a loss that is new to these begins with whole batches, too."""
 
 
 @dataclass(slots=True)
@@ -97,16 +98,25 @@ class Agreement:
     def _shares(self, indices: Sequence[int]) -> list[tuple[int, float]] | None:
         """By what each rank's value of the terms at `indices` counts; None where these count differently.
 
-        Terms of parameters are the same in all ranks, so any shares that add up to one do for them.
+        Terms of parameters are the same in all ranks, so any shares that add up to one do for them, and for what is one
+        number in parts of different sizes.
         """
-        columns = [[self.weights[rank][at] for rank in self.givers] for at in indices if not self.of_parameters[at]]
+        own = [at for at in indices if not self.of_parameters[at] and not self._is_fixed(at)]
+        columns = [[self.weights[rank][at] for rank in self.givers] for at in own]
+        pure = [sum(self.weights[rank][at] for rank in self.givers) for at in indices if self.of_parameters[at]]
+        if not all(math.isclose(total, 1.0) for total in pure):  # divided by something of a batch, after all
+            return None
         if not columns:
             columns = [[1.0 / len(self.givers)] * len(self.givers)]
         if any(differ(pair) for column in columns for pair in zip(column, columns[0], strict=True)):
             return None
-        if any(self.of_parameters[at] for at in indices) and not math.isclose(sum(columns[0]), 1.0):
+        if len(own) < len(indices) and not math.isclose(sum(columns[0]), 1.0):
             return None
         return list(zip(self.givers, columns[0], strict=True))
+
+    def _is_fixed(self, at: int) -> bool:
+        counts = [self.header.counts[rank][at] for rank in self.givers]
+        return set(counts) == {1.0} and differ([self.header.says[rank].rows for rank in self.givers])
 
 
 def shape_of(terms: Sequence[Term]) -> int:

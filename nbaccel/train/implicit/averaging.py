@@ -39,6 +39,8 @@ _SINGLE = (-1, -2, 0, 1)
 """Counts of a term that is of one number, or of none that is known: these are no fixed points."""
 
 _FEWEST_ROWS = 2
+_LOOKS = 16
+"""Backwards after which buffers are compared with what they are in other ranks."""
 
 
 class Averaging:
@@ -48,7 +50,8 @@ class Averaging:
     collectives: gives the ranks' way to talk; formed at the first call, by all ranks together.
     on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number.
     on_registered: called when models are known that were not.  on_parts_shown: called where a loss keeps its part's
-    value.  on_compiled: called where parts went through a compiled model.
+    value.  on_compiled: called where parts went through a compiled model.  on_buffers: called with the name of a buffer
+    that a forward leaves different in ranks.
     step_back: called where the program has prepared its model.
 
     meetings: how many headers were exchanged.
@@ -65,6 +68,7 @@ class Averaging:
         on_registered: Callable[[], None],
         on_parts_shown: Callable[[], None],
         on_compiled: Callable[[], None],
+        on_buffers: Callable[[str], None],
         step_back: Callable[[], None],
     ) -> None:
         self.models = Models(self._completed)
@@ -80,6 +84,7 @@ class Averaging:
         self._on_registered = on_registered
         self._on_parts_shown = on_parts_shown
         self._on_compiled = on_compiled
+        self._on_buffers = on_buffers
         self._step_back = step_back
         self._is_inside = False
         self._round: Round | None = None
@@ -113,6 +118,7 @@ class Averaging:
         self._of_whole: dict[float, tuple[int, list[float], list[bool], list[int]]] = {}
         self._fixed: set[tuple[float, int]] = set()  # terms that have the same shapes in parts as with a whole batch
         self._varying: set[tuple[float, int]] = set()  # terms that were seen to be of more, or fewer, than that
+        self._noted_buffers: set[int] = set()
         self._has_extras = False
         self._failed = ""  # the error of a backward that has left the ranks in the middle of their sums
         self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were looked into, by their shape
@@ -124,7 +130,8 @@ class Averaging:
 
         args: gradients of the outputs, whether the graph is kept, whether one of the gradients is made, the inputs.
         """
-        if self._is_inside or threading.current_thread() is not threading.main_thread():
+        is_transformed = torch._C._functorch.maybe_current_level() is not None  # by torch.func, which has no leaves
+        if self._is_inside or is_transformed or threading.current_thread() is not threading.main_thread():
             return real(outputs, *args, **kwargs)
         roots = [root for root in outputs if isinstance(root, Tensor)]
         if len(args) < 4 or len(roots) != len(outputs):
@@ -232,7 +239,7 @@ class Averaging:
         terms = [term for reading in readings for term in reading.terms]
         named = [] if len(roots) != 1 or not handed.is_part else users_scalars(readings[0], VALUES - 1)
         shown = [root for root in roots[:1] if root.numel() == 1] + [value for value, _ in named]
-        gives, header, say = True, None, Say()
+        gives, header, say, rates = True, None, Say(), self._steps.take_rates()
         pairs: list[tuple[float, float]] = []
         while True:
             known = [number for leaf in leaves if (number := self.models.number(leaf)) is not None]
@@ -255,7 +262,10 @@ class Averaging:
                 gives=gives,
                 at=self._steps.count,
                 steps=self._steps.taken,
-                rates=self._steps.rates(),
+                batches=self._passes.batches if handed.is_part else 0,
+                drawn=self._passes.drawn if handed.is_part else 0,
+                noise=self._passes.noise if len(handed.sizes) > 1 else 0,  # else they have drawn equally often
+                rates=rates,
                 check=self._check(known),
             )
             header = self._tell(say, pairs, values)
@@ -271,6 +281,7 @@ class Averaging:
             new = []
         self._steps.agree(int(max(each.at for each in header.says)))
         givers = self._agree(header, obstacle)
+        self._share_noise(header)
         pure = self._without_batch(say.shape, terms, header.counts, givers, handed)
         weights = factors(header, givers, pure, self._references)
         if weights is None:
@@ -281,7 +292,7 @@ class Averaging:
         tensors = [self._tensor(number) for number in together]
         round_ = self._exchanges().begin(tuple(together), tensors, mine)
         for number in buffers:
-            round_.bring(number, self._tensor(number), 1.0 / len(givers) if self._world.rank in givers else 0.0)
+            round_.bring(number, self._tensor(number), self._share_of_samples(header, givers))
         return Agreement(round_, together, header, givers, weights, terms, pure, self._world.rank, obstacle, named)
 
     def _without_batch(
@@ -351,9 +362,12 @@ class Averaging:
         for name, what in (
             ("steps", "have taken different numbers of optimizer steps"),
             ("rates", "step with different learning rates"),
+            ("batches", "are at different batches, of which one was left out in some of them"),
+            ("drawn", "have drawn different samples"),
             ("check", "have different weights"),
         ):
-            is_given = name != "check" or (reach_alike and all(says[rank].check for rank in here))
+            is_given = name not in ("check", "drawn") or all(getattr(says[rank], name) for rank in here)
+            is_given = is_given and (reach_alike or name != "check")
             if is_given and not header.all_equal(name, here):
                 said = ", ".join(f"rank {rank}: {getattr(says[rank], name):g}" for rank in here)
                 raise NotPrepared(
@@ -366,6 +380,22 @@ class Averaging:
             raise NotPrepared(self._cannot_weigh(obstacle or "another rank says so"))
         givers = [rank for rank in here if says[rank].gives]
         return givers or [here[0] if here else world.rank]
+
+    def _share_of_samples(self, header: Header, givers: Sequence[int]) -> float:
+        """Return this rank's share of the batch's samples, by which what a forward keeps of them counts."""
+        rows = {rank: header.says[rank].rows for rank in givers}
+        if not all(rows.values()) or not any(header.says[rank].part for rank in givers):
+            rows = dict.fromkeys(givers, 1.0)
+        return rows.get(self._world.rank, 0.0) / sum(rows.values())
+
+    def _share_noise(self, header: Header) -> None:
+        """Let all ranks go on with the same of Python's and NumPy's numbers, by which programs decide.
+
+        They differ where the loop has drawn for its samples, of which not all ranks have equally many.
+        """
+        here = [rank for rank, say in enumerate(header.says) if not say.done]
+        if all(header.says[rank].noise for rank in here) and not header.all_equal("noise", here):
+            self._passes.share_noise(self._collective().gather_objects)
 
     def _cannot_weigh(self, why: str) -> str:
         return (
@@ -433,9 +463,11 @@ class Averaging:
         with torch.no_grad():
             values = {**run.round.value, **run.late}
             for number in [each for each in values if self.models.items[each].is_buffer]:
-                tensor = self._tensor(number)
-                tensor.data.copy_(values.pop(number))
-                self.models.items[number].version = tensor._version
+                tensor, value, item = self._tensor(number), values.pop(number), self.models.items[number]
+                if item.norm is None and run.is_of_parts and self.meetings <= _LOOKS:
+                    self._note_buffer(number, tensor, value)
+                tensor.data.copy_(value)
+                item.note(tensor)
             if only_buffers:
                 values.clear()
             elif self._withholding.is_on:
@@ -462,6 +494,12 @@ class Averaging:
                     tensor.grad = old.add_(value)
             for number, old in aside.items():
                 self._tensor(number).grad = old
+
+    def _note_buffer(self, number: int, tensor: Tensor, value: Tensor) -> None:
+        """Say which buffers are others in other ranks, as long as it is looked for."""
+        if number not in self._noted_buffers and not torch.allclose(tensor, value, equal_nan=True):
+            self._noted_buffers.add(number)
+            self._on_buffers(self.models.items[number].name)
 
     def _versions(self, numbers: Sequence[int]) -> int:
         return sum(self._tensor(number)._version for number in numbers)
@@ -500,6 +538,7 @@ class Averaging:
 
     def _accompany(self, header: Header) -> None:
         self._agree(header, "")
+        self._share_noise(header)
         together = self._union(header, (), ())
         tensors = [self._tensor(number) for number in together]
         round_ = self._exchanges().begin(tuple(together), tensors, ())

@@ -30,8 +30,9 @@ class Say:
     terms: how many.  part: its batch is a part of one.  own: each rank has another.
     rows: samples of its batch.  whole: of all of that batch.
     obstacle: the loss is no sum over samples.  gives: its gradient counts.  at: its step.
-    steps: of optimizers, so far.
-    rates: a digest of learning rates.  check: a sum of weights, now and then.
+    steps: of optimizers, so far.  batches: that were handed out, where they are cut; else 0.
+    drawn: a digest of the indices of these, before they were cut.  noise: of the states of other random numbers, there.
+    rates: of learning rates, since the last one.  check: a sum of weights, now and then.
     """
 
     done: float = 0
@@ -48,6 +49,9 @@ class Say:
     gives: float = 1
     at: float = 0
     steps: float = 0
+    batches: float = 0
+    drawn: float = 0
+    noise: float = 0
     rates: float = 0
     check: float = 0
     values: float = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from nbaccel.errors import CannotSplit
 from nbaccel.train.microbatch.slicing import Samples, sample_shapes
 
-__all__ = ["LoaderHooks", "length_of", "samples_of_batch", "samples_of_index", "shares_out"]
+__all__ = ["LoaderHooks", "length_of", "samples_of_batch", "samples_of_index", "shares_out", "whole_numbers"]
 
 _SHARES = ("num_replicas", "num_processes")
 
@@ -106,6 +107,14 @@ def samples_of_batch(batch: Any, known: int, is_collated: bool, batch_size: int 
     if numbers or not any(sample_shapes(batch)):
         raise CannotSplit("without a batch_size, a batch of such tensors looks like a single sample")
     return samples
+
+
+def whole_numbers(index: Any) -> list[int]:
+    """What an index says, if that is whole numbers."""
+    try:
+        return [*map(operator.index, index)]
+    except TypeError:
+        return []
 
 
 def shares_out(iterator: Any) -> bool:

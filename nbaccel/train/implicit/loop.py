@@ -68,6 +68,7 @@ class ImplicitTraining:
             batch_norms=lambda: self._averaging.models.batch_norms(),
             on_turn=lambda turn: self._withholding.next_turn(turn),
             steps=lambda: self._steps.done,
+            on_drawn=self._notices.note_drawn,
         )
         self._steps = Steps(lambda: self._passes.batches)
         self._withholding = Withholding(self._steps.choices)
@@ -81,6 +82,7 @@ class ImplicitTraining:
             on_registered=self._note_models,
             on_parts_shown=self._notices.note_parts_shown,
             on_compiled=self._notices.note_compiled,
+            on_buffers=self._notices.note_buffers,
             step_back=self._step_back,
         )
         self._is_armed = False
@@ -121,10 +123,11 @@ class ImplicitTraining:
         if not self._is_armed:
             return
         try:
+            self._passes.refuse_passed_over()
             taken = self._averaging.answer_until_all_are_done()
             if taken:
                 self._finish(taken)
-                if self._passes.batches and not self.has_split:
+                if self._passes.batches and not self.has_split and not self._passes.is_shared_out:
                     self._notices.note_same_work(is_stepped=any(taken))
         finally:
             self._leave()
@@ -148,6 +151,10 @@ class ImplicitTraining:
         if not self._is_armed:
             return False
         return models.knows(tensors) or (self._passes.batches > 0 and models.has_met(tensors))
+
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        """Whether the program made them for one batch, so that ranks have other ones by right."""
+        return self._passes.batches > 0 and self._averaging.models.is_of_batch(tensors)
 
     @property
     def is_at_work(self) -> bool:
@@ -191,7 +198,7 @@ class ImplicitTraining:
                 "loss.backward(), before the ranks' gradients are added up. Step after it, or use --strict and prepare."
             )
         if not self._withholds(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None)):
-            self._steps.note()
+            self._steps.note(optimizer)
 
     def _withholds(self, optimizer: Any, closure: Any = None) -> bool:
         """Whether a step waits for the last part of its batch; without an optimizer, whether such a part is to come."""

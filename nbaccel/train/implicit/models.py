@@ -43,28 +43,49 @@ _EMPTY = CellType()
 class Item:
     """One tensor that is alike in all ranks.
 
-    norm: the layer whose statistics it is.  version: of a buffer, when it was last averaged.
-    is_buffer: nothing reaches it backwards.  is_sparse: its gradient is, by its layer's `sparse`.
+    is_buffer: nothing reaches it backwards.  holder: of a buffer, its layer, and its name there, by which one finds
+    what a forward has assigned anew.  kind: its shape, dtype and device.  version: when it was last averaged.
+    norm: the layer whose statistics it is.  is_sparse: its gradient is, by its layer's `sparse`.
     """
 
     tensor_of: weakref.ref[Tensor]
     is_buffer: bool = False
+    holder: tuple[weakref.ref[Module], str] | None = None
     is_sparse: bool = False
     is_hooked: bool = False
     norm: weakref.ref[Module] | None = None
+    kind: tuple[Any, ...] = ()
     version: int = 0
 
     @property
     def tensor(self) -> Tensor | None:
-        return self.tensor_of()
+        known = self.tensor_of()
+        if self.holder is None or (module := self.holder[0]()) is None:
+            return known
+        found: Tensor | None = module._buffers.get(self.holder[1])
+        if found is None or found is known:
+            return known
+        return found if (tuple(found.shape), found.dtype, found.device) == self.kind else known
+
+    @property
+    def name(self) -> str:
+        """Of a buffer, as a person may find it."""
+        module = None if self.holder is None else self.holder[0]()
+        return "a buffer" if module is None or self.holder is None else f"{type(module).__name__}.{self.holder[1]}"
 
     def has_changed(self) -> bool:
         """Of a buffer: whether a forward has written into it. Normalising does so without counting it."""
-        tensor = self.tensor_of()
+        tensor = self.tensor
         if tensor is None:
             return False
         norm = None if self.norm is None else self.norm()
-        return norm.training if norm is not None else tensor._version != self.version
+        return norm.training if norm is not None else tensor is not self.tensor_of() or tensor._version != self.version
+
+    def note(self, tensor: Tensor) -> None:
+        """It has the value of all ranks."""
+        if tensor is not self.tensor_of():
+            self.tensor_of = weakref.ref(tensor)
+        self.version = tensor._version
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +160,8 @@ class Models:
         """The numbers of those of `leaves` that are known, and those that are to be registered.
 
         A parameter that an optimizer or a model holds is trained. Other leaves are once they are met with another
-        batch than the one that they came with: a batch that wants a gradient itself never is.
+        batch than the one that they came with: a batch that wants a gradient itself never is, nor what is optimized
+        for one batch alone, such as the latents of its samples.
 
         batch: how many batches were handed out.  sizes: of the one in hand in all ranks, where each has a part of it.
         by_holders: look also for optimizers that hold plain tensors, for whom another batch may be too late.
@@ -154,10 +176,18 @@ class Models:
                     self._hook(number, leaf)
             else:
                 new.append(leaf)
-        held: set[int] = set()
+        trained: set[int] = set()
         if any(by_holders or isinstance(leaf, Parameter) for leaf in new):
-            held = self._surroundings().held()
-        return known, [leaf for leaf in new if id(leaf) in held or self._comes_back(leaf, batch, sizes)]
+            around = self._surroundings()
+            trained = around.held_by_models() | around.held_by_optimizers()
+            trained -= {id(leaf) for leaf in new if leaf.ndim and leaf.shape[0] in sizes} - around.held_by_models()
+        return known, [leaf for leaf in new if id(leaf) in trained or self._comes_back(leaf, batch, sizes)]
+
+    def is_of_batch(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether each of them was met with one batch and with no other, and is not known."""
+        met = [self._met.get(id(each)) for each in tensors if id(each) not in self._number]
+        is_met = [found is not None and found[0]() is each for found, each in zip(met, tensors, strict=False)]
+        return 0 < len(tensors) == len(met) and all(is_met)
 
     def _comes_back(self, leaf: Tensor, batch: int, sizes: Collection[int]) -> bool:
         met = self._met.get(id(leaf))
@@ -314,10 +344,13 @@ def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
             if id(parameter) not in seen and not torch.nn.parameter.is_lazy(parameter):
                 seen.add(id(parameter))
                 yield parameter, Item(_nowhere, is_sparse=is_sparse)
-        for buffer in _present(module._buffers):
-            if id(buffer) not in seen and buffer.is_floating_point() and not torch.nn.parameter.is_lazy(buffer):
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or id(buffer) in seen:
+                continue
+            if buffer.is_floating_point() and not torch.nn.parameter.is_lazy(buffer):
                 seen.add(id(buffer))
-                yield buffer, Item(_nowhere, is_buffer=True, norm=norm)
+                kind = tuple(buffer.shape), buffer.dtype, buffer.device
+                yield buffer, Item(_nowhere, is_buffer=True, holder=(weakref.ref(module), name), norm=norm, kind=kind)
         for value in list(vars(module).values()):  # tensors that are no `Parameter`, and are stepped by hand
             for part in _parts(value):
                 if type(part) is Tensor and part.requires_grad and part.is_leaf and id(part) not in seen:
@@ -371,14 +404,18 @@ class _Around:
         inner = {id(child) for module in self.modules for child in module._modules.values() if child is not None}
         return [module for module in self.modules if id(module) not in inner]
 
-    def held(self) -> set[int]:
-        """Ids of tensors that models and optimizers hold."""
-        found = {
+    def held_by_optimizers(self) -> set[int]:
+        """Ids of tensors that optimizers hold."""
+        return {
             id(parameter)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+
+    def held_by_models(self) -> set[int]:
+        """Ids of tensors that models hold."""
+        found: set[int] = set()
         for module in self.modules:
             found.update(map(id, module._parameters.values()))
             found.update(id(part) for value in list(vars(module).values()) for part in _parts(value))

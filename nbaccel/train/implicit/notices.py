@@ -47,7 +47,10 @@ class Notices:
             text += f"; {split.remark}"
         if self._models:
             text += f"; {self._models}"
-        text += "; what it counts by itself (len(x), right answers, a loss before its backward) is of rank 0's part"
+        text += (
+            "; what it counts or computes of a batch by itself (len(x), right answers, a mean of its targets, a loss "
+            "before its backward) is of each rank's part"
+        )
         if self._has_batch_norm:
             text += (
                 "; batch norm sees a part of each batch "
@@ -68,6 +71,20 @@ class Notices:
     def note_parts_shown(self) -> None:
         """A loss whose terms count differently keeps the value that it has here."""
         self._say("the loss has terms that count differently in parts of a batch: what is shown of it is rank 0's part")
+
+    def note_buffers(self, names: str) -> None:
+        """A forward has left other values in a buffer than in other ranks."""
+        self._say(
+            f"{names}: a forward changes it by what its batch is, and it is the ranks' average now: right for a mean "
+            "over samples, not for a count or a sum. --batches each or -n 1 where that matters"
+        )
+
+    def note_drawn(self) -> None:
+        """The loop draws from NumPy or Python's random while it has a part of a batch."""
+        self._say(
+            "what the loop draws from NumPy or random is the same in all ranks: right for decisions; noise for its "
+            "samples is that of each other rank's samples, too. torch's numbers differ between ranks"
+        )
 
     def note_compiled(self) -> None:
         """Parts of a batch went through what is compiled."""

@@ -26,7 +26,14 @@ from nbaccel.events import Gauge, LoopEntered, emit
 from nbaccel.settings import EACH, SPLIT
 from nbaccel.train.implicit.handed import ALONE, UNKNOWN, Handed, Label, Split, Turn
 from nbaccel.train.implicit.layouts import Layout, is_own
-from nbaccel.train.implicit.loaders import LoaderHooks, length_of, samples_of_batch, samples_of_index, shares_out
+from nbaccel.train.implicit.loaders import (
+    LoaderHooks,
+    length_of,
+    samples_of_batch,
+    samples_of_index,
+    shares_out,
+    whole_numbers,
+)
 from nbaccel.train.implicit.progress import PassGauge
 from nbaccel.train.implicit.streams import Streams, mixed
 from nbaccel.train.implicit.users_code import place_of_call, users_name
@@ -39,6 +46,18 @@ _REMEMBERED = 64
 
 _SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
 _SEES_PART = "its collate_fn is given a part of each batch; what it pads, if it does, is as long as that part wants it"
+
+_LOOKS = 8
+"""Parts after which one looks whether the loop draws from NumPy or Python's random, at 0.1 ms each."""
+
+_EXACT = 2**52 - 1
+"""Numbers up to here are exact in a float, as ranks tell them."""
+
+_UNEVEN = 2
+"""So many batches of each loop are cut unevenly where they could be cut evenly: what a loss is divided by shows whether
+it goes with the samples then, since it differs between the ranks. No later ones: a program may take batches of two
+loaders together, and their parts have to be equally long where one of them begins anew. No part of one sample comes of
+it, of which batch norm can make nothing."""
 
 _LOOKED_AT = (
     "a batch of it was taken and not trained on; since whole ones do not fit, it was a part, another one in each rank"
@@ -111,8 +130,11 @@ class Passes:
     batch_norms: their layers that compute with the statistics of a batch, by name.
     on_turn: told of each part of a batch that comes in several, and with None that no other of it will come.
     steps: how many steps this task has come to.
+    on_drawn: told that the loop draws from NumPy or Python's random while it has a part.
 
     batches: how many were handed out in this task.  has_split: whether ranks got different ones.
+    is_shared_out: a sampler, or a data set, gives each rank samples of its own.
+    drawn: a digest of the indices of those that were cut by them; 0 for none.
     """
 
     def __init__(
@@ -124,6 +146,7 @@ class Passes:
         batch_norms: Callable[[], Sequence[str]] = tuple,
         on_turn: Callable[[Turn | None], None] = lambda turn: None,
         steps: Callable[[], int] = lambda: 0,
+        on_drawn: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -132,6 +155,7 @@ class Passes:
         self._batch_norms = batch_norms
         self._on_turn = on_turn
         self._steps = steps
+        self._on_drawn = on_drawn
         self._streams = Streams(rank)
         self.begin()
         self._is_on = False
@@ -156,6 +180,9 @@ class Passes:
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory
         self._in_turn: _Pass | None = None  # the pass of the part in hand, if others of its batch follow
+        self._looks = 0  # at whether the loop draws from NumPy or Python's random
+        self._noise_before: int | None = None
+        self._passed_over = ""  # a loader of which no part trained
         self._looked_at = ""  # a loader of which a part was taken, and no more
         self._reported: _Pass | None = None  # the pass that the rank is in
         self._news = object()  # another one as soon as what was reported may be out of date
@@ -166,11 +193,14 @@ class Passes:
         self._told: set[tuple[Any, ...]] = set()
         self._gauges: dict[tuple[Any, ...], PassGauge] = {}  # of the last pass, by key
         self._epochs: Counter[tuple[Any, ...]] = Counter()  # passes that have trained, by key
+        self._cuts: Counter[tuple[Any, ...]] = Counter()  # batches that were cut, by key
+        self._handed_parts: Counter[tuple[Any, ...]] = Counter()  # parts that were handed out, by key
+        self._of_use: set[tuple[Any, ...]] = set()  # keys of passes of which a part has trained
         self._layouts: dict[tuple[Any, ...], Layout] = {}  # by loader
         self._are_cycled: dict[tuple[Any, ...], bool] = {}  # by key
         self._drawn: Any = None  # the iterator whose batch is being made
-        self.batches = 0
-        self.has_split = False
+        self.batches = self.drawn = 0
+        self.has_split = self.is_shared_out = False
         self._is_on = True
         self._forget_handed()
 
@@ -221,6 +251,10 @@ class Passes:
         """
         if not self._is_on:
             return
+        before, self._noise_before = self._noise_before, None
+        if before is not None and before != self._streams.noise():
+            self._looks = _LOOKS
+            self._on_drawn()
         handed, trains = self.handed, self._is_training()
         is_followed = False  # by a batch of a pass that goes on
         for this in reversed(self._taken):
@@ -230,6 +264,8 @@ class Passes:
             elif (not trains or this.was_training) and (is_alive or not is_followed) and this.may_split:
                 is_followed = is_followed or is_alive
                 self._note_trained(this, keep_whole if self._mode == SPLIT else "")
+                if any(label.is_apart for label in self._taken[this]):
+                    self._of_use.add(this.key)
                 this.record.append(this.record[-1] if this.record[-1:] == [handed] else handed)
             # Else it is an evaluation that was left early, or one batch that was looked at.
         self._is_used, self._is_pending = True, _has_parts(_still_needed(self._taken))
@@ -283,6 +319,15 @@ class Passes:
             return False
         return self._drawn is None or self._drawn is iterator
 
+    @property
+    def noise(self) -> int:
+        """See `Streams`."""
+        return self._streams.noise()
+
+    def share_noise(self, gather: Callable[[Any], list[Any]]) -> None:
+        """See `Streams`. Collective."""
+        self._streams.share_noise(gather)
+
     def before(self) -> None:
         """Something is about to be drawn that all ranks draw alike."""
         self._streams.common()
@@ -299,6 +344,8 @@ class Passes:
         modes = torch.is_grad_enabled(), self._is_training()
         key = (f"{kind.__module__}.{kind.__qualname__}", size, length_of(iterator._dataset), place_of_call(), *modes)
         lead, ahead = self._trained.get(key, (0, None))
+        is_shared_out = shares_out(iterator)
+        self.is_shared_out = self.is_shared_out or is_shared_out
         this = _Pass(
             self._task,
             key,
@@ -306,7 +353,7 @@ class Passes:
             size,
             iterator_of=lambda: None,  # type: ignore[arg-type]  # known in a moment
             gauge=PassGauge(self._steps, self._batches_of(iterator, loader), self._epochs[key], modes[0]),
-            may_split=not shares_out(iterator) and (loader is not None or not iterator._num_workers),
+            may_split=not is_shared_out and (loader is not None or not iterator._num_workers),
             is_map=is_map,
             is_collated=bool(iterator._auto_collation),
             lead=lead,
@@ -355,7 +402,10 @@ class Passes:
             count = samples_of_index(index, this.is_collated)
             label = Label(False, count, count)
             if is_split and this.cuts_indices and count >= self._world_size:
-                (index, label), *others = [(index[start:stop], label) for start, stop, label in self._parts(count)]
+                self.drawn = mixed(self.drawn, *whole_numbers(index)) & _EXACT
+                (index, label), *others = [
+                    (index[start:stop], label) for start, stop, label in self._parts(this, count)
+                ]
                 this.indices.extend(others)
         this.labels.append(label)
         if label.is_apart and not iterator._num_workers:
@@ -370,6 +420,8 @@ class Passes:
             NotPrepared: it was the last one, and the batches of this pass were split, but nobody trained on them.
         """
         this = self._pass_of(iterator)
+        if self._passed_over:
+            self.refuse_passed_over()
         if this is not self._reported:
             self._report(this)
         if this.rest:
@@ -412,13 +464,16 @@ class Passes:
         this: _Pass | None = iterator.__dict__.get(_PASS)
         return this if this is not None and this.task == self._task else self.begin_pass(iterator)
 
-    def _parts(self, count: int) -> list[tuple[int, int, Label]]:
+    def _parts(self, this: _Pass, count: int) -> list[tuple[int, int, Label]]:
         """This rank's parts of a batch of `count` samples, each with its begin and end."""
         size = self._world_size
         turns = max(1, min(self._turns, count // size))
+        self._cuts[this.key] += 1
+        is_uneven = self._cuts[this.key] <= _UNEVEN and turns == 1 and not count % size and count >= 3 * size
+        borders = [0, *(rank * count // size + is_uneven for rank in range(1, size)), count]
         edges = [
             [begin + (end - begin) * at // turns for at in range(turns + 1)]
-            for begin, end in ((rank * count // size, (rank + 1) * count // size) for rank in range(size))
+            for begin, end in itertools.pairwise(borders)
         ]
         mine = edges[self._rank]
         parts = []
@@ -457,7 +512,7 @@ class Passes:
         count = samples.count
         if count < self._world_size:
             return batch, Label(False, count, count)
-        first, *others = [(samples.take(start, stop), label) for start, stop, label in self._parts(count)]
+        first, *others = [(samples.take(start, stop), label) for start, stop, label in self._parts(this, count)]
         this.rest.extend(others)
         return first
 
@@ -482,6 +537,10 @@ class Passes:
                 self._on_split(Split(name, None, None, True, _LOOKED_AT))
         if label.is_apart:
             this.parts += 1
+            self._handed_parts[this.key] += 1
+            if self._looks < _LOOKS:
+                self._looks += 1
+                self._noise_before = self._streams.noise()
             self._is_pending = self.has_split = True
             self._tell(this, True, self._of_its_own(this))
         self._settle()
@@ -523,6 +582,8 @@ class Passes:
     def _end_pass(self, this: _Pass, iterator: Any) -> None:
         was_over, this.is_over = this.is_over, True
         self._leave_gauge(this.gauge)
+        self._note_passed_over(this)
+        self.refuse_passed_over()
         this.labels.clear()
         this.indices.clear()
         if self._is_used:
@@ -554,8 +615,30 @@ class Passes:
             self._are_cycled[this.key] = any(type(holder) is itertools.cycle for holder in holders)
         return self._are_cycled[this.key]
 
+    def _note_passed_over(self, this: _Pass) -> None:
+        """Two parts were handed out, and none has trained, where whole batches have: the loop has passed them over."""
+        has_trained = this.has_trained or this.key in self._trained
+        if self._mode == SPLIT and has_trained and this.key not in self._of_use and self._handed_parts[this.key] > 1:
+            self._passed_over = this.name
+
+    def refuse_passed_over(self) -> None:
+        """
+        Raises:
+            NotPrepared: see `_note_passed_over`.
+        """
+        if name := self._passed_over:
+            self._passed_over = ""
+            raise NotPrepared(
+                f"rank {self._rank} of {self._world_size}: whole batches of {name} were trained on, and then each was "
+                "split over the ranks and no part was: the loop has passed them over, as one does that leaves out "
+                "batches with len(x) != batch_size. Leave that out (drop_last=True in the loader does the same), or "
+                "start the cell with --batches each."
+            ) from None
+
     def _left(self, this: _Pass) -> None:
         """The iterator of a pass is gone."""
+        if self._is_on and not this.is_over:
+            self._note_passed_over(this)
         if self._is_on and this is self._in_turn:
             self._in_turn = None
             self._on_turn(None)

@@ -5,7 +5,6 @@ A loop that prepares nothing tells it by its optimizers' steps and by the batche
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,13 +30,14 @@ class Steps:
     def begin(self) -> None:
         """A task begins."""
         self.count = self.taken = 0
+        self._rates = 0.0
         self._entered_at: tuple[int, int] | None = None  # optimizers' steps and batches when the last step was entered
         self._is_inside = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def begin_anew(self) -> None:
         """Another attempt of the program, whose steps go on from where the last one came to."""
-        self.taken = 0
+        self.taken, self._rates = 0, 0.0
         self._entered_at = None
         self.end_step()
 
@@ -56,9 +56,12 @@ class Steps:
         """`optimizer` is one that steps in this task."""
         self._optimizers.add(optimizer)
 
-    def note(self) -> None:
+    def note(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self.taken += 1
+        for group in optimizer.param_groups:
+            if not isinstance(rate := group.get("lr"), (torch.Tensor, type(None))):
+                self._rates += float(rate)
 
     def enter(self) -> None:
         """A backward is about to begin.
@@ -95,11 +98,10 @@ class Steps:
             )
         )
 
-    def rates(self) -> float:
-        """A number by which different learning rates show."""
-        return math.fsum(  # whatever the order
-            float(group["lr"])
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            if not isinstance(group.get("lr"), (torch.Tensor, type(None)))
-        )
+    def take_rates(self) -> float:
+        """A number by which different learning rates show, of the steps since this was asked last.
+
+        Not of the optimizers that live: one that the program has replaced goes at different times in the ranks.
+        """
+        rates, self._rates = self._rates, 0.0
+        return rates

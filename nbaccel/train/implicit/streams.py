@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import random
 import sys
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 __all__ = ["Streams", "mixed"]
 
+_MASK = 2**32 - 1
 _WATCHED = 64
 """Parts at the begin of each pass after which one looks whether Python or NumPy have drawn, at 0.1 ms each. Some data
 sets draw for some samples only, so one part is not enough."""
@@ -70,6 +73,19 @@ class Streams:
             self._has_seeded_cuda = True
             torch.cuda.manual_seed(self._seed)
 
+    def noise(self) -> int:
+        """A digest of the states of Python's and NumPy's numbers."""
+        python, numpy = _states()
+        found = zlib.crc32(repr(python[1][-1]).encode(), hash(python[1][:-1]) & _MASK)
+        return found if numpy is None else zlib.crc32(numpy[1].tobytes(), found ^ numpy[2])
+
+    def share_noise(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Go on with rank 0's of Python's and NumPy's numbers: a loop has drawn for its samples. Collective.
+
+        gather: gives all ranks the entries of the lists of all.
+        """
+        _set_states(gather([_states()])[0])
+
     def fetch_apart(self, loader: Any, number: int) -> None:
         """Samples of `loader` are about to be fetched by this rank alone.  number: of parts before, in the pass."""
         if loader in self._drawing:
@@ -98,7 +114,7 @@ def _states() -> tuple[Any, ...]:
 
 def _set_states(states: tuple[Any, ...]) -> None:
     random.setstate(states[0])
-    if states[1] is not None:
+    if states[1] is not None and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(states[1])
 
 

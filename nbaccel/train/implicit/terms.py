@@ -381,6 +381,7 @@ _STATISTICS = (_REDUCING - {"Trace"}) | _names(
 )
 _DISTANCE_MATRICES = _names("Cdist EuclideanDist")
 _PAIRWISE = _names("Mm Bmm Addmm Baddbmm Addbmm Mv Linear") | _DISTANCE_MATRICES
+_COLLECTED = _names("IndexAdd IndexReduce ScatterAdd ScatterReduce")
 _PICKS = _names("Embedding EmbeddingBag Index IndexSelect Gather")
 
 
@@ -400,6 +401,7 @@ def obstacle_below(reading: Reading, rows: int) -> str:
     if any(uses[term.node] for term in reading.terms):
         return "a part of the loss that is used in another part of it"
     carries: set[Any] = {None}  # nodes that the batch is in
+    masked: set[Any] = set()  # those of them that are of some samples, picked by a mask
     plain = _plain_chains(terms, uses)
     if any(_kind(node) == "UnsafeSplit" for node in everywhere):  # recurrent cells, which slice packed sequences
         plain.update(node for node in everywhere if _kind(node) == "Slice")
@@ -407,7 +409,13 @@ def obstacle_below(reading: Reading, rows: int) -> str:
         kind, edges = _kind(node), node.next_functions
         if _has_batch(node, kind, edges, carries, rows):
             carries.add(node)
-            if node not in plain and (sign := _sign(node, kind, edges, carries, rows)):
+            if _is_masked(node, kind, edges, rows) or any(child in masked for child, _ in edges):
+                masked.add(node)
+            if node in plain:
+                continue
+            if sign := _sign(node, kind, edges, carries, rows) or _sign_of_masked(
+                node, kind, edges, carries, masked, rows
+            ):
                 return sign
     return ""
 
@@ -485,6 +493,11 @@ def _sign(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> str
         return _sign_of_statistic(node, kind, edges, shape, carries, rows)
     if kind in ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "Unbind"):
         return _sign_of_recurrence(node, kind, edges, shape, rows)
+    if kind in _COLLECTED:
+        is_along = _signed(node._saved_dim) == 0 and any(
+            rows in _shape(edge)[:1] for edge in edges if edge[0] in carries
+        )
+        return "a sum over groups of samples" if is_along and shape[:1] != (rows,) else ""
     if kind in ("Index", "Slice", "Split", "SplitWithSizes"):
         return _sign_of_pick(node, kind, _shape(edges[0]), shape, rows)
     if kind in _ELEMENTWISE or kind in ("Expand", "Repeat", "Where"):
@@ -513,6 +526,8 @@ def _sign_of_product(kind: str, operands: Any, shape: tuple[int, ...], carries: 
         return ""
     if len(shape) > 1 and shape[-2] % rows == shape[-1] % rows == 0 and (shape[-2] == shape[-1] or not is_frozen):
         return _compared(*shape[-2:])
+    if kind == "Mm" and operands[0][0] is None:
+        return "a sum along the batch" if _shape(operands[1])[:1] == (rows,) else ""
     if kind in _DISTANCE_MATRICES or is_frozen:
         return ""
     return "a sum along the batch" if _shape(operands[0])[-1] % rows == 0 else ""
@@ -559,8 +574,37 @@ def _sign_of_pick(node: Any, kind: str, under: tuple[int, ...], shape: tuple[int
         is_part = _signed(node._saved_dim) % len(under) == 0 and shape[0] < rows
     else:
         indices = [index for index in node._saved_indices if index is not None]
-        is_part = len(indices) == 1 and indices[0].dtype != torch.bool and len(under) > 1
+        is_part = len(indices) == 1 and indices[0].dtype != torch.bool
     return "samples that are picked by their place in the batch" if is_part else ""
+
+
+def _is_masked(node: Any, kind: str, edges: Any, rows: int) -> bool:
+    """Whether samples are picked by a mask: how many they are says nothing any more."""
+    if kind != "Index" or _shape(edges[0])[:1] != (rows,):
+        return False
+    first = node._saved_indices[0] if node._saved_indices else None
+    return first is not None and first.dtype == torch.bool
+
+
+def _sign_of_masked(node: Any, kind: str, edges: Any, carries: set[Any], masked: set[Any], rows: int) -> str:
+    """Samples that a mask has picked, set beside each other or added up: a mean of each class, pairs of two classes."""
+    if not any(child in masked for child, _ in edges):
+        return ""
+    shape, unders = _shape((node, 0)), [_shape(edge) for edge in edges if edge[0] is not None and edge[0] in carries]
+    if kind in ("Mm", "Cdist", "EuclideanDist"):
+        both = all(child in carries for child, _ in _operands(kind, edges))
+        return _compared(*shape[-2:]) if both and len(shape) == 2 else ""
+    if kind in _STATISTICS:
+        dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
+        is_along = any(_signed(dim) % len(unders[0]) == 0 for dim in ((dims,) if isinstance(dims, int) else dims or ()))
+        return "a statistic along samples that a mask has picked" if is_along and len(unders[0]) > 1 else ""
+    if kind in _ELEMENTWISE and len(unders) == 2:
+        one, two = ((1,) * (len(shape) - len(under)) + under for under in unders)
+        meet = [at for at in range(len(shape)) if {one[at], two[at]} != {shape[at]}]
+        if any(one[at] > 1 for at in meet) and any(two[at] > 1 for at in meet):
+            others = [length for at, length in enumerate(shape) if at not in meet]
+            return "" if any(length % rows == 0 for length in others) else _compared(*(shape[at] for at in meet[:2]))
+    return ""
 
 
 def _sign_of_broadcast(kind: str, edges: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:

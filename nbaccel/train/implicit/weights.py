@@ -20,11 +20,18 @@ _FEW = 4
 
 
 class References:
-    """By what each term was divided when its batch was whole in all ranks, and of how many samples and numbers."""
+    """By what each term was divided when its batch was whole in all ranks, and of how many samples and numbers.
+
+    Also what the parts have shown since. The first ones of a pass are of different sizes in the ranks (see `Passes`):
+    what goes with the samples differs between ranks then, and what does not is a number of the program's.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[float, float, float]] = {}
-        self._additive: set[Hashable] = set()
+        self._additive: set[Hashable] = set()  # what they are divided by adds up over the ranks
+        self._of_program: set[Hashable] = set()  # it does not, whatever it becomes later
+        self._alike: dict[Hashable, float] = {}  # the same in parts of different sizes, and not as before
+        self._times_rows: set[Hashable] = set()  # means that are multiplied by the number of their samples
         self._guessed: dict[Hashable, tuple[float, float]] = {}  # additive as it seemed, without a whole batch
 
     def note(self, term: Hashable, constant: float, rows: float, elements: float = 0) -> None:
@@ -33,11 +40,19 @@ class References:
     def cannot_tell(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
         """Whether a sum may have been divided by the number of samples or by a constant of the program's.
 
-        Where ranks have equally few samples, or where a number that looked like the one stays as rows change.
+        Where ranks have equally few samples; where a number that looked like the one stays as rows change, or like the
+        other comes to differ between ranks; or where parts of different sizes had one number, and then another one.
         """
+        is_alike = not differ(constants)
+        if term in self._of_program:
+            return not is_alike
+        if term in self._additive and not is_alike:
+            return False
         if term in self._guessed:
             constant, count = self._guessed[term]
             return rows[0] != count and constants[0] == constant
+        if differ(rows) and is_alike and term in self._alike and differ([constants[0], self._alike[term]]):
+            return True
         are_alike = len({*map(abs, constants), *rows}) == 1 and rows[0] <= _FEW and whole > rows[0]
         return are_alike and term not in self._found and term not in self._additive
 
@@ -55,14 +70,17 @@ class References:
         has; it goes with the numbers that are added up (`elements`; 0 unknown); it is a whole number other than before,
         as the count of a mask is, and not a factor that is annealed.
         """
+        if differ(constants):
+            self._additive.add(term)
         if term in self._additive:
             return True
+        if term in self._of_program:
+            return False
         here, known = constants[0], self._found.get(term)
-        if differ(constants):
-            is_it = True
-        elif known is None:
+        if differ(rows):
+            return self._is_count_by_chance(term, here, known)
+        if known is None:
             is_it = bool(rows[0]) and rows[0] != whole and not here % rows[0] and bool(here % (whole or 1))
-            is_it = is_it and not differ([each / of for each, of in zip(constants, rows, strict=True)])
             is_it = is_it and not elements[0] % here
             if is_it:
                 self._guessed[term] = here, rows[0]
@@ -71,16 +89,56 @@ class References:
         elif math.isclose(here, known[0], rel_tol=_NEAR):
             # As with the whole batch, by chance, where samples of a part are longer: only a mean by hand is known then.
             is_it = known[2] == elements[0] == here and rows[0] != known[1]
-        elif known[2] and elements[0] and math.isclose(here * known[2], known[0] * elements[0], rel_tol=_NEAR):
-            is_it = True
         else:
-            has_shrunk = bool(known[1]) and math.isclose(here, known[0] * rows[0] / known[1], rel_tol=_NEAR)
-            if not has_shrunk:
-                return here == round(here)
-            is_it = True
+            is_mean = bool(known[2] and elements[0]) and not differ([here * known[2], known[0] * elements[0]])
+            is_it = is_mean or self.has_shrunk(term, here, rows[0])
+            if not is_it:
+                return not differ([here, round(here)])
         if is_it:
             self._additive.add(term)
         return is_it
+
+    def _is_count_by_chance(self, term: Hashable, here: float, known: tuple[float, float, float] | None) -> bool:
+        """Whether what is the same in parts of different sizes is the count of a mask all the same."""
+        before = [] if known is None else [known[0]]
+        before += [self._alike[term]] if term in self._alike else []
+        is_whole = not differ([here, round(here)])
+        if not is_whole or (here != 1 and any(not differ([here, each]) for each in before)):
+            self._of_program.add(term)
+        self._alike.setdefault(term, here)
+        is_other = known is not None and differ([here, known[0]])
+        return is_other and is_whole and term not in self._of_program
+
+    def has_shrunk(self, term: Hashable, here: float, rows: float) -> bool:
+        """Whether a divisor is smaller than with a whole batch by as much as the batch is."""
+        constant, count, _ = self._found.get(term, (0.0, 0.0, 0.0))
+        return bool(count) and rows != count and math.isclose(here, constant * rows / count, rel_tol=_NEAR)
+
+    def adds_up_alone(self, term: Hashable, constants: Sequence[float], rows: Sequence[float]) -> bool:
+        """The same of a term of parameters alone, such as a penalty that is divided by ``len(x)``."""
+        if differ(constants):
+            self._additive.add(term)
+        elif differ(rows):
+            self._of_program.add(term)
+        elif term not in self._of_program and self.has_shrunk(term, constants[0], rows[0]):
+            self._additive.add(term)
+        return term in self._additive
+
+    def is_times_rows(self, term: Hashable, constants: Sequence[float], rows: Sequence[float]) -> bool | None:
+        """Whether a mean is multiplied by the number of its samples, so that it is a sum; None where it is neither."""
+        if differ(constants):
+            if differ([constant * count for constant, count in zip(constants, rows, strict=True)]):
+                return None
+            self._times_rows.add(term)
+        elif differ(rows):
+            self._of_program.add(term)
+        elif term not in self._of_program and rows[0] and self._has_grown(term, constants[0], rows[0]):
+            self._times_rows.add(term)
+        return term in self._times_rows
+
+    def _has_grown(self, term: Hashable, here: float, rows: float) -> bool:
+        constant, count, _ = self._found.get(term, (0.0, 0.0, 0.0))
+        return bool(count) and rows != count and math.isclose(here, constant * count / rows, rel_tol=_NEAR)
 
 
 def differ(numbers: Sequence[float]) -> bool:
@@ -117,30 +175,51 @@ def factors(
             return None
         return [[each / sum(rows)] * max(1, int(say.terms)) for each, say in zip(rows, says, strict=True)]
     columns = []
+    rows = [says[rank].rows for rank in givers]
     for term in range(count):
-        if of_parameters[term]:
-            columns.append(even)
-            continue
+        key = first.shape, term
         counts = [header.counts[rank][term] for rank in givers]
         constants = [header.constants[rank][term] for rank in givers]
-        rows = [says[rank].rows for rank in givers]
         parts: Sequence[float] | None
-        if counts[0] >= 0:
-            if differ(constants):
+        factor_of = [1.0] * len(givers)
+        if of_parameters[term]:
+            adds = references.adds_up_alone(key, constants, rows)
+            parts = constants if adds else None
+        elif counts[0] >= 0:
+            is_sum = references.is_times_rows(key, constants, rows)
+            if is_sum is None:
                 return None  # a mean, divided by something of its batch once more
             parts = counts
+            if is_sum:  # each rank's is multiplied by its rows, and the whole batch's would be by all of them
+                factor_of = [sum(rows) / row for row in rows]
         else:
-            if references.cannot_tell((first.shape, term), constants, rows, first.whole):
+            if references.cannot_tell(key, constants, rows, first.whole):
                 return None
             elements_of = [_elements(count) for count in counts]
-            adds = references.is_additive((first.shape, term), constants, rows, first.whole, elements_of)
-            parts = constants if adds else None
+            adds = references.is_additive(key, constants, rows, first.whole, elements_of)
+            values = [header.values[rank][:1] for rank in givers]
+            parts = _without_empty(constants, rows, values if count == 1 else []) if adds else None
         shares = [1.0] * len(givers) if parts is None else [part / (sum(parts) or 1.0) for part in parts]
         column = [0.0] * size
-        for rank, share in zip(givers, shares, strict=True):
-            column[rank] = share
+        for rank, share, factor in zip(givers, shares, factor_of, strict=True):
+            column[rank] = factor * share * (even[rank] if of_parameters[term] else 1.0)
         columns.append(column)
     return [[column[rank] for column in columns] for rank in range(size)]
+
+
+def _without_empty(
+    divisors: Sequence[float], rows: Sequence[float], values: Sequence[Sequence[float]]
+) -> Sequence[float]:
+    """What ranks divide by, but 0 for a 1 that stands for an empty mask: ``m.sum().clamp(min=1)``. Its sum is 0, too.
+
+    values: the loss of each rank, where it is this term alone.
+    """
+    if not values:
+        return divisors
+    return [
+        0.0 if divisor == 1 and count > 1 and value == [0.0] else divisor
+        for divisor, count, value in zip(divisors, rows, values, strict=True)
+    ]
 
 
 def _elements(count: float) -> float:

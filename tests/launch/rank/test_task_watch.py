@@ -51,6 +51,9 @@ class Watch:
         self.told.append("stop")
         Path("stopped").touch()
 
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        return False
+
     def keeps(self, tensors: Sequence[Any]) -> bool:
         return all(id(tensor) in self.kept for tensor in tensors)
 

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-__all__ = ["LOOPS", "Loop"]
+__all__ = ["LOOPS", "Loop", "Values", "ends", "net", "points", "sgd"]
 
 Values = tuple[list[Tensor], list[float]]
 
@@ -2204,3 +2204,221 @@ def gradients_clamped_by_hooks() -> Values:
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     return ends(model), fit(model, sgd(model), DataLoader(points(), batch_size=7))
+
+
+# What a third reading found -------------------------------------------------------------------------------------------
+
+
+@loop()
+def mean_times_the_number_of_samples() -> Values:
+    model = net()
+    optimizer, printed = sgd(model), []
+    for _ in range(2):
+        for x, y in DataLoader(points(), batch_size=8):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y) * len(x) / 26
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop(shows_parts=True)
+def weight_decay_over_the_number_of_samples() -> Values:
+    model = net()
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(points(), batch_size=8):
+        optimizer.zero_grad()
+        decay = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+        loss = F.mse_loss(model(x), y) + 0.1 * decay / (2 * len(x))
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def sum_with_an_annealed_weight() -> Values:
+    """What it is divided by is 10, 20, 30: whole numbers, as counts of a mask are, and a half of another."""
+    model = net()
+    optimizer, printed = sgd(model), []
+    for epoch in range(3):
+        for x, y in DataLoader(points(), batch_size=8):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y, reduction="sum") / (10 * (3 - epoch))
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def two_sums_of_which_one_is_warmed_up() -> Values:
+    model = net()
+    optimizer, printed = sgd(model), []
+    for epoch in range(3):
+        for x, y in DataLoader(points(), batch_size=8):
+            optimizer.zero_grad()
+            out = model(x)
+            loss = (F.mse_loss(out, y, reduction="sum") + epoch / 10 * out.square().sum()) / len(x)
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def a_rare_mask_with_a_least_count() -> Values:
+    """Only one part of each batch has samples of it; the other divides by a 1 that counts none."""
+    x, y = labelled(48).tensors
+    x, y = x[x[:, 0].argsort()], y[x[:, 0].argsort()]
+    model = net(3)
+    optimizer, printed = sgd(model), []
+    for batch, labels in DataLoader(TensorDataset(x, y), batch_size=16):
+        for mask in (batch[:, 0] > 1.0, batch[:, 0] < -0.9):
+            optimizer.zero_grad()
+            losses = F.cross_entropy(model(batch), labels, reduction="none") * mask.double()
+            loss = losses.sum() / mask.double().sum().clamp(min=1)
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def called_again_from_another_line() -> Values:
+    model = net()
+    optimizer, printed = sgd(model, 0.05), []
+
+    def batches() -> Iterator[Any]:
+        yield from DataLoader(points(48), batch_size=16)
+
+    def train() -> None:
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y, reduction="sum") / (2 * len(x))
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+
+    def phase() -> None:
+        train()
+
+    phase()
+    phase()
+    return ends(model), printed
+
+
+@loop()
+def an_optimizer_for_each_phase() -> Values:
+    model = net()
+    kept, printed = [], []  # the first one lives on
+    for rate in (0.1, 0.01, 0.05):
+        optimizer = sgd(model, rate)
+        kept += [optimizer] if rate == 0.1 else []
+        printed += fit(model, optimizer, DataLoader(points(), batch_size=8), epochs=1)
+    return ends(model), printed
+
+
+@loop()
+def latents_of_each_batch() -> Values:
+    model = nn.Linear(3, 5)
+    optimizer = sgd(model)
+    for x, _ in DataLoader(points(), batch_size=8):
+        latents = nn.Parameter(torch.zeros(len(x), 3))
+        inner = torch.optim.SGD([latents], lr=0.5)
+        for _ in range(3):
+            inner.zero_grad()
+            F.mse_loss(model(latents), x, reduction="sum").backward()
+            inner.step()
+        optimizer.zero_grad()
+        F.mse_loss(model(latents.detach()), x).backward()
+        optimizer.step()
+    return ends(model), []
+
+
+@loop()
+def gradients_by_torch_func_beside_it() -> Values:
+    model = net()
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(points(), batch_size=8):
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        looked = torch.func.grad(lambda w: functional_call(model, w, noise(4, 5)).square().mean())(weights)
+        printed.append(sum(each.square().sum().item() for each in looked.values()))
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return ends(model), printed
+
+
+class Centred(nn.Module):
+    """Keeps a mean of what it has seen, in a buffer that is another tensor after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("centre", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) - self.centre
+        self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0)
+        return out
+
+
+@loop()
+def buffer_that_is_assigned_anew() -> Values:
+    model = Centred()
+    return ends(model), fit(model, sgd(model), DataLoader(points(24), batch_size=8))
+
+
+@loop(is_split=False)
+def pairs_of_two_classes() -> Values:
+    model = net()
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(labelled(40, classes=2), batch_size=10):
+        optimizer.zero_grad()
+        scores = model(x).squeeze(1)
+        loss = F.relu(1 - scores[y == 1][:, None] + scores[y == 0][None]).mean()
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop(is_split=False)
+def means_of_each_class() -> Values:
+    model = net(4)
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(labelled(40), batch_size=10):
+        optimizer.zero_grad()
+        out = model(x)
+        means = torch.stack([out[y == each].mean(0) for each in range(3)])
+        loss = F.cross_entropy(-torch.cdist(out, means), y)
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop(is_split=False)
+def sums_of_each_class_by_their_index() -> Values:
+    model = net(4)
+    optimizer = sgd(model)
+    for x, y in DataLoader(labelled(40), batch_size=10):
+        optimizer.zero_grad()
+        out = model(x)
+        sums = torch.zeros(3, 4).index_add(0, y, out)
+        (F.mse_loss(out, sums[y])).backward()
+        optimizer.step()
+    return ends(model), []
+
+
+@loop(is_split=False)
+def product_along_the_batch_with_targets() -> Values:
+    model = net(4)
+    optimizer = sgd(model)
+    for x, _ in DataLoader(points(40), batch_size=10):
+        optimizer.zero_grad()
+        (x.T @ model(x)).square().mean().backward()
+        optimizer.step()
+    return ends(model), []

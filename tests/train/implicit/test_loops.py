@@ -6,13 +6,15 @@ Here each runs in bare forks of the test process; `make full` also launches it a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from nbaccel.errors import NotPrepared, RanksFailed
 from nbaccel.launch import functions
@@ -21,7 +23,7 @@ from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.world import World
-from train.implicit.loops import LOOPS, Loop, Values
+from train.implicit.loops import LOOPS, Loop, Values, ends, net, points, sgd
 
 TOLERANCE = 1e-12
 """Of a number, or of one where the number is smaller."""
@@ -145,3 +147,100 @@ def _distance(actual: Tensor | float, expected: Tensor | float) -> float:
         return float("inf")
     apart = ((a - b).abs() / b.abs().clamp(min=1)).where((a != b) & ~(a.isnan() & b.isnan()), 0.0)
     return float(apart.nan_to_num(nan=float("inf")).max()) if a.numel() else 0.0
+
+
+# Loops that go different ways in the ranks, each by an everyday line. -------------------------------------------------
+
+
+def _a_bad_batch_later() -> Values:
+    x, y = points(32).tensors
+    y[19] = float("nan")
+    model = net()
+    optimizer = sgd(model)
+    for batch, targets in DataLoader(TensorDataset(x, y), batch_size=8):
+        loss = torch.nn.functional.mse_loss(model(batch), targets)
+        if torch.isnan(loss):
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return ends(model), []
+
+
+def _full_batches_alone() -> Values:
+    model = net()
+    optimizer = sgd(model)
+    for _ in range(2):
+        for x, y in DataLoader(points(), batch_size=8):
+            if len(x) < 8:
+                continue
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return ends(model), []
+
+
+def _until_an_incomplete_batch() -> Values:
+    model = net()
+    optimizer = sgd(model)
+    for _ in range(3):
+        for x, y in DataLoader(points(), batch_size=8):
+            if len(x) != 8:
+                break
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return ends(model), []
+
+
+def _samples_by_their_losses() -> Values:
+    data, model = points(32), net()
+    optimizer, weights = sgd(model), torch.ones(32)
+    for _ in range(4):
+        drawn = WeightedRandomSampler(weights, 32)
+        for x, y in DataLoader(data, batch_size=8, sampler=drawn):
+            losses = torch.nn.functional.mse_loss(model(x), y, reduction="none").squeeze(1)
+            optimizer.zero_grad()
+            losses.mean().backward()
+            optimizer.step()
+            weights[: len(x)] = losses.detach()
+    return ends(model), []
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (_a_bad_batch_later, "are at different batches, of which one was left out in some of them"),
+        (_full_batches_alone, "the loop has passed them over, as one does that leaves out batches with len"),
+        (_until_an_incomplete_batch, "the loop has passed them over"),
+        (_samples_by_their_losses, "have drawn different samples"),
+    ],
+)
+def test_ranks_that_go_different_ways_end_in_a_sentence(program: Callable[[], Values], why: str) -> None:
+    loop = Loop(program.__name__, program)
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, _in_a_rank, loop)
+    assert REFUSAL in str(caught.value)
+    assert why in str(caught.value)
+
+
+def _order_and_noise_by_numpy() -> Values:
+    """Noise for the samples of a part is drawn less often in some ranks; the next order is NumPy's, too."""
+    np.random.seed(0)
+    data, model, seen = points(27), net(), []
+    optimizer = sgd(model, 1e-3)
+    for _ in range(3):
+        order = np.random.permutation(27).tolist()
+        for x, y in DataLoader(data, batch_size=9, sampler=order):
+            noise = torch.from_numpy(np.random.randn(len(x), 5))
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x + 0.01 * noise), y).backward()
+            optimizer.step()
+        seen += order
+    return [*ends(model), torch.tensor(seen)], []
+
+
+def test_what_numpy_draws_for_samples_changes_no_decision(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = run_ranks(2, _in_a_rank, Loop("numpy", _order_and_noise_by_numpy))
+    assert not differences([weights for weights, *_ in ranks], ranks[0][0], "tensor")
+    assert "what the loop draws from NumPy or random is the same in all ranks" in capfd.readouterr().out

@@ -104,7 +104,7 @@ def check(plain: list[Any], ranks: Sequence[Any], whole: set[int]) -> None:
                 assert all(torch.equal(column, value) for column in columns), number
             else:
                 assert torch.equal(torch.cat(columns), value), number
-                assert all(abs(len(column) - len(value) / len(ranks)) < 1 for column in columns), number
+                assert all(abs(len(column) - len(value) / len(ranks)) <= 1 for column in columns), number
 
 
 def numbers(count: int = 22) -> TensorDataset:

@@ -92,3 +92,37 @@ def test_a_sum_that_is_divided_by_what_it_adds_up_is_a_mean(of_whole: int, const
     factors(header([-25, -25], [of_whole, of_whole], [6, 6], 6, part=False), range(2), [False], references)
     parts = header([-1 - constants[0] if is_mean else -25] * 2, constants, [3, 3], 6)
     assert weights(parts, references) == ([0.5, 0.5] if is_mean else [1, 1])
+
+
+def test_a_number_that_parts_of_different_sizes_share_is_the_programs_whatever_it_becomes() -> None:
+    references = References()
+    weights(header([NONE, NONE], [10, 10], [8, 8], 8, part=False), references)
+    assert weights(header([NONE, NONE], [10, 10], [5, 3], 8), references) == [1, 1]
+    assert weights(header([NONE, NONE], [5, 5], [4, 4], 8), references) == [1, 1]  # a half, as of len(x)
+
+
+def test_a_number_that_goes_with_parts_of_different_sizes_adds_up_whatever_factor_it_has() -> None:
+    references = References()
+    weights(header([NONE, NONE], [8, 8], [8, 8], 8, part=False), references)
+    assert weights(header([NONE, NONE], [50, 30], [5, 3], 8), references) == [5 / 8, 3 / 8]
+    assert weights(header([NONE, NONE], [80, 80], [4, 4], 8), references) == [0.5, 0.5]
+
+
+def test_a_mean_that_is_multiplied_by_its_samples_is_a_sum() -> None:
+    references = References()
+    weights(header([8, 8], [1 / 8, 1 / 8], [8, 8], 8, part=False), references)
+    assert weights(header([5, 3], [1 / 5, 1 / 3], [5, 3], 8), references) == pytest.approx([1, 1])
+    assert weights(header([4, 4], [1 / 4, 1 / 4], [4, 4], 8), references) == pytest.approx([1, 1])
+
+
+def test_a_divisor_that_was_alike_by_chance_and_then_is_not_cannot_be_told() -> None:
+    references = References()
+    weights(header([NONE, NONE], [3, 3], [8, 8], 8, part=False), references)
+    assert weights(header([NONE, NONE], [3, 3], [5, 3], 8), references) == [1, 1]
+    assert weights(header([NONE, NONE], [2, 1], [5, 3], 8), references) is None
+
+
+def test_an_empty_mask_divides_by_a_one_that_counts_nothing() -> None:
+    said = header([NONE, NONE], [1, 3], [4, 4], 8, values=[0.0, 0.7])
+    assert weights(said) == [0, 1]
+    assert weights(header([NONE, NONE], [1, 3], [1, 3], 4, values=[0.0, 0.7])) == [0.25, 0.75]  # len(x)

@@ -23,7 +23,9 @@ from nbaccel.world import World
 
 __all__ = ["write_one_run"]
 
-_LONGEST_WAIT_S = 2.0
+_LONGEST_WAIT_S = 60.0
+"""For rank 0 to come to its writer: it may begin a run of wandb before, which other ranks do not."""
+
 _POLL_S = 0.005
 
 
@@ -75,27 +77,32 @@ def _write_by_rank_0(world: World, folders: str, module: Any) -> None:
     """Let rank 0 write down the folders of its writers, and the others look there.  folders: the file for that."""
     kind = module.SummaryWriter
     makes = kind.__init__
+    count = 0
 
     @functools.wraps(makes)
     def make(writer: Any, log_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
         line = f"{log_dir if log_dir is None else os.path.abspath(log_dir)}|{kwargs.get('comment', '')}\n"
         if world.is_main_process:
             with suppress(OSError), open(folders, "a") as file:
                 file.write(line)
-        elif _has_line(folders, line):
+        elif _has_line(folders, line, count):
             silence(writer, str(log_dir or ""))
         makes(writer, log_dir, *args, **kwargs)
 
     kind.__init__ = make
 
 
-def _has_line(path: str, line: str) -> bool:
-    """Whether rank 0 has a writer for that folder, or comes to it soon."""
+def _has_line(path: str, line: str, count: int) -> bool:
+    """Whether rank 0 has a writer for that folder. Waits until it has made `count` of them, as this rank has."""
     until = time.monotonic() + _LONGEST_WAIT_S
     while True:
+        lines: list[str] = []
         with suppress(OSError), open(path) as file:
-            if line in file:
-                return True
-        if time.monotonic() > until:
+            lines = file.readlines()
+        if line in lines:
+            return True
+        if len(lines) >= count or time.monotonic() > until:
             return False
         time.sleep(_POLL_S)  # ended by rank 0's line, or by the limit
