@@ -117,3 +117,20 @@ def test_callbacks_of_lightnings_come_and_what_else_of_its_own_has_changed_is_na
     assert kernel.value("[bool(stop.best_score.isfinite()), also.stopped_epoch]") == [True, 1]
     assert "logger (a CSVLogger that knows its rank)" in cell.text
     assert "trainer (a Trainer that knows its rank)" in cell.text
+
+
+def test_what_pyro_keeps_by_itself_is_said_to_stay(kernel: RealKernel) -> None:
+    """Its parameters are in a store of its module, where no name leads. Here something like it stands for Pyro."""
+    kernel.do("""
+        import sys, types, torch
+        kept = types.SimpleNamespace(_params={"loc": torch.zeros(1)})
+        sys.modules["pyro"] = types.SimpleNamespace(get_param_store=lambda kept=kept: kept)
+        del kept
+    """)
+    store, stays = (
+        "sys.modules['pyro'].get_param_store()",
+        "not brought back: pyro.get_param_store() (save it to a file",
+    )
+    assert stays in kernel.do(accelerate(f"{store}._params['loc'].add_(1)", "fork")).stdout
+    assert stays not in kernel.do(accelerate(f"print({store}._params['loc'])", "fork")).stdout
+    kernel.do("del sys.modules['pyro']")

@@ -41,6 +41,7 @@ from nbaccel.launch.wire.arrays import TensorChange
 from nbaccel.launch.wire.delta import Baseline, belongs_to_ipython
 from nbaccel.launch.wire.inventory import Place, found_at
 from nbaccel.launch.wire.kind import Change
+from nbaccel.launch.wire.libraries import PYRO, kept_apart
 from nbaccel.launch.wire.parcel import Parcel, pack_what_can_travel, unpack_what_can_be_rebuilt
 from nbaccel.launch.wire.randomness import random_states, set_random_states
 from nbaccel.launch.wire.weight import size_of, sizes_of
@@ -158,6 +159,7 @@ class CellTask(Task):
         self._has_last = False
         self._unsent: dict[str, str] = {}  # names that the notebook has, and that this process lacks; with the reason
         self.random: dict[str, Any] | None = None
+        self._kept_apart: dict[str, Any] = {}
 
     # --- in a rank ---------------------------------------------------------------------------------------------
 
@@ -165,6 +167,7 @@ class CellTask(Task):
         if self.random is not None:
             set_random_states(self.random)
         if rank == self.speaker and self.leaves_all:
+            self._kept_apart = kept_apart()
             mentioned = self.names_mentioned() & self._started_with.keys() & self.namespace.keys()
             models_first = sorted(mentioned, key=lambda name: (_turn(plain(self.namespace[name])), name))
             self._baseline = Baseline(self.namespace, models_first, is_copy=self._is_copy)
@@ -216,6 +219,8 @@ class CellTask(Task):
         huge = _huge({name: value for name, value in bound.items() if inventory.place(value) is None})
         here = self.results_here()
         changes, unlooked = delta.changes, dict(delta.unlooked)
+        if kept_apart() != self._kept_apart:
+            unlooked |= [PYRO]
         if _gradient_bytes(changes, bound) > _MOST_GRADIENT_BYTES:
             inventory.takes_gradients = False
             unlooked |= {f"gradients of {name}": "larger than 64 MB" for name in _only_gradients(changes)}

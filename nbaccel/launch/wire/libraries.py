@@ -9,16 +9,19 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import sys
 import types
 from typing import Any
 
 __all__ = [
     "MADE_WITH",
+    "PYRO",
     "is_accelerator",
     "is_lightnings_callback",
     "is_lightnings_trainer",
     "is_of_lightning",
     "is_of_one_rank",
+    "kept_apart",
     "reduce_accelerate",
     "wrapped_as",
 ]
@@ -26,11 +29,23 @@ __all__ = [
 MADE_WITH = "_nbaccel_made_with"
 """An attribute of an Accelerator: what it was made with. Ranks put it there."""
 
+PYRO = "pyro.get_param_store()", "save it to a file as the cell's last line, and load that in the next cell"
+
 _WRAPPERS = {"AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
 _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
 _OF_THE_WORLD = frozenset({"_is_accelerate_prepared", "_n_gpu", "_original_forward", "_setup_devices", MADE_WITH})
 """Attributes that say what there was when they were set: a rank, and a device (accelerate/accelerator.py,
 transformers/training_args.py)."""
+
+
+def kept_apart() -> dict[str, Any]:
+    """Return what libraries keep of a training where no name of the notebook leads: Pyro's parameters, by name.
+
+    Each with a mark by which a change shows. `PYRO` is what to do about it.
+    """
+    find = getattr(sys.modules.get("pyro"), "get_param_store", None)
+    params = {} if find is None else getattr(find(), "_params", {})
+    return {name: (id(tensor), tensor._version) for name, tensor in dict(params).items()}
 
 
 def wrapped_as(kind: type) -> str:
