@@ -48,8 +48,8 @@ class Notices:
         if self._models:
             text += f"; {self._models}"
         text += (
-            "; what it counts or computes of a batch by itself (len(x), right answers, its longest sample, a mean of its "
-            "targets, a loss before its backward) is of each rank's part"
+            "; what it counts or computes of a batch by itself (len(x), right answers, its longest sample, a mean of "
+            "its targets, a loss before its backward) is of each rank's part"
         )
         if self._has_batch_norm:
             text += (
