@@ -107,11 +107,19 @@ def test_what_ranks_decide_apart_is_an_error_in_all_of_them(kernel: RealKernel) 
 
 def test_a_rank_that_ends_early_leaves_equal_weights(kernel: RealKernel) -> None:
     kernel.do(SETUP)
-    body = LOOP.replace("        optimizer.zero_grad()\n", "        if epoch == 1 and os.environ['RANK'] == '1':\n"
+    body = LOOP.replace("        optimizer.zero_grad()\n", "        if epoch >= 1 and os.environ['RANK'] == '1':\n"
                         "            break\n        optimizer.zero_grad()\n")  # fmt: skip
     cell = kernel.do(accelerate(body))
-    assert "different numbers of steps (rank 0 15, rank 1 10)" in cell.stdout
+    assert "different numbers of steps (rank 0 15, rank 1 5)" in cell.stdout
     assert "model trained in place" in cell.stdout
+
+
+def test_a_rank_that_leaves_batches_out_ends_in_an_error(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    body = LOOP.replace("        optimizer.zero_grad()\n", "        if epoch == 1 and os.environ['RANK'] == '1':\n"
+                        "            break\n        optimizer.zero_grad()\n")  # fmt: skip
+    error = kernel.run(accelerate(body)).failed("NotPrepared")
+    assert "are at different batches, of which one was left out in some of them (rank 0: 9, rank 1: 13)" in error.text
 
 
 def test_an_error_of_shapes_says_that_batches_came_in_parts(kernel: RealKernel) -> None:
@@ -246,3 +254,14 @@ def test_what_numpy_draws_goes_on_alike_in_all_ranks(kernel: RealKernel) -> None
     cell = kernel.do(accelerate(loop + "\nprint('next', numpy.random.rand())"))
     assert cell.stdout.count("what the loop draws from NumPy or random is the same in all ranks") == 1
     assert "[all] next 0." in cell.stdout
+
+
+def test_a_loop_that_speaks_of_ranks_and_prepares_nothing_draws_one_order(kernel: RealKernel, start: str) -> None:
+    """Its ranks are seeded apart; the samples of each batch are those of one process all the same."""
+    expected = plain(kernel, loop="torch.manual_seed(5)\n" + LOOP)
+    kernel.do(SETUP)
+    cell = kernel.do(
+        accelerate(LOOP + "\nif accelerator.is_main_process: print('rank 0 is here')", start, flags="--seed 5")
+    )
+    assert "rank 0 is here" in cell.stdout
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)

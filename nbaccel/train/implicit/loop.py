@@ -60,6 +60,7 @@ class ImplicitTraining:
         self._mode = settings.batches or SPLIT
         self._notices = Notices(world)
         self._parts = settings.split or 1
+        self._order_seed = None if settings.seeds_alike else settings.seed  # else ranks are seeded apart
         self._passes = Passes(
             world.rank,
             world.world_size,
@@ -99,7 +100,8 @@ class ImplicitTraining:
         self._steps.begin()
         self._notices.begin(namespace)
         self._passes.install()
-        self._passes.begin(self._mode, self._parts)
+        self._passes.begin(self._mode, self._parts, self._order_seed)
+        self._order_seed = None  # ranks that stay go on with common numbers
         self._withholding.begin()
         watch_scalers(self._withholds)
         self._hooks = [

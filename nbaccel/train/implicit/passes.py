@@ -170,12 +170,12 @@ class Passes:
             hooks.install()
         hooks.passes = self
 
-    def begin(self, mode: str = SPLIT, parts: int = 1) -> None:
+    def begin(self, mode: str = SPLIT, parts: int = 1, order_seed: int | None = None) -> None:
         """A task begins: forget the loaders.  mode: "split", or "each" for batches of each rank's own.
 
-        parts: of all ranks together, that each batch comes in at least.
+        parts: of all ranks together, that each batch comes in at least.  order_seed: see `Streams`.
         """
-        self._streams.begin()
+        self._streams.begin(order_seed)
         self._mode = mode
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory

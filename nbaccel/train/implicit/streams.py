@@ -32,20 +32,31 @@ class Streams:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._common: torch.Tensor | None = None  # its state while the own one is active
+        self._is_apart = False
         self.begin()
 
-    def begin(self) -> None:
-        """A task begins: what is active is common."""
+    def begin(self, order_seed: int | None = None) -> None:
+        """A task begins: what is active is common.
+
+        order_seed: where ranks are seeded apart, what the order of samples is drawn from; what is active is the rank's.
+        """
         self.common()
         self._seed = self._base = self._count = 0
         self._kept: tuple[Any, ...] | None = None  # Python's and NumPy's states while samples are fetched
         self._watched: Any = None
         self._drawing: set[Any] = set()  # loaders whose data sets draw from these
         self._has_seeded_cuda = False
+        self._is_apart = order_seed is not None
+        self._programs: torch.Tensor | None = None  # the state of the rank's own numbers, where it was seeded apart
+        if order_seed is not None:
+            self._common = torch.Generator().manual_seed(order_seed).get_state()
+            self._seed = torch.default_generator.initial_seed()
 
     def end(self) -> None:
         self.fetched()
         self.common()
+        if self._is_apart and self._programs is not None:
+            torch.default_generator.set_state(self._programs)
 
     def common(self) -> None:
         """Draw what all ranks draw."""
@@ -53,6 +64,8 @@ class Streams:
             return
         generator = torch.default_generator
         seed = generator.initial_seed()
+        if self._is_apart and self._programs is None:
+            self._programs = generator.get_state()
         if seed == self._seed:
             generator.set_state(self._common)
         else:
