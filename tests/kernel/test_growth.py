@@ -102,6 +102,10 @@ class Notebook:
         return min(found, key=lambda held: held.mib)
 
 
+PICTURE_MIB = 7
+"""Of a figure to which the collector comes sooner or later. What is lost for good with each cell comes 24 times."""
+
+
 @pytest.fixture
 def notebook(tmp_path: Path) -> Iterator[Notebook]:
     notebook = Notebook(tmp_path)
@@ -118,7 +122,7 @@ def test_cells_that_are_over_leave_no_memory_no_file_and_no_thread_in_the_kernel
     for kind in [*CELLS] * 3:
         notebook.run(kind)
     after = notebook.held_by_cells()
-    assert after.mib - before.mib <= MOST_MIB * 6 * len(CELLS)
+    assert after.mib - before.mib <= MOST_MIB * 6 * len(CELLS) + PICTURE_MIB
     assert (after.files, after.threads) == (before.files, before.threads)
 
 
