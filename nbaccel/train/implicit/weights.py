@@ -93,7 +93,7 @@ class References:
             is_mean = bool(known[2] and elements[0]) and not differ([here * known[2], known[0] * elements[0]])
             is_it = is_mean or self.has_shrunk(term, here, rows[0])
             if not is_it:
-                return not differ([here, round(here)])
+                return _is_whole(here)
         if is_it:
             self._additive.add(term)
         return is_it
@@ -102,7 +102,7 @@ class References:
         """Whether what is the same in parts of different sizes is the count of a mask all the same."""
         before = [] if known is None else [known[0]]
         before += [self._alike[term]] if term in self._alike else []
-        is_whole = not differ([here, round(here)])
+        is_whole = _is_whole(here)
         if not is_whole or (here != 1 and any(not differ([here, each]) for each in before)):
             self._of_program.add(term)
         self._alike.setdefault(term, here)
@@ -127,7 +127,7 @@ class References:
     def is_times_rows(self, term: Hashable, constants: Sequence[float], rows: Sequence[float]) -> bool | None:
         """Whether a mean is multiplied by the number of its samples, so that it is a sum; None where it is neither."""
         if differ(constants):
-            if differ([constant * count for constant, count in zip(constants, rows, strict=True)]):
+            if not all(rows) or differ([constant * count for constant, count in zip(constants, rows, strict=True)]):
                 return None
             self._times_rows.add(term)
         elif differ(rows):
@@ -139,6 +139,11 @@ class References:
     def _has_grown(self, term: Hashable, here: float, rows: float) -> bool:
         constant, count, _ = self._found.get(term, (0.0, 0.0, 0.0))
         return bool(count) and rows != count and math.isclose(here, constant * count / rows, rel_tol=_NEAR)
+
+
+def _is_whole(number: float) -> bool:
+    """Whether it may be a count; a term times zero is divided by infinity."""
+    return math.isfinite(number) and not differ([number, round(number)])
 
 
 def differ(numbers: Sequence[float]) -> bool:

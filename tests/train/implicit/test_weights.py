@@ -126,3 +126,10 @@ def test_an_empty_mask_divides_by_a_one_that_counts_nothing() -> None:
     said = header([NONE, NONE], [1, 3], [4, 4], 8, values=[0.0, 0.7])
     assert weights(said) == [0, 1]
     assert weights(header([NONE, NONE], [1, 3], [1, 3], 4, values=[0.0, 0.7])) == [0.25, 0.75]  # len(x)
+
+
+def test_what_is_not_finite_or_not_known_is_no_count() -> None:
+    references = References()
+    weights(header([NONE, NONE], [10, 10], [8, 8], 8, part=False), references)
+    assert weights(header([NONE, NONE], [float("inf"), float("inf")], [5, 3], 8), references) == [1, 1]
+    assert weights(header([4, 4], [2, 3], [0, 0], 0)) is None
