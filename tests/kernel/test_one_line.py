@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -253,7 +254,8 @@ def test_what_numpy_draws_goes_on_alike_in_all_ranks(kernel: RealKernel) -> None
     loop = LOOP.replace("model(a)", "model(a + torch.from_numpy(numpy.random.randn(*a.shape)) * 0.01)", 1)
     cell = kernel.do(accelerate(loop + "\nprint('next', numpy.random.rand())"))
     assert cell.stdout.count("what the loop draws from NumPy or random is the same in all ranks") == 1
-    assert "[all] next 0." in cell.stdout
+    drawn = re.findall(r"next ([\d.e-]+)", cell.stdout)  # by each rank, or once where its line came beside the other's
+    assert len(set(drawn)) == 1
 
 
 def test_a_loop_that_speaks_of_ranks_and_prepares_nothing_draws_one_order(kernel: RealKernel, start: str) -> None:

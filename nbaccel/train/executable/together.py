@@ -186,8 +186,10 @@ class Together(Alone):
         An error of the program's own that happens to come after the flag is most likely raised again in the next
         attempt; one that torch cannot have raised is not put off.
         """
-        failed = self._board.failed
-        if not self._is_given_up or (failed is not None and failed.text == _text(error)):
+        if not self._is_given_up:
+            return False
+        failed = self._board.failed  # asked for after the flag, which a peer that fails raises after its error
+        if failed is not None and failed.text == _text(error):
             return False  # all ranks may fail alike: then each has its own error
         return any(isinstance(link, RuntimeError | OSError | PeerFailed) for link in _handled(error)) and not (
             isinstance(error, NbaccelError) and not isinstance(error, PeerFailed)
