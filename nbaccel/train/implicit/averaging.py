@@ -26,7 +26,7 @@ from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.scalars import users_scalars
 from nbaccel.train.implicit.scaling import forget_scaled, is_scaled
 from nbaccel.train.implicit.steps import Steps
-from nbaccel.train.implicit.terms import Reading, Term, obstacle_below, read, shapes_below
+from nbaccel.train.implicit.terms import Reading, Term, lengths_below, obstacle_below, read, shapes_below
 from nbaccel.train.implicit.weights import References, factors
 from nbaccel.train.implicit.withholding import Withholding
 from nbaccel.train.talk.collectives import Collectives
@@ -51,7 +51,8 @@ class Averaging:
     on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number.
     on_registered: called when models are known that were not.  on_parts_shown: called where a loss keeps its part's
     value.  on_compiled: called where parts went through a compiled model.  on_buffers: called with the name of a buffer
-    that a forward leaves different in ranks.
+    that a forward leaves different in ranks.  on_lengths: called where samples are padded to other lengths than in
+    other ranks.
     step_back: called where the program has prepared its model.
 
     meetings: how many headers were exchanged.
@@ -69,6 +70,7 @@ class Averaging:
         on_parts_shown: Callable[[], None],
         on_compiled: Callable[[], None],
         on_buffers: Callable[[str], None],
+        on_lengths: Callable[[], None],
         step_back: Callable[[], None],
     ) -> None:
         self.models = Models(self._completed)
@@ -85,6 +87,7 @@ class Averaging:
         self._on_parts_shown = on_parts_shown
         self._on_compiled = on_compiled
         self._on_buffers = on_buffers
+        self._on_lengths = on_lengths
         self._step_back = step_back
         self._is_inside = False
         self._round: Round | None = None
@@ -240,6 +243,10 @@ class Averaging:
         named = [] if len(roots) != 1 or not handed.is_part else users_scalars(readings[0], VALUES - 1)
         shown = [root for root in roots[:1] if root.numel() == 1] + [value for value, _ in named]
         gives, header, say, rates = True, None, Say(), self._steps.take_rates()
+        is_uneven = handed.is_part and len(handed.sizes) > 1
+        lengths = 0
+        if is_uneven:  # some batches only: it walks the whole graph
+            lengths = digest(repr(lengths_below((term.node for term in terms), handed.sizes)))
         pairs: list[tuple[float, float]] = []
         while True:
             known = [number for leaf in leaves if (number := self.models.number(leaf)) is not None]
@@ -264,7 +271,8 @@ class Averaging:
                 steps=self._steps.taken,
                 batches=self._passes.batches if handed.is_part else 0,
                 drawn=self._passes.drawn if handed.is_part else 0,
-                noise=self._passes.noise if len(handed.sizes) > 1 else 0,  # else they have drawn equally often
+                noise=self._passes.noise if is_uneven else 0,  # else they have drawn equally often
+                lengths=lengths,
                 rates=rates,
                 check=self._check(known),
             )
@@ -282,6 +290,8 @@ class Averaging:
         self._steps.agree(int(max(each.at for each in header.says)))
         givers = self._agree(header, obstacle)
         self._share_noise(header)
+        if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
+            self._on_lengths()
         pure = self._without_batch(say.shape, terms, header.counts, givers, handed)
         weights = factors(header, givers, pure, self._references)
         if weights is None:

@@ -32,6 +32,7 @@ class Say:
     obstacle: the loss is no sum over samples.  gives: its gradient counts.  at: its step.
     steps: of optimizers, so far.  batches: that were handed out, where they are cut; else 0.
     drawn: a digest of the indices of these, before they were cut.  noise: of the states of other random numbers, there.
+    lengths: of sizes below the loss, where ranks have different numbers of samples.
     rates: of learning rates, since the last one.  check: a sum of weights, now and then.
     """
 
@@ -52,6 +53,7 @@ class Say:
     batches: float = 0
     drawn: float = 0
     noise: float = 0
+    lengths: float = 0
     rates: float = 0
     check: float = 0
     values: float = 0

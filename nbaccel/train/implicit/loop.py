@@ -84,6 +84,7 @@ class ImplicitTraining:
             on_parts_shown=self._notices.note_parts_shown,
             on_compiled=self._notices.note_compiled,
             on_buffers=self._notices.note_buffers,
+            on_lengths=self._notices.note_lengths,
             step_back=self._step_back,
         )
         self._is_armed = False

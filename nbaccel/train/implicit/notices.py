@@ -86,6 +86,14 @@ class Notices:
             "samples is that of each other rank's samples, too. torch's numbers differ between ranks"
         )
 
+    def note_lengths(self) -> None:
+        """Sizes below the loss differ between ranks, beside those of the batch."""
+        self._say(
+            "sizes below the loss differ between ranks, by what their samples are, as where a model pads to the "
+            "longest of its part (pad_packed_sequence without total_length): right where padding is masked or ignored. "
+            "--batches each or -n 1 where that matters"
+        )
+
     def note_compiled(self) -> None:
         """Parts of a batch went through what is compiled."""
         self._say(

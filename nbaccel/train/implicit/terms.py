@@ -9,7 +9,7 @@ does not read so has an obstacle, in words. Nothing here knows ranks, and nothin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Reading", "Scalar", "Term", "obstacle_below", "read", "shapes_below"]
+__all__ = ["Reading", "Scalar", "Term", "lengths_below", "obstacle_below", "read", "shapes_below"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +423,25 @@ def obstacle_below(reading: Reading, rows: int) -> str:
 def shapes_below(top: Any) -> int:
     """A number by the shapes of all that a term is made of."""
     return hash(tuple(_shape((node, 0)) for node in _from_below([top])))
+
+
+def lengths_below(tops: Iterable[Any], sizes: Collection[int]) -> list[int]:
+    """How long the values are that statistics in a graph are made of, such as a softmax over a padded sequence.
+
+    sizes: how many samples ranks have. Multiples of these are left out, since they may be of the batch: what is left is
+    the same in all ranks, unless it depends on what their samples are.
+    """
+    found: set[int] = set()
+    for node in _from_below(tops):
+        kind, edges = _kind(node), [edge for edge in node.next_functions if edge[0] is not None]
+        if kind in _STATISTICS | _WITH_REDUCTION and edges and (under := _shape(edges[0])):
+            dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+            along = range(len(under)) if dims is None or dims == () else (dims,) if isinstance(dims, int) else dims
+            is_time_first = len(under) > 1 and under[1] in sizes  # else a mask may have picked the first ones
+            found.update(under[at] for dim in along if (at := _signed(dim) % len(under)) or is_time_first)
+        elif "Attention" in kind and len(under := _shape((node, 0))) == 4:
+            found.add(under[2])
+    return sorted(size for size in found if all(size % each for each in sizes))
 
 
 def _from_below(tops: Iterable[Any]) -> list[Any]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from nbaccel.errors import NotPrepared, RanksFailed
@@ -31,6 +32,7 @@ TOLERANCE = 1e-12
 REFUSAL = "errors.NotPrepared: "
 SHOWS_PARTS = "what is shown of it is rank 0's part"
 SPLIT = "split over"
+PADDED = "sizes below the loss differ between ranks"
 
 SETUP = "nbaccel.train.setup:setup_rank"
 """What the ranks of a cell run first."""
@@ -98,6 +100,7 @@ def _complaints(loop: Loop, ranks: Sequence[Values], said: str) -> list[str]:
     is_alone = len(ranks) == 1
     weights, numbers = in_one_process(loop) if loop.is_exact or is_alone else ranks[0]
     wrong = [*differences([its for its, _ in ranks], weights, "tensor")]
+    wrong += ["lengths are said to differ"] if PADDED in said else []
     if is_alone or not loop.shows_parts:
         wrong += differences([its for _, its in ranks], numbers, "number")
     elif SHOWS_PARTS not in said:
@@ -244,3 +247,32 @@ def test_what_numpy_draws_for_samples_changes_no_decision(capfd: pytest.CaptureF
     ranks = run_ranks(2, _in_a_rank, Loop("numpy", _order_and_noise_by_numpy))
     assert not differences([weights for weights, *_ in ranks], ranks[0][0], "tensor")
     assert "what the loop draws from NumPy or random is the same in all ranks" in capfd.readouterr().out
+
+
+def _sentences_padded_in_the_model(total_length: int | None) -> Values:
+    """Lengths are given beside sequences of one size; a softmax over time counts the padding, too."""
+    lengths = torch.arange(32) % 11 + 3
+    data = TensorDataset(torch.randn(32, 14, 5), lengths, torch.randn(32, 4))
+    layer, head, printed = nn.GRU(5, 4, batch_first=True), nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD([*layer.parameters(), *head.parameters()], lr=0.05)
+    for x, length, y in DataLoader(data, batch_size=8):
+        packed = pack_padded_sequence(x, length, batch_first=True, enforce_sorted=False)
+        states, _ = pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=total_length)
+        attended = (states.mean(2).softmax(1)[..., None] * states).sum(1)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(head(attended), y)
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return [*ends(layer), *ends(head)], printed
+
+
+@pytest.mark.parametrize("total_length", [None, 14])
+def test_lengths_that_each_rank_makes_for_its_part_are_said(
+    total_length: int | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loop = Loop("padded", partial(_sentences_padded_in_the_model, total_length))
+    ranks = [(weights, printed) for weights, printed, _ in run_ranks(2, _in_a_rank, loop)]
+    is_alike = total_length is not None
+    assert bool(_complaints(loop, ranks, "")) != is_alike
+    assert (PADDED in capfd.readouterr().out) != is_alike
