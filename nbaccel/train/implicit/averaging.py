@@ -39,6 +39,10 @@ _SINGLE = (-1, -2, 0, 1)
 """Counts of a term that is of one number, or of none that is known: these are no fixed points."""
 
 _FEWEST_ROWS = 2
+_LENGTHS = 64
+"""Backwards of which all are looked into for lengths, which takes a walk through the graph; later ones now and then.
+Parts of many samples most often have one that is as long as any."""
+
 _LOOKS = 16
 """Backwards after which buffers are compared with what they are in other ranks."""
 
@@ -245,7 +249,7 @@ class Averaging:
         gives, header, say, rates = True, None, Say(), self._steps.take_rates()
         is_uneven = handed.is_part and len(handed.sizes) > 1
         lengths = 0
-        if is_uneven:  # some batches only: it walks the whole graph
+        if handed.is_part and (self.meetings < _LENGTHS or self.meetings & (self.meetings - 1) == 0):
             lengths = digest(repr(lengths_below((term.node for term in terms), handed.sizes)))
         pairs: list[tuple[float, float]] = []
         while True:

@@ -32,7 +32,7 @@ class Say:
     obstacle: the loss is no sum over samples.  gives: its gradient counts.  at: its step.
     steps: of optimizers, so far.  batches: that were handed out, where they are cut; else 0.
     drawn: a digest of the indices of these, before they were cut.  noise: of the states of other random numbers, there.
-    lengths: of sizes below the loss, where ranks have different numbers of samples.
+    lengths: of those that are below the loss, in the first batches that are cut, and now and then.
     rates: of learning rates, since the last one.  check: a sum of weights, now and then.
     """
 
