@@ -102,4 +102,4 @@ def test_after_a_run_its_ranks_are_in_the_table(notebook: Any) -> None:
     lines = notebook.run("%accelerate memory").stdout.splitlines()
     ranks = [line for line in lines if line.startswith("rank ")]
     assert [line.split(" of ")[0] for line in ranks] == ["rank 0", "rank 1"]
-    assert all(" MB, at most " in line and line.endswith("none used") for line in ranks)
+    assert all("B, at most " in line and line.endswith("none used") for line in ranks)  # GB in a long test run
