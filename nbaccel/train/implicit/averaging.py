@@ -249,7 +249,7 @@ class Averaging:
         gives, header, say, rates = True, None, Say(), self._steps.take_rates()
         is_uneven = handed.is_part and len(handed.sizes) > 1
         lengths = 0
-        if handed.is_part and (self.meetings < _LENGTHS or self.meetings & (self.meetings - 1) == 0):
+        if handed.sizes and (self.meetings < _LENGTHS or self.meetings & (self.meetings - 1) == 0):
             lengths = digest(repr(lengths_below((term.node for term in terms), handed.sizes)))
         pairs: list[tuple[float, float]] = []
         while True:
