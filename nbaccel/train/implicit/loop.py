@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nbaccel.errors import CannotCut, NotPrepared, RunStopped
@@ -109,6 +110,7 @@ class ImplicitTraining:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        self._hooks.append(_GivenHook(lambda given: self._averaging.models.note_given(given, self._passes.batches)))
         self._real = torch.autograd._engine_run_backward
         self._take_backwards()
         self._real_compile = torch.compile
@@ -267,6 +269,24 @@ class ImplicitTraining:
         self._withholding.begin()
         self._averaging.rest()
         forget(self._step_back)
+
+
+class _GivenHook:
+    """Tells of the tensors that optimizers are given, until it is removed."""
+
+    def __init__(self, on_given: Callable[[list[Tensor]], None]) -> None:
+        self._real: Any = torch.optim.Optimizer.add_param_group
+        real = self._real
+
+        @functools.wraps(real)
+        def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
+            real(optimizer, param_group)
+            on_given(optimizer.param_groups[-1]["params"])
+
+        torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        torch.optim.Optimizer.add_param_group = self._real  # type: ignore[method-assign]
 
 
 def _is_of_shapes(error: BaseException) -> bool:

@@ -110,6 +110,7 @@ class Models:
         self._on_leaf = on_leaf
         self._number: dict[int, int] = {}
         self._met: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # leaves of no model: at which batch they were first
+        self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # to an optimizer: after how many batches
         self._handles: list[Any] = []
         self._around: _Around | None = None
 
@@ -161,7 +162,7 @@ class Models:
 
         A parameter that an optimizer or a model holds is trained. Other leaves are once they are met with another
         batch than the one that they came with: a batch that wants a gradient itself never is, nor what is optimized
-        for one batch alone, such as the latents of its samples.
+        for one batch alone, such as the latents of its samples, which an optimizer is given after the batch has come.
 
         batch: how many batches were handed out.  sizes: of the one in hand in all ranks, where each has a part of it.
         by_holders: look also for optimizers that hold plain tensors, for whom another batch may be too late.
@@ -176,12 +177,22 @@ class Models:
                     self._hook(number, leaf)
             else:
                 new.append(leaf)
-        trained: set[int] = set()
+        given = {id(leaf): at for leaf in new if (at := self._given_at(leaf)) is not None}
+        trained = {leaf for leaf, at in given.items() if at < batch}
         if any(by_holders or isinstance(leaf, Parameter) for leaf in new):
-            around = self._surroundings()
-            trained = around.held_by_models() | around.held_by_optimizers()
-            trained -= {id(leaf) for leaf in new if leaf.ndim and leaf.shape[0] in sizes} - around.held_by_models()
+            of_models = self._surroundings().held_by_models()
+            with_batch = {id(leaf) for leaf in new if leaf.ndim and leaf.shape[0] in sizes} & given.keys() - trained
+            trained |= of_models | self._surroundings().held_by_optimizers() - with_batch
         return known, [leaf for leaf in new if id(leaf) in trained or self._comes_back(leaf, batch, sizes)]
+
+    def note_given(self, tensors: Iterable[Tensor], batch: int) -> None:
+        """An optimizer is given `tensors` to train, when so many batches were handed out."""
+        self._given.update((id(each), (weakref.ref(each), batch)) for each in tensors)
+
+    def _given_at(self, leaf: Tensor) -> int | None:
+        """After how many batches of this task an optimizer has got `leaf`; None if none has."""
+        found = self._given.get(id(leaf))
+        return found[1] if found is not None and found[0]() is leaf else None
 
     def is_of_batch(self, tensors: Sequence[Tensor]) -> bool:
         """Whether each of them was met with one batch and with no other, and is not known."""

@@ -141,3 +141,31 @@ def test_gradients_may_be_detached_and_zeroed_in_place() -> None:
     for values in run_ranks(2, watched, zeroed_in_place):
         for value, right in zip(values, expected, strict=True):
             assert torch.allclose(value, right, rtol=0, atol=1e-12)
+
+
+def plain_tensors(size: int) -> list[torch.Tensor]:
+    """A second phase trains tensors of no model that are as long as a part of a batch, from its first step on."""
+    optimizers: list[torch.optim.Optimizer] = []
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    scale = torch.ones(1, dtype=torch.float64)
+    for phase in range(2):
+        if phase:
+            scale = torch.ones(size, dtype=torch.float64, requires_grad=True)
+        optimizers.append(torch.optim.SGD([scale] if phase else model.parameters(), lr=0.05))
+        for x, y in points():
+            loss = nn.functional.mse_loss(model(x) * scale.mean(), y)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return [*model.parameters(), scale]
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_what_an_optimizer_was_given_before_the_batch_is_trained_also_if_it_is_as_long_as_a_part(size: int) -> None:
+    expected = plain_tensors(size)
+    for values in run_ranks(2, watched, plain_tensors, size):
+        for value, right in zip(values, expected, strict=True):
+            torch.testing.assert_close(value.detach(), right.detach(), rtol=0, atol=1e-12)
