@@ -57,7 +57,8 @@ _UNEVEN = 2
 """So many batches of each loop are cut unevenly where they could be cut evenly: what a loss is divided by shows whether
 it goes with the samples then, since it differs between the ranks. No later ones: a program may take batches of two
 loaders together, and their parts have to be equally long where one of them begins anew. No part of one sample comes of
-it, of which batch norm can make nothing."""
+it, of which batch norm can make nothing, and where a batch comes in several parts none that is longer than the others
+will be, for which memory may not suffice."""
 
 _LOOKED_AT = (
     "a batch of it was taken and not trained on; since whole ones do not fit, it was a part, another one in each rank"
@@ -469,13 +470,15 @@ class Passes:
         size = self._world_size
         turns = max(1, min(self._turns, count // size))
         self._cuts[this.key] += 1
-        is_uneven = self._cuts[this.key] <= _UNEVEN and turns == 1 and not count % size and count >= 3 * size
+        is_early = self._cuts[this.key] <= _UNEVEN
+        is_uneven = is_early and turns == 1 and not count % size and count >= 3 * size
         borders = [0, *(rank * count // size + is_uneven for rank in range(1, size)), count]
-        edges = [
-            [begin + (end - begin) * at // turns for at in range(turns + 1)]
-            for begin, end in itertools.pairwise(borders)
-        ]
+        if is_early and turns > 1 and count >= 4 * size * turns:
+            edges = _uneven_turns(borders, turns)
+        else:
+            edges = [_evenly(begin, end, turns) for begin, end in itertools.pairwise(borders)]
         mine = edges[self._rank]
+        turns = len(mine) - 1
         parts = []
         for at, (start, stop) in enumerate(itertools.pairwise(mine)):
             sizes = [each[at + 1] - each[at] for each in edges]
@@ -647,6 +650,23 @@ class Passes:
         is_idle = self._is_on and not self._is_pending and self._drawn is None
         if is_idle and this.parts and threading.get_ident() == self._thread:
             self._streams.common()
+
+
+def _evenly(begin: int, end: int, parts: int) -> list[int]:
+    """The borders of so many parts of a range, as equal as can be."""
+    return [begin + (end - begin) * at // parts for at in range(parts + 1)]
+
+
+def _uneven_turns(borders: Sequence[int], turns: int) -> list[list[int]]:
+    """For each rank, the borders of its parts: the first is longer in rank 0, and none longer than even ones would be.
+
+    borders: of the ranks' samples.
+    """
+    ranks = list(itertools.pairwise(borders))
+    longest = max(math.ceil((end - begin) / turns) for begin, end in ranks)
+    firsts = [begin + longest - bool(rank) for rank, (begin, _) in enumerate(ranks)]
+    rest = max(math.ceil((end - first) / longest) for first, (_, end) in zip(firsts, ranks, strict=True))
+    return [[begin, *_evenly(first, end, rest)] for first, (begin, end) in zip(firsts, ranks, strict=True)]
 
 
 def _nothing() -> None:

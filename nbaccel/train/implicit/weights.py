@@ -33,6 +33,7 @@ class References:
         self._alike: dict[Hashable, float] = {}  # the same in parts of different sizes, and not as before
         self._times_rows: set[Hashable] = set()  # means that are multiplied by the number of their samples
         self._guessed: dict[Hashable, tuple[float, float]] = {}  # additive as it seemed, without a whole batch
+        self._assumed: dict[Hashable, tuple[float, float, float]] = {}  # a number of the program's, without any sign
 
     def note(self, term: Hashable, constant: float, rows: float, elements: float = 0) -> None:
         self._found[term] = constant, rows, elements
@@ -41,11 +42,15 @@ class References:
         """Whether a sum may have been divided by the number of samples or by a constant of the program's.
 
         Where ranks have equally few samples; where a number that looked like the one stays as rows change, or like the
-        other comes to differ between ranks; or where parts of different sizes had one number, and then another one.
+        other comes to differ between ranks, or is another whole number all at once; or where parts of different sizes
+        had one number, and then another one.
         """
         is_alike = not differ(constants)
         if term in self._of_program:
             return not is_alike
+        if term in self._assumed:
+            here, known = constants[0], self._assumed[term][0]
+            return not is_alike or (differ([here, known]) and _is_whole(here))
         if term in self._additive and not is_alike:
             return False
         if term in self._guessed:
@@ -86,6 +91,7 @@ class References:
                 self._guessed[term] = here, rows[0]
             elif max(rows) > 1:
                 self._found[term] = here, rows[0], elements[0]
+                self._assumed[term] = here, rows[0], here
         elif math.isclose(here, known[0], rel_tol=_NEAR):
             # As with the whole batch, by chance, where samples of a part are longer: only a mean by hand is known then.
             is_it = known[2] == elements[0] == here and rows[0] != known[1]
@@ -114,18 +120,28 @@ class References:
         constant, count, _ = self._found.get(term, (0.0, 0.0, 0.0))
         return bool(count) and rows != count and math.isclose(here, constant * rows / count, rel_tol=_NEAR)
 
-    def adds_up_alone(self, term: Hashable, constants: Sequence[float], rows: Sequence[float]) -> bool:
-        """The same of a term of parameters alone, such as a penalty that is divided by ``len(x)``."""
+    def adds_up_alone(self, term: Hashable, constants: Sequence[float], rows: Sequence[float]) -> bool | None:
+        """The same of a term of parameters alone, such as a penalty that is divided by ``len(x)``.
+
+        None where it was taken for a constant of the program's, and goes with the samples after all.
+        """
         if differ(constants):
             self._additive.add(term)
         elif differ(rows):
             self._of_program.add(term)
         elif term not in self._of_program and self.has_shrunk(term, constants[0], rows[0]):
             self._additive.add(term)
-        return term in self._additive
+        is_it = term in self._additive
+        here, count = constants[0], rows[0]
+        return None if count and self._was_taken_wrongly(term, is_it, here, count, here / count) else is_it
 
-    def is_times_rows(self, term: Hashable, constants: Sequence[float], rows: Sequence[float]) -> bool | None:
-        """Whether a mean is multiplied by the number of its samples, so that it is a sum; None where it is neither."""
+    def is_times_rows(
+        self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float
+    ) -> bool | None:
+        """Whether a mean is multiplied by the number of its samples, so that it is a sum.
+
+        None where it is neither, where that cannot be told, and where it was taken for the other.
+        """
         if differ(constants):
             if not all(rows) or differ([constant * count for constant, count in zip(constants, rows, strict=True)]):
                 return None
@@ -134,7 +150,24 @@ class References:
             self._of_program.add(term)
         elif term not in self._of_program and rows[0] and self._has_grown(term, constants[0], rows[0]):
             self._times_rows.add(term)
-        return term in self._times_rows
+        is_it = term in self._times_rows
+        here, count = constants[0], rows[0]
+        is_as_many = 1 < count < whole and not differ([here * count, 1.0])
+        if is_as_many and term not in self._found and term not in self._of_program and not is_it:
+            return None
+        return None if count and self._was_taken_wrongly(term, is_it, here, count, here * count) else is_it
+
+    def _was_taken_wrongly(self, term: Hashable, is_it: bool, here: float, rows: float, rate: float) -> bool:
+        """Whether a number was taken for the program's in batches that showed nothing, and goes with the samples.
+
+        rate: what stays the same if it does.
+        """
+        if term in self._found or term in self._of_program:
+            return False
+        if is_it:
+            return term in self._assumed
+        known, count, known_rate = self._assumed.setdefault(term, (here, rows, rate))
+        return rows != count and differ([here, known]) and not differ([rate, known_rate])
 
     def _has_grown(self, term: Hashable, here: float, rows: float) -> bool:
         constant, count, _ = self._found.get(term, (0.0, 0.0, 0.0))
@@ -189,11 +222,13 @@ def factors(
         factor_of = [1.0] * len(givers)
         if of_parameters[term]:
             adds = references.adds_up_alone(key, constants, rows)
+            if adds is None:
+                return None
             parts = constants if adds else None
         elif counts[0] >= 0:
-            is_sum = references.is_times_rows(key, constants, rows)
+            is_sum = references.is_times_rows(key, constants, rows, first.whole)
             if is_sum is None:
-                return None  # a mean, divided by something of its batch once more
+                return None  # a mean, divided by something of its batch once more, or nobody knows what it is
             parts = counts
             if is_sum:  # each rank's is multiplied by its rows, and the whole batch's would be by all of them
                 factor_of = [sum(rows) / row for row in rows]

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 from nbaccel.errors import NotPrepared
 from nbaccel.events import Event, Gauge, LoopEntered, Progress, outlet
 from nbaccel.train.implicit.handed import Handed, Split
-from nbaccel.train.implicit.passes import Passes
+from nbaccel.train.implicit.passes import Passes, _uneven_turns
 
 HOOKED = ("__init__", "_reset", "_next_index", "__next__")
 
@@ -1059,3 +1059,16 @@ def test_the_loop_that_a_rank_is_in_says_what_there_is_to_cut() -> None:
     loops = [event for event in heard if isinstance(event, LoopEntered)]
     assert [(each.samples, each.parts, each.sharing_ranks) for each in loops[:3]] == [(8, 1, 2), (4, 1, 2), (2, 1, 2)]
     assert [bool(each.obstacle) for each in loops[:3]] == [False, True, False]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("turns", [2, 3, 4, 7])
+def test_the_first_part_is_longer_in_rank_0_and_none_than_even_ones_nor_of_one_sample(size: int, turns: int) -> None:
+    for count in range(4 * size * turns, 4 * size * turns + 2 * size * turns):
+        borders = [rank * count // size for rank in range(size + 1)]
+        longest = max(-(-(end - begin) // turns) for begin, end in itertools.pairwise(borders))
+        ranks = [[end - begin for begin, end in itertools.pairwise(edges)] for edges in _uneven_turns(borders, turns)]
+        assert [sum(parts) for parts in ranks] == [end - begin for begin, end in itertools.pairwise(borders)]
+        assert len({len(parts) for parts in ranks}) == 1
+        assert all(2 <= part <= longest for parts in ranks for part in parts)
+        assert [parts[0] for parts in ranks] == [longest] + [longest - 1] * (size - 1)

@@ -133,3 +133,43 @@ def test_what_is_not_finite_or_not_known_is_no_count() -> None:
     weights(header([NONE, NONE], [10, 10], [8, 8], 8, part=False), references)
     assert weights(header([NONE, NONE], [float("inf"), float("inf")], [5, 3], 8), references) == [1, 1]
     assert weights(header([4, 4], [2, 3], [0, 0], 0)) is None
+
+
+NEVER_WHOLE = [
+    # a term, and what it is divided by in parts of 2 and of 1 sample; no batch was whole, and ranks have equally many
+    pytest.param([4, 4], [13, 13], [26, 26], False, id="a mean times len(x) over a number"),
+    pytest.param([NONE, NONE], [40, 40], [20, 20], True, id="a penalty over len(x)"),
+]
+
+
+@pytest.mark.parametrize(("counts", "before", "now", "of_parameters"), NEVER_WHOLE)
+def test_a_factor_that_turns_out_to_go_with_the_samples_ends_the_training(
+    counts: list[float], before: list[float], now: list[float], of_parameters: bool
+) -> None:
+    references = References()
+    assert weights(header(counts, before, [2, 2], 8), references, of_parameters) is not None
+    assert weights(header(counts, before, [2, 2], 8), references, of_parameters) is not None
+    assert weights(header(counts, now, [1, 1], 2), references, of_parameters) is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "constants", "of_parameters"), [([4, 4], [13, 10], False), ([NONE, NONE], [40, 20], True)]
+)
+def test_a_factor_that_is_annealed_does_not(counts: list[float], constants: list[float], of_parameters: bool) -> None:
+    references = References()
+    for constant in constants:
+        assert weights(header(counts, [constant] * 2, [2, 2], 8), references, of_parameters) is not None
+
+
+def test_a_sum_that_was_taken_for_one_over_a_constant_ends_where_it_becomes_another_count() -> None:
+    references = References()
+    assert weights(header([-7, -7], [30, 30], [2, 2], 8), references) == [1, 1]
+    assert weights(header([-7, -7], [20, 20], [2, 2], 8), references) is None
+    references = References()
+    assert weights(header([-7, -7], [30, 30], [2, 2], 8), references) == [1, 1]
+    assert weights(header([-7, -7], [7, 8], [2, 2], 8), references) is None  # a mask's
+
+
+def test_a_mean_that_is_multiplied_by_as_many_as_it_has_samples_cannot_be_told_without_a_whole_batch() -> None:
+    assert weights(header([4, 4], [1 / 2, 1 / 2], [2, 2], 8)) is None
+    assert weights(header([5, 3], [1 / 2, 1 / 2], [5, 3], 8)) == [5 / 8, 3 / 8]

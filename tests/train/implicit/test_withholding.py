@@ -5,17 +5,20 @@ Or they end in a sentence before they train otherwise. A loop that counts its ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from nbaccel.errors import RanksFailed
 from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.world import World
-from train.implicit.loops import LOOPS, Loop
+from train.implicit.loops import LOOPS, Loop, Values, ends, net, points, sgd
 from train.implicit.test_loops import differences, in_one_process
 
 PARTS = 4  # of all ranks together
@@ -34,10 +37,10 @@ REFUSALS = ("errors.CannotCut: memory ran out", "errors.NotPrepared: ", "Memory 
 OFTEN = {
     "sgd", "adamw_foreach", "grad_scaler_with_an_overflow", "clipping_by_norm", "schedule_per_step", "sum_alone",
     "accumulation", "gan_with_r1", "padding_that_counts", "no_automatic_batches", "update_by_hand",
-    "checkpoint_reentrant",
+    "checkpoint_reentrant", "batch_used_twice", "called_again_from_another_line", "mean_times_the_number_of_samples",
 }  # fmt: skip
 
-TRAINS = OFTEN - {"accumulation", "gan_with_r1", "update_by_hand"}
+TRAINS = OFTEN - {"accumulation", "gan_with_r1", "update_by_hand", "mean_times_the_number_of_samples"}
 """Of these, those that end as with whole batches."""
 
 
@@ -60,12 +63,37 @@ def test_a_loop_in_parts_ends_as_with_whole_batches_or_in_a_sentence(loop: Loop)
     assert not wrong, "; ".join(wrong)
 
 
-def _in_a_rank(loop: Loop) -> list[Tensor]:
+@pytest.mark.filterwarnings("ignore:var")
+def test_a_mean_times_its_samples_is_seen_where_parts_can_be_uneven() -> None:
+    expected, _ = mean_times_samples()
+    for weights in run_ranks(2, _watched, mean_times_samples):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+
+def mean_times_samples() -> Values:
+    """Batches of 16, which come in parts of 4: long enough for one to be shorter, and none of a single sample."""
+    torch.manual_seed(0)
+    model = net().double()
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(points(48), batch_size=16):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x.double()), y.double()) * len(x) / 26
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+def _watched(loop: Callable[[], Values]) -> list[Tensor]:
     watch = ImplicitTraining(World.from_env(), RunSettings(split=PARTS))
     watch.begin(None)
     try:
-        weights, _ = loop.run()
+        weights, _ = loop()
         watch.end()
         return weights
     finally:
         watch.stop()
+
+
+def _in_a_rank(loop: Loop) -> list[Tensor]:
+    return _watched(loop.run)
