@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from nbaccel.train.talk.fingerprints import CHECKED_CALLS, Fingerprints, Shape
@@ -282,9 +281,12 @@ def _size(tensor: Tensor, dim: int) -> int:
 
 
 def _pad(tensor: Tensor, dim: int, missing: int, pad_index: float, pad_first: bool) -> Tensor:
-    after = tensor.ndim - 1 - dim % tensor.ndim  # F.pad counts dimensions from the last one
-    amounts = [0, 0] * after + ([missing, 0] if pad_first else [0, missing])
-    return F.pad(tensor, amounts, value=pad_index)
+    # Not by F.pad: before torch 2.7 it refuses a tensor that has no elements in another dimension.
+    shape = list(tensor.shape)
+    shape[dim] += missing
+    padded = tensor.new_full(shape, pad_index)
+    padded.narrow(dim, missing if pad_first else 0, tensor.shape[dim]).copy_(tensor)
+    return padded
 
 
 def _packed(value: Any) -> tuple[bytes, bool]:

@@ -719,6 +719,7 @@ def data_parallel() -> Values:
 
 def compiled(part: Any) -> Any:
     """As ``torch.compile`` does it, less the seconds that its own backend takes: graphs of autograd are the same."""
+    torch._inductor.config.compile_threads = 1  # an older torch would start processes that wait for work
     return torch.compile(part, backend="aot_eager")
 
 

@@ -976,6 +976,7 @@ class LikeFastai:
         self._auto_collation = self.drop_last = self.pin_memory = self.persistent_workers = False
         self._dataset_kind = _DatasetKind.Iterable
         self.num_workers = self.timeout = 0
+        self.pin_memory_device = ""
         self.collate_fn = lambda batch: batch
         self.dataset = Stream(batches)
 
