@@ -21,6 +21,7 @@ class Failure(enum.Enum):
 
     OUT_OF_MEMORY = "out of memory"
     DEVICE_LOST = "this process can no longer use its device"
+    BROKEN_FORK = "a fork of a process that had used CUDA, or autograd's threads, and cannot use them"
     PEER_LOST = "another rank was lost, or failed first"
     INTERRUPTED = "interrupted"
     USER = "an error in the program"
@@ -51,14 +52,30 @@ def _symptom(
     return _Symptom(kind, recovery, frozenset(type_names.split()), re.compile(message, re.DOTALL), source, is_of_host)
 
 
-_TORCH = "RuntimeError AcceleratorError OutOfMemoryError DistBackendError"
+_TORCH = "RuntimeError AcceleratorError OutOfMemoryError DistBackendError InductorError BackendCompilerFailed"
 """What torch raises. Where only a name is left of an error, its bases are unknown: so they are all named."""
 
 _TABLE = (
     _symptom(Failure.INTERRUPTED, Recovery.NO, "KeyboardInterrupt RunStopped", "", "our stop, or SIGINT"),
     _symptom(Failure.PEER_LOST, Recovery.NO, "PeerFailed", "",
              "our own, where a rank waits for what another one prepares"),
+    # What no other batch and no other process changes: the way out is in `launch.advice`.
+    _symptom(Failure.USER, Recovery.NO, _TORCH,
+             r"(creating|attaching to) shared memory segment /dev/shm/nccl-|failed to extend /dev/shm/nccl-",
+             "NCCL shmutils.cc: /dev/shm is full"),
+    _symptom(Failure.USER, Recovery.NO, _TORCH, r"Duplicate GPU detected", "NCCL init.cc: two ranks on one GPU"),
+    _symptom(Failure.USER, Recovery.NO, _TORCH, r"no kernel image is available",
+             "CUDA runtime API: torch was built without code for this GPU"),
+    _symptom(Failure.USER, Recovery.NO, _TORCH, r"CUDA-capable device\(s\) is/are busy or unavailable",
+             "CUDA runtime API: another process holds a GPU in exclusive mode, or the mode forbids computing"),
+    _symptom(Failure.BROKEN_FORK, Recovery.NO, _TORCH,
+             r"Cannot re-initialize CUDA in forked subprocess|CUDA driver initialization failed"
+             r"|CUDA error: initialization error|Unable to handle autograd's threading",
+             "torch/cuda/__init__.py, CUDAFunctions.cpp, autograd/engine.cpp"),
     # A process that cannot go on, whatever the text says about memory.
+    _symptom(Failure.PEER_LOST, Recovery.RESTART, _TORCH,
+             r"NCCL communicator was aborted(?!.*(?i:cuda error))",
+             "torch NCCLUtils.cpp: a group that was cut, which says so if this side's own device was why"),
     _symptom(Failure.PEER_LOST, Recovery.RESTART, _TORCH,
              r"NCCL error.*(?i:remote (process )?(has )?(exited|closed)|connection (closed|reset|refused)|broken pipe)",
              "torch ProcessGroupNCCL.cpp, ncclRemoteError and ncclSystemError"),
@@ -68,7 +85,9 @@ _TABLE = (
              "torch CUDACachingAllocator.cpp: expandable segments after a failed map, pytorch #188008"),
     _symptom(Failure.DEVICE_LOST, Recovery.RESTART, _TORCH,
              r"CUDA driver error: device not ready|illegal memory access|device-side assert|unspecified launch failure"
-             r"|misaligned address|an illegal instruction was encountered|uncorrectable ECC",
+             r"|misaligned address|an illegal instruction was encountered|uncorrectable (ECC|NVLink)"
+             r"|the launch timed out and was terminated|hardware stack error|invalid program counter"
+             r"|(?i:over nvlink or a hardware error)|operation not supported on global/shared address space",
              "CUDA runtime API, errors that stay with the context"),
     # Memory that ran out.
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, "OutOfMemoryError", "", "torch.OutOfMemoryError, of every device"),
@@ -82,8 +101,13 @@ _TABLE = (
              r"\bCUBLAS_STATUS_ALLOC_FAILED\b|\bCUBLAS_STATUS_NOT_INITIALIZED\b.*\bcublasCreate\b",
              "cuBLAS: workspace, handle"),
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
-             r"\bCUDNN_STATUS_ALLOC_FAILED\b|\bCUSOLVER_STATUS_ALLOC_FAILED\b|\bCUFFT_ALLOC_FAILED\b",
-             "cuDNN, cuSOLVER, cuFFT: status codes"),
+             r"\bCUDNN_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED\b"
+             r"|\bCUSOLVER_STATUS_ALLOC_FAILED\b|\bCUFFT_ALLOC_FAILED\b",
+             "cuDNN (the first since 9), cuSOLVER, cuFFT: status codes"),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"\bCUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED\b",
+             "cuDNN since 9", True),
+    _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"\bTriton Error \[(CUDA|HIP)\]: out of memory\b",
+             "triton: a compiled kernel is loaded, or launched, past torch's allocator"),
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH,
              r"\bDefaultCPUAllocator: (can't allocate memory|not enough memory)",
              "c10/core/impl/alloc_cpu.cpp: Linux, Windows", True),
@@ -92,10 +116,15 @@ _TABLE = (
              "torch/_utils.py, DataParallel: the original type does not always survive"),
     # What libraries say when their workspace did not fit, and also otherwise.
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
-             r"\bCUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR)\b|(?i:unable to find an engine to execute)"
-             r"|Unable to find a valid cuDNN algorithm", "cuDNN, torch-max-mem"),
+             r"\bCUDNN_STATUS_(NOT_INITIALIZED|NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)(_\w+)?\b"
+             r"|(?i:unable to find an engine to execute)|Unable to find a valid cuDNN algorithm",
+             "cuDNN with its sub-codes, torch-max-mem"),
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
-             r"\bCUBLAS_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED)\b", "cuBLAS, torch-max-mem"),
+             r"\bCUBLAS_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)\b", "cuBLAS, torch-max-mem"),
+    _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
+             r"\bCUSOLVER_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\b.*\bcusolverDnCreate\b", "cuSOLVER: its handle"),
+    _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH, r"\bCUDA driver error: 2(?!\d)",
+             "ATen/cuda/Exceptions.h, where it writes the number alone (HIP): that of out of memory"),
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
              r"\bInvalid buffer size\b|\bINT_MAX\b|\bcanUse32BitIndexMath\b",
              "MPS, and kernels with 32-bit indices: torch-max-mem"),

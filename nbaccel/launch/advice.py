@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 
+from nbaccel.failures import Failure, classify
 from nbaccel.launch.hostmemory import HostMemory
 from nbaccel.launch.loaderworkers import WorkerEnd
 from nbaccel.launch.report import Link, signal_name
@@ -21,12 +22,51 @@ _FEW_FILES = (
     "torch.multiprocessing.set_sharing_strategy('file_system') in the cell, or use num_workers=0."
 )
 
+_FULL_FOR_NCCL = (
+    "/dev/shm is full, and NCCL passes through it what GPUs without a direct way exchange: start the container with "
+    "--shm-size=1g, or set os.environ['NCCL_SHM_DISABLE'] = '1' in a cell before, which is slower."
+)
+_ONE_GPU_FOR_TWO = (
+    "Two ranks use one GPU, and NCCL wants one for each: put the model on accelerator.device, or on the device that is "
+    "current when the rank begins, instead of a number, or use fewer ranks (-n)."
+)
+_NO_CODE = (
+    "torch, or the extension that the traceback names, was built without code for this GPU; %accelerate doctor says "
+    "for which torch was. Install a build that has it (of torch: from https://download.pytorch.org/whl/cu126 for GPUs "
+    "older than the T4, from a newer cu* for the latest), or use --cpu."
+)
+_BUSY = (
+    "The GPU takes one process at a time (exclusive mode) and another one holds it, or it takes none: `nvidia-smi` "
+    "shows who, and the mode. It may be this notebook, if it has used CUDA: restart its kernel. An administrator lets "
+    "several in by `nvidia-smi -c DEFAULT`."
+)
+_WORKER_ON_DEVICE = (
+    "A worker of a DataLoader used CUDA, which no fork of a process that uses it can: let the data set return tensors "
+    "of the CPU and move batches in the loop, or give the DataLoader multiprocessing_context='spawn'."
+)
+_BROKEN_FORK = (
+    "The rank is a fork of the notebook, which has used CUDA, or a backward of autograd, in a way that no fork "
+    "survives: restart the kernel, and ranks can be forked again, or let them start from a clean process by --start "
+    "zygote (in launch: start_method='zygote')."
+)
+_SILENT_DRIVER = (
+    "The driver of the GPU does not let this process in: `nvidia-smi` in a terminal says why. After an update of the "
+    "driver the machine has to be restarted; --cpu runs without a GPU meanwhile."
+)
+
 _WRAPPED_MODEL = (
     r"The model was prepared, so it is wrapped for training in several ranks; what your class adds to a model is under "
     r"the wrapper: accelerator.unwrap_model(model).\1"
 )
 
 _TABLE = (
+    (re.compile(r"(creating|attaching to) shared memory segment /dev/shm/nccl-|failed to extend /dev/shm/nccl-"),
+     _FULL_FOR_NCCL),
+    (re.compile(r"Duplicate GPU detected"), _ONE_GPU_FOR_TWO),
+    (re.compile(r"no kernel image is available"), _NO_CODE),
+    (re.compile(r"CUDA-capable device\(s\) is/are busy or unavailable"), _BUSY),
+    (re.compile(r"in DataLoader worker process .*(Cannot re-initialize CUDA|CUDA error: initialization error)", re.S),
+     _WORKER_ON_DEVICE),
     (re.compile(r"unable to (allocate|open|resize|mmap) .*shared memory|<(/torch_|filename).*No space left"),
      _LITTLE_SHARED_MEMORY),
     (re.compile(r"DataLoader worker .* killed by signal: Bus error"), _LITTLE_SHARED_MEMORY),
@@ -34,13 +74,15 @@ _TABLE = (
     (re.compile(r"^AttributeError: '(?:Replica|DistributedDataParallel)' object has no attribute '(\w+)'", re.M),
      _WRAPPED_MODEL),
 )  # fmt: skip
-"""What the texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py) and of the system mean to a user."""
+"""What texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py), CUDA, NCCL, the system mean to a user."""
 
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS, signal.SIGTRAP, signal.SIGSYS}
 
 
-def advice(links: Sequence[Link], host: HostMemory) -> str:
+def advice(links: Sequence[Link], host: HostMemory, *, is_fork: bool = True) -> str:
     """Return one line on what to do about an error, the last of `links`; empty where its own text has to do.
+
+    is_fork: the rank was a copy of the notebook's process.
 
     >>> host = HostMemory()
     >>> advice([Link("OSError", ["OSError: [Errno 24] Too many open files"], [])], host)[:37]
@@ -56,6 +98,8 @@ def advice(links: Sequence[Link], host: HostMemory) -> str:
     last = links[-1]
     text = "\n".join(last.headline)
     known = next((found.expand(line) for pattern, line in _TABLE if (found := pattern.search(text))), "")
+    if not known and classify(last.type_name, text) is Failure.BROKEN_FORK:
+        return _BROKEN_FORK if is_fork else _SILENT_DRIVER
     return known or ("" if last.worker is None else _dead_worker(last.worker, host))
 
 

@@ -58,7 +58,8 @@ def verdict(
             world_size,
         )
     error = _travelled(report, task)
-    hint = (_missing_name(report, task) if started_clean else "") or memory_report or advice(report.links, host)
+    hint = (_missing_name(report, task) if started_clean else "") or memory_report
+    hint = hint or advice(report.links, host, is_fork=not started_clean)
     return Failure(rank, world_size, report.links, error, peers).exception(cell_name, hint)
 
 
