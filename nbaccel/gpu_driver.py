@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["CUDA_VARIABLES", "cuda_environ", "has_gpu_driver"]
+__all__ = ["CUDA_VARIABLES", "cuda_environ", "has_gpu_driver", "has_nvidia_driver", "is_holder"]
 
 CUDA_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -20,6 +20,9 @@ CUDA_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
 )
 """The only variables whose values a survey keeps; none of them is ever a secret."""
+
+_PROCESSES_OF_THE_HOST = "pid:[4026531836]"
+"""Linux's first namespace of process ids, PROC_PID_INIT_INO of proc_ns.h."""
 
 
 def cuda_environ(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, str], ...]:
@@ -34,3 +37,32 @@ def has_gpu_driver(root: Path = Path("/")) -> bool:
     The driver's own device, or that of Windows in its subsystem for Linux.
     """
     return any((root / "dev" / name).exists() for name in ("nvidiactl", "dxg"))
+
+
+def has_nvidia_driver(root: Path = Path("/")) -> bool:
+    """Whether the driver that should know the GPUs is one of NVIDIA; in Windows's subsystem, its library is there."""
+    is_windows = has_gpu_driver(root) and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    return (root / "dev/nvidiactl").exists() or is_windows
+
+
+def is_holder(pid: int, root: Path = Path("/")) -> bool:
+    """Whether the process to which the driver gives this number is the one that has it here.
+
+    The driver counts as the host does, so in a container another process may have the number. There only one that has
+    CUDA's own device open, which NVML does not open, is taken for it.
+    """
+    if _link(root / "proc/self/ns/pid") == _PROCESSES_OF_THE_HOST:
+        return True
+    try:
+        names = os.listdir(root / f"proc/{pid}/fd")
+    except OSError:  # there is none, or it is another user's
+        return False
+    opened = (_link(root / f"proc/{pid}/fd" / name) for name in names)
+    return any(path.startswith(("/dev/nvidia-uvm", "/dev/dxg")) for path in opened)
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""

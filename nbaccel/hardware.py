@@ -1,8 +1,9 @@
 """What this machine is: GPUs, cores, memory, platform, and which precision suits it. Runs in kernels and scripts.
 
 GPUs are read through NVML, which makes no CUDA context: a process that looked here can still be forked. Without
-an NVIDIA driver there are no GPUs and that is no error. What may be known without asking the driver is in
-`gpu_driver`. Not covered: AMD and Intel GPUs, TPUs, MPS.
+an NVIDIA driver there are no GPUs and that is no error; where there is one that NVML cannot reach, CUDA is asked by
+`asking_cuda`. What may be known without asking the driver is in `gpu_driver`. Not covered: AMD and Intel GPUs, TPUs,
+MPS.
 """
 
 from __future__ import annotations
@@ -10,18 +11,36 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from nbaccel.gpu_driver import cuda_environ
+from nbaccel.asking_cuda import CudaAnswer, Device, ask_cuda
+from nbaccel.gpu_driver import cuda_environ, has_nvidia_driver
 from nbaccel.world import is_notebook_kernel
 
-__all__ = ["Gpu", "Memory", "Platform", "Survey", "best_precision", "out_of_memory_kills", "threads_asked_for"]
+__all__ = [
+    "ComputeMode",
+    "Driver",
+    "Gpu",
+    "Memory",
+    "Platform",
+    "Survey",
+    "best_precision",
+    "out_of_memory_kills",
+    "threads_asked_for",
+]
+
+_SILENT_AFTER_S = 20.0
+"""NVML answers within a second or so, also where it has to wake the driver; a driver that hangs never does."""
+
+_NVML_THREAD = "nbaccel-nvml"
 
 
 def threads_asked_for() -> int | None:
@@ -30,11 +49,20 @@ def threads_asked_for() -> int | None:
     return int(text) if text.isdecimal() and int(text) else None
 
 
+class ComputeMode(StrEnum):
+    """Whom a GPU lets compute; an administrator sets it."""
+
+    SHARED = "any number of processes"
+    EXCLUSIVE = "one process at a time"
+    PROHIBITED = "no process"
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One device as CUDA will show it to a new process.
 
     index: its number there, `cuda:<index>`.  uuid: what CUDA_VISIBLE_DEVICES accepts wherever it is moved.
+    number: what CUDA_VISIBLE_DEVICES calls it in an environment like this one; None where that is a guess.
     used_bytes: taken by all processes together.  compute_capability: (7, 5) is a T4.
     processes: process id and bytes of each holder; bytes are None where the driver does not tell, and process
     ids are those of the host, so in a container they may name nothing.
@@ -48,6 +76,30 @@ class Gpu:
     compute_capability: tuple[int, int] = (0, 0)
     processes: tuple[tuple[int, int | None], ...] = ()
     is_mig: bool = False
+    number: int | None = None
+    compute_mode: ComputeMode = ComputeMode.SHARED
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.total_bytes - self.used_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What NVIDIA's driver said, beside the GPUs that CUDA shows.
+
+    silence: why NVML gave no answer although there is a driver; empty where it did.
+    refusal: why CUDA, which was asked in its place, gave none either.
+    names: of all the GPUs that the driver has.
+    uncut: of those in MIG mode that have no instance, on which nothing can compute.
+    misread: where CUDA stops to read CUDA_VISIBLE_DEVICES, and why; empty if it reads all of it.
+    """
+
+    silence: str = ""
+    refusal: str = ""
+    names: tuple[str, ...] = ()
+    uncut: tuple[str, ...] = ()
+    misread: str = ""
 
 
 class Platform(StrEnum):
@@ -85,7 +137,7 @@ class Memory:
 class Survey:
     """What this machine offers to a run, at one moment.
 
-    gpus: in CUDA's order, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+    gpus: in CUDA's order, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.  driver: what else there is to say of them.
     cpu_count: cores this process may keep busy (affinity and container quota).
     shm_bytes: size of /dev/shm, where data loader workers pass batches; None where there is none.
     system, kernel_release: "Linux", "6.1.85".  cuda_environ: the CUDA variables that are set.
@@ -99,6 +151,7 @@ class Survey:
     system: str = "Linux"
     kernel_release: str = ""
     cuda_environ: tuple[tuple[str, str], ...] = ()
+    driver: Driver = field(default_factory=Driver)
 
     @classmethod
     def take(
@@ -108,15 +161,18 @@ class Survey:
         root: Path = Path("/"),
         *,
         looks_for_gpus: bool = True,
+        ask: Callable[[], CudaAnswer] = ask_cuda,
     ) -> Survey:
         """Look at the machine; takes less than a millisecond, and tens of them where it looks for GPUs and finds some.
 
         nvml: stands in for the module `pynvml`, in tests.  root: stands in for the file system's.
+        ask: how CUDA is asked where NVML is silent.
         """
         env = os.environ if environ is None else environ
-        visible, order = env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+        gpus, driver = _look_for_gpus(nvml, env, root, ask) if looks_for_gpus else ((), Driver())
         return cls(
-            gpus=visible_gpus(nvml, visible, order) if looks_for_gpus else (),
+            gpus=gpus,
+            driver=driver,
             cpu_count=usable_cores(root),
             ram=usable_memory(root),
             shm_bytes=_size(root / "dev/shm"),
@@ -130,6 +186,22 @@ class Survey:
     def kernel_version(self) -> tuple[int, ...]:
         """(6, 1) for "6.1.85-generic"; compares with other versions."""
         return tuple(int(part) for part in self.kernel_release.split(".")[:2] if part.isdigit())
+
+    @property
+    def why_no_gpu(self) -> str:
+        """Why nothing can run on a GPU although there is one, as half a sentence; empty where there is none, or can."""
+        driver, visible = self.driver, dict(self.cuda_environ).get("CUDA_VISIBLE_DEVICES")
+        if self.gpus or (driver.silence and _hides_all(visible)):
+            return ""
+        if driver.silence:
+            asked = f"; CUDA: {driver.refusal}" if driver.refusal else ""
+            return f"the driver does not answer (NVML: {driver.silence}{asked})"
+        if driver.names and driver.uncut == driver.names:
+            return f"{driver.uncut[0]} is in MIG mode and has no instance to compute on (nvidia-smi mig -cgi … -C)"
+        if driver.names and visible is not None:
+            hidden = "the GPU" if len(driver.names) == 1 else f"all {len(driver.names)} GPUs"
+            return f"CUDA_VISIBLE_DEVICES={visible!r} hides {hidden}{f' ({driver.misread})' if driver.misread else ''}"
+        return ""
 
 
 def best_precision(gpu: Gpu | None) -> tuple[str, str]:
@@ -161,60 +233,155 @@ def visible_gpus(nvml: Any, visible: str | None, order: str) -> tuple[Gpu, ...]:
     """The devices a new CUDA process would see, in its order.
 
     visible: the value of CUDA_VISIBLE_DEVICES, None when unset.  order: that of CUDA_DEVICE_ORDER.
-    CUDA shows a process at most one MIG device, so a list that starts with one has no second entry.
+    CUDA shows a process either whole GPUs or a single MIG device, and this one if there is any ("CUDA Device
+    Enumeration" in NVIDIA's guide to MIG); a list that starts with one has no second entry.
     """
-    with _connected(nvml) as connected:
-        boards = [] if connected is None else _boards(connected, order)
+    return _ask_nvml(nvml, visible, order)[0]
+
+
+def _look_for_gpus(
+    nvml: Any, env: Mapping[str, str], root: Path, ask: Callable[[], CudaAnswer]
+) -> tuple[tuple[Gpu, ...], Driver]:
+    """The devices a new CUDA process would see; from CUDA itself where there is a driver and NVML cannot tell."""
+    visible, order = env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    if not has_nvidia_driver(root):
+        gpus, driver = _ask_nvml(nvml, visible, order)
+        return gpus, replace(driver, silence="")
+    gpus, driver = _ask_nvml_within(_SILENT_AFTER_S, nvml, visible, order)
+    if not driver.silence or _hides_all(visible):
+        return gpus, driver
+    answer = ask()
+    if not answer.devices:
+        return (), replace(driver, refusal=answer.error)
+    numbers = _numbers(visible, len(answer.devices))
+    return tuple(_as_cuda_has_it(index, device, numbers) for index, device in enumerate(answer.devices)), driver
+
+
+def _hides_all(visible: str | None) -> bool:
+    return visible is not None and visible.strip() in _NO_MORE
+
+
+def _as_cuda_has_it(index: int, device: Device, numbers: Sequence[int]) -> Gpu:
+    name, uuid, total_bytes, capability = device
+    is_mig = " MIG " in name
+    is_known = bool(uuid) and not is_mig
+    return Gpu(
+        index,
+        f"GPU-{uuid}" if is_known else "",
+        name,
+        total_bytes,
+        compute_capability=capability,
+        is_mig=is_mig,
+        number=numbers[index] if numbers and not is_mig else None,
+    )
+
+
+def _ask_nvml_within(seconds: float, nvml: Any, visible: str | None, order: str) -> tuple[tuple[Gpu, ...], Driver]:
+    """The same as `_ask_nvml`, but given up after a while: a driver that hangs would take the notebook along.
+
+    A thread of an earlier survey that still waits is not joined by another.
+    """
+    silent = (), Driver(silence=f"no answer within {seconds:g} s")
+    if any(thread.name == _NVML_THREAD for thread in threading.enumerate()):
+        return silent
+    answers: list[tuple[tuple[Gpu, ...], Driver]] = []
+    failures: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            answers.append(_ask_nvml(nvml, visible, order))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=look, name=_NVML_THREAD, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    return answers[0] if answers else silent
+
+
+def _ask_nvml(nvml: Any, visible: str | None, order: str) -> tuple[tuple[Gpu, ...], Driver]:
+    with _connected(nvml) as (connected, silence):
+        boards, is_complete = ([], True) if connected is None else _boards(connected, order)
+    uncut = tuple(board.gpu.name for board in boards if board.is_cut and not board.slices)
+    misread = ""
     if visible is None:
-        whole = [board.gpu for board in boards if not board.slices]
-        chosen = whole or [part for board in boards for part in board.slices]
+        slices = [part for board in boards for part in board.slices]
+        chosen = slices or [board.gpu for board in boards if not board.is_cut]
     else:
-        chosen = _select(visible, boards)
-    if chosen and chosen[0].is_mig:
-        chosen = chosen[:1]
-    return tuple(replace(gpu, index=index) for index, gpu in enumerate(chosen))
+        chosen, misread = _select(visible, boards)
+    chosen = [gpu for gpu in chosen if gpu.is_mig][:1] or chosen
+    are_alike = len({board.gpu.name for board in boards}) == 1
+    are_cut = any(board.is_cut for board in boards)
+    is_certain = is_complete and not are_cut and (are_alike or order == "PCI_BUS_ID")
+    numbers = _numbers(visible, len(chosen)) if is_certain else ()
+    gpus = tuple(
+        replace(gpu, index=index, number=numbers[index] if numbers else None) for index, gpu in enumerate(chosen)
+    )
+    names = tuple(board.gpu.name for board in boards)
+    return gpus, Driver(silence=silence, names=names, uncut=uncut, misread=misread)
+
+
+def _numbers(visible: str | None, count: int) -> Sequence[int]:
+    """By which CUDA_VISIBLE_DEVICES would mean the first `count` devices once more; empty if not by numbers.
+
+    >>> _numbers(None, 2), _numbers("2, 3,-1", 2), _numbers("GPU-aaaa1111", 1)
+    (range(0, 2), [2, 3], [])
+    """
+    if visible is None:
+        return range(count)
+    numbers = [int(entry) for entry in takewhile(str.isdecimal, map(str.strip, visible.split(",")))]
+    return numbers if len(numbers) >= count else []
 
 
 @dataclass(frozen=True, slots=True)
 class _Board:
-    """A physical GPU. slices: its MIG devices when it is cut into some."""
+    """A physical GPU. is_cut: it is in MIG mode.  slices: its MIG devices, if there are some."""
 
     gpu: Gpu
     bus_id: str
     speed: float
+    is_cut: bool = False
     slices: tuple[Gpu, ...] = ()
+
+    @property
+    def shown(self) -> Gpu | None:
+        """What CUDA shows of it: all, or its first MIG device; None if it should be cut, and is not."""
+        return next(iter(self.slices), None) if self.is_cut else self.gpu
 
 
 @contextmanager
-def _connected(nvml: Any) -> Iterator[Any]:
-    """NVML, open while the block runs; None when there is no driver to talk to."""
+def _connected(nvml: Any) -> Iterator[tuple[Any, str]]:
+    """NVML, open while the block runs; where there is no driver to talk to None, with the reason."""
     nvml = nvml or import_module("pynvml")
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver, or one that does not fit its kernel module
-        yield None
+    except nvml.NVMLError as error:  # no driver, or one that does not fit its kernel module
+        yield None, str(error)
         return
     try:
-        yield nvml
+        yield nvml, ""
     finally:
         nvml.nvmlShutdown()
 
 
-def _boards(nvml: Any, order: str) -> list[_Board]:
-    """All GPUs in the order in which CUDA numbers them.
+def _boards(nvml: Any, order: str) -> tuple[list[_Board], bool]:
+    """All GPUs in the order in which CUDA numbers them, and whether these are all that the driver counts.
 
     CUDA documents FASTEST_FIRST only as a heuristic. Cores times clock, then the bus, reproduces it for alike
     GPUs; for unlike ones CUDA_DEVICE_ORDER=PCI_BUS_ID is the way to be certain, as the doctor says.
     """
+    count = _ask(nvml, 0, nvml.nvmlDeviceGetCount)
     boards = [
         _board(nvml, handle)
-        for number in range(_ask(nvml, 0, nvml.nvmlDeviceGetCount))
+        for number in range(count)
         if (handle := _ask(nvml, None, nvml.nvmlDeviceGetHandleByIndex, number)) is not None  # fell off the bus
     ]
     boards.sort(key=lambda board: board.bus_id)
     if order != "PCI_BUS_ID":
         boards.sort(key=lambda board: -board.speed)
-    return boards
+    return boards, len(boards) == count
 
 
 def _board(nvml: Any, handle: Any) -> _Board:
@@ -227,6 +394,7 @@ def _board(nvml: Any, handle: Any) -> _Board:
         gpu=gpu,
         bus_id="" if pci is None else _text(pci.busId),
         speed=cores * clock_mhz,
+        is_cut=bool(is_cut),
         slices=tuple(_mig_devices(nvml, handle, gpu)) if is_cut else (),
     )
 
@@ -250,7 +418,12 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         used_bytes=0 if memory is None else int(memory.used),
         compute_capability=tuple(_ask(nvml, (0, 0), nvml.nvmlDeviceGetCudaComputeCapability, handle)),
         processes=tuple((holder.pid, holder.usedGpuMemory) for holder in holders),
+        compute_mode=_MODES.get(_ask(nvml, 0, nvml.nvmlDeviceGetComputeMode, handle), ComputeMode.SHARED),
     )
+
+
+_MODES = {1: ComputeMode.EXCLUSIVE, 2: ComputeMode.PROHIBITED, 3: ComputeMode.EXCLUSIVE}
+"""nvml.h: exclusive by thread, which is no more, prohibited, exclusive by process."""
 
 
 def _ask(nvml: Any, default: Any, question: Callable[..., Any], *arguments: Any) -> Any:
@@ -266,27 +439,35 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _select(visible: str, boards: list[_Board]) -> list[Gpu]:
-    """What CUDA makes of CUDA_VISIBLE_DEVICES: entries up to the first invalid one, and nothing if one repeats."""
+def _select(visible: str, boards: list[_Board]) -> tuple[list[Gpu], str]:
+    """What CUDA makes of CUDA_VISIBLE_DEVICES: entries up to the first invalid one, and nothing if one repeats.
+
+    The second value says what ended it, unless it is one of the words for "no more".
+    """
     chosen: list[Gpu] = []
-    for entry in visible.split(","):
-        gpu = _named(entry.strip(), boards)
+    for entry in map(str.strip, visible.split(",")):
+        gpu = _named(entry, boards)
         if gpu is None:
-            break
+            return chosen, "" if entry in _NO_MORE else f"{entry!r} names no GPU, and CUDA stops there"
         if gpu in chosen:
-            return []
+            return [], f"{entry!r} names one twice, and CUDA shows none then"
         chosen.append(gpu)
-    return chosen
+    return chosen, ""
+
+
+_NO_MORE = ("", "-1", "NoDevFiles")
+"""Entries that are meant to hide what follows; the last one is what batch systems write."""
 
 
 def _named(entry: str, boards: list[_Board]) -> Gpu | None:
     """The device that one entry means: a number, `GPU-…` or `MIG-…`; a beginning will do if only one fits."""
     if entry.isdecimal():
-        return boards[int(entry)].gpu if int(entry) < len(boards) else None
+        return boards[int(entry)].shown if int(entry) < len(boards) else None
     if not entry.startswith(("GPU-", "MIG-")):
         return None
-    everything = [gpu for board in boards for gpu in (board.gpu, *board.slices)]
-    fitting = [gpu for gpu in everything if gpu.uuid.startswith(entry)]
+    everything = [(board.gpu.uuid, board.shown) for board in boards]
+    everything += [(part.uuid, part) for board in boards for part in board.slices]
+    fitting = [gpu for uuid, gpu in everything if uuid.startswith(entry)]
     return fitting[0] if len(fitting) == 1 else None
 
 

@@ -30,6 +30,8 @@ class FakeGpu:
     clock_mhz: int = 1590
     processes: Sequence[tuple[int, int | None]] = ()
     slices: Sequence[FakeGpu] = ()
+    is_cut: bool = False
+    compute_mode: int = 0
     refuses: Sequence[str] = ()
 
 
@@ -69,7 +71,7 @@ class FakeNvml:
         return self._answer("MaxClockInfo", board, board.clock_mhz)
 
     def nvmlDeviceGetMigMode(self, board: FakeGpu) -> tuple[int, int]:
-        return self._answer("MigMode", board, (int(bool(board.slices)),) * 2)
+        return self._answer("MigMode", board, (int(board.is_cut or bool(board.slices)),) * 2)
 
     def nvmlDeviceGetMaxMigDeviceCount(self, board: FakeGpu) -> int:
         return self._answer("MaxMigDeviceCount", board, 7)
@@ -85,6 +87,9 @@ class FakeNvml:
     def nvmlDeviceGetComputeRunningProcesses(self, board: FakeGpu) -> list[SimpleNamespace]:
         holders = [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in board.processes]
         return self._answer("ComputeRunningProcesses", board, holders)
+
+    def nvmlDeviceGetComputeMode(self, board: FakeGpu) -> int:
+        return self._answer("ComputeMode", board, board.compute_mode)
 
     def nvmlDeviceGetUUID(self, board: FakeGpu) -> str:
         return self._answer("UUID", board, board.uuid)

@@ -5,12 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fakes import GB, FakeGpu, FakeNvml, two_t4s, write_files
-from nbaccel.hardware import Gpu, Memory, Platform, Survey, best_precision, usable_cores, usable_memory, visible_gpus
+from nbaccel.asking_cuda import CudaAnswer, Device
+from nbaccel.hardware import (
+    ComputeMode,
+    Gpu,
+    Memory,
+    Platform,
+    Survey,
+    best_precision,
+    usable_cores,
+    usable_memory,
+    visible_gpus,
+)
 
 A100 = FakeGpu("NVIDIA A100-SXM4-40GB", "GPU-cccc0000", "00000000:3B:00.0", 40 * GB, 0, (8, 0), 6912, 1410)
 P100 = FakeGpu("Tesla P100-PCIE-16GB", "GPU-dddd0000", "00000000:01:00.0", 16 * GB, 0, (6, 0), 3584, 1328)
@@ -52,7 +66,7 @@ def test_without_a_driver_there_are_no_gpus_and_no_error() -> None:
 def test_two_t4s_are_described_in_full() -> None:
     nvml = two_t4s()
     first, second = visible_gpus(nvml, None, "FASTEST_FIRST")
-    assert first == Gpu(0, "GPU-aaaa1111", "Tesla T4", 16 * GB, GB, (7, 5), ((4321, GB),))
+    assert first == Gpu(0, "GPU-aaaa1111", "Tesla T4", 16 * GB, GB, (7, 5), ((4321, GB),), number=0)
     assert (second.index, second.uuid, second.used_bytes) == (1, "GPU-aabb2222", 0)
     assert nvml.is_open == 0  # NVML is closed again
 
@@ -124,10 +138,166 @@ def test_a_mig_device_computes_as_its_board_does() -> None:
     assert gpu.total_bytes == 5 * GB
 
 
+def test_mig_devices_hide_whole_gpus_as_they_do_from_cuda() -> None:
+    assert uuids(FakeNvml([T4, sliced_a100()]), None, "PCI_BUS_ID") == ["MIG-11"]
+    assert uuids(FakeNvml([T4, sliced_a100()]), "0,1", "PCI_BUS_ID") == ["MIG-11"]
+    assert uuids(FakeNvml([T4, sliced_a100()]), "0", "PCI_BUS_ID") == [T4.uuid]
+    assert uuids(FakeNvml([T4, sliced_a100()]), "GPU-cccc", "PCI_BUS_ID") == ["MIG-11"]
+
+
+def test_a_board_in_mig_mode_without_an_instance_is_no_gpu() -> None:
+    uncut = replace(sliced_a100(), slices=(), is_cut=True)
+    assert uuids(FakeNvml([uncut])) == uuids(FakeNvml([uncut]), "0") == []
+    survey = Survey.take(FakeNvml([T4, uncut]), {}, Path("/nowhere"))
+    assert [gpu.uuid for gpu in survey.gpus] == [T4.uuid]
+    assert survey.driver.uncut == ("A100",)
+    assert survey.why_no_gpu == ""
+    alone = Survey.take(FakeNvml([uncut]), {}, Path("/nowhere"))
+    assert alone.why_no_gpu == "A100 is in MIG mode and has no instance to compute on (nvidia-smi mig -cgi … -C)"
+
+
+@pytest.mark.parametrize(
+    ("boards", "visible", "order", "numbers"),
+    [
+        pytest.param(two_t4s().boards, None, "FASTEST_FIRST", [0, 1], id="alike"),
+        pytest.param(two_t4s().boards, "1,0", "FASTEST_FIRST", [1, 0], id="a list of numbers"),
+        pytest.param(two_t4s().boards, "1,0,-1", "FASTEST_FIRST", [1, 0], id="a list that ends"),
+        pytest.param(two_t4s().boards, "GPU-aab", "FASTEST_FIRST", [None], id="a list of uuids"),
+        pytest.param(two_t4s().boards, "1,GPU-aaa", "FASTEST_FIRST", [None, None], id="a mixed list"),
+        pytest.param([T4, A100], None, "FASTEST_FIRST", [None, None], id="unlike, by speed"),
+        pytest.param([T4, A100], None, "PCI_BUS_ID", [0, 1], id="unlike, by bus"),
+        pytest.param([FakeGpu(refuses=["HandleByIndex"]), T4], None, "FASTEST_FIRST", [None], id="one is lost"),
+        pytest.param([sliced_a100()], None, "PCI_BUS_ID", [None], id="mig"),
+    ],
+)
+def test_a_number_is_known_where_cuda_is_certain_to_count_so(
+    boards: list[FakeGpu], visible: str | None, order: str, numbers: list[int | None]
+) -> None:
+    assert [gpu.number for gpu in visible_gpus(FakeNvml(boards), visible, order)] == numbers
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(0, ComputeMode.SHARED), (2, ComputeMode.PROHIBITED), (3, ComputeMode.EXCLUSIVE), (9, ComputeMode.SHARED)],
+)
+def test_the_compute_mode_of_a_gpu_is_known(mode: int, expected: ComputeMode) -> None:
+    (gpu,) = visible_gpus(FakeNvml([replace(T4, compute_mode=mode)]), None, "FASTEST_FIRST")
+    assert gpu.compute_mode is expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "why"),
+    [
+        (None, ""),
+        ("0", ""),
+        ("0,7,1", ""),
+        ("", "CUDA_VISIBLE_DEVICES='' hides all 2 GPUs"),
+        ("-1", "CUDA_VISIBLE_DEVICES='-1' hides all 2 GPUs"),
+        ("7", "CUDA_VISIBLE_DEVICES='7' hides all 2 GPUs ('7' names no GPU, and CUDA stops there)"),
+        ("0,0", "CUDA_VISIBLE_DEVICES='0,0' hides all 2 GPUs ('0' names one twice, and CUDA shows none then)"),
+        (
+            "GPU-ffff",
+            "CUDA_VISIBLE_DEVICES='GPU-ffff' hides all 2 GPUs ('GPU-ffff' names no GPU, and CUDA stops there)",
+        ),
+    ],
+)
+def test_a_list_that_hides_every_gpu_is_the_reason_to_take_the_cpu(visible: str | None, why: str) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert Survey.take(two_t4s(), environ, Path("/nowhere")).why_no_gpu == why
+
+
+# --- a driver that does not answer
+
+
+def with_a_driver(root: Path) -> Path:
+    return write_files(root, {"dev/nvidiactl": ""})
+
+
+def cuda_has(*devices: Device, error: str = "") -> Callable[[], CudaAnswer]:
+    return lambda: CudaAnswer(devices, error, "2.10.0+cu128", ("sm_75",))
+
+
+SILENT = FakeNvml(has_driver=False)
+ONE_T4 = ("Tesla T4", "aaaa1111-0000", 16 * GB, (7, 5))
+OTHER_T4 = ("Tesla T4", "aabb2222-0000", 16 * GB, (7, 5))
+
+
+def test_where_nvml_gets_no_answer_cuda_is_asked(tmp_path: Path) -> None:
+    survey = Survey.take(SILENT, {}, with_a_driver(tmp_path), ask=cuda_has(ONE_T4, OTHER_T4))
+    assert survey.gpus == (
+        Gpu(0, "GPU-aaaa1111-0000", "Tesla T4", 16 * GB, compute_capability=(7, 5), number=0),
+        Gpu(1, "GPU-aabb2222-0000", "Tesla T4", 16 * GB, compute_capability=(7, 5), number=1),
+    )
+    assert survey.driver.silence == "Driver Not Loaded"
+    assert survey.why_no_gpu == ""
+    environ = {"CUDA_VISIBLE_DEVICES": "3,2"}
+    moved = Survey.take(SILENT, environ, with_a_driver(tmp_path), ask=cuda_has(ONE_T4, OTHER_T4))
+    assert [gpu.number for gpu in moved.gpus] == [3, 2]
+
+
+def test_a_mig_device_that_cuda_shows_is_left_to_cuda_to_name(tmp_path: Path) -> None:
+    part = ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "cccc", 5 * GB, (8, 0))
+    (gpu,) = Survey.take(SILENT, {}, with_a_driver(tmp_path), ask=cuda_has(part)).gpus
+    assert (gpu.uuid, gpu.number, gpu.is_mig) == ("", None, True)
+
+
+def test_where_nobody_answers_that_is_the_reason_to_take_the_cpu(tmp_path: Path) -> None:
+    ask = cuda_has(error="Unexpected error from cudaGetDeviceCount()")
+    survey = Survey.take(SILENT, {}, with_a_driver(tmp_path), ask=ask)
+    assert survey.gpus == ()
+    assert survey.why_no_gpu == (
+        "the driver does not answer (NVML: Driver Not Loaded; CUDA: Unexpected error from cudaGetDeviceCount())"
+    )
+
+
+def never_asked() -> CudaAnswer:
+    raise AssertionError("CUDA was asked")
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_cuda_is_not_asked_for_devices_that_are_hidden(tmp_path: Path, visible: str) -> None:
+    survey = Survey.take(SILENT, {"CUDA_VISIBLE_DEVICES": visible}, with_a_driver(tmp_path), ask=never_asked)
+    assert (survey.gpus, survey.why_no_gpu) == ((), "")
+
+
+def test_cuda_is_not_asked_where_nvml_answers_or_there_is_no_driver(tmp_path: Path) -> None:
+    without = Survey.take(SILENT, {}, tmp_path, ask=never_asked)
+    assert (without.gpus, without.why_no_gpu) == ((), "")
+    assert len(Survey.take(two_t4s(), {}, with_a_driver(tmp_path), ask=never_asked).gpus) == 2
+
+
+def test_a_driver_that_hangs_takes_neither_the_survey_nor_the_next_one_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class HangingNvml(FakeNvml):
+        def nvmlInit(self) -> None:  # noqa: N802  # as NVML has it
+            entered.append(None)
+            goes_on.wait(30)
+            super().nvmlInit()
+
+    entered: list[None] = []
+    goes_on = threading.Event()
+    monkeypatch.setattr("nbaccel.hardware._SILENT_AFTER_S", 0.05)
+    nvml, root = HangingNvml(), with_a_driver(tmp_path)
+    for _ in range(2):
+        survey = Survey.take(nvml, {}, root, ask=cuda_has(error="no answer within 60 s"))
+        assert "NVML: no answer within 0.05 s; CUDA: no answer within 60 s" in survey.why_no_gpu
+    assert len(entered) == 1
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "nbaccel-nvml":
+            thread.join(5)
+
+
+def test_an_error_of_a_survey_is_raised_where_it_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError):
+        Survey.take(FakeNvml([FakeGpu(name=None)]), {}, with_a_driver(tmp_path))  # type: ignore[arg-type]
+
+
 def test_questions_that_a_device_does_not_answer_leave_gaps_not_errors() -> None:
     refuses = ("MemoryInfo", "ComputeRunningProcesses", "NumGpuCores", "MigMode", "PciInfo", "CudaComputeCapability")
     assert visible_gpus(FakeNvml([FakeGpu("vGPU", "GPU-1", refuses=refuses)]), None, "FASTEST_FIRST") == (
-        Gpu(0, "GPU-1", "vGPU", total_bytes=0),
+        Gpu(0, "GPU-1", "vGPU", total_bytes=0, number=0),
     )
 
 

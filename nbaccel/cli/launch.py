@@ -19,6 +19,7 @@ from nbaccel.configfile import FILE_NAME
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.elastic import Elastic, Nodes, Program
+from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.preflight import Devices, choose_devices, threads_per_rank
 from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.flags import flags_parser, some_flags
@@ -144,6 +145,8 @@ def _elastic(asked: argparse.Namespace, program: Program) -> Elastic:
     nodes = Nodes(asked.nnodes, asked.node_rank, asked.master_addr, asked.master_port)
     threads = threads_per_rank(survey.cpu_count, devices.num_processes)
     say(_described(devices, settings, threads, nodes))
+    for line in before_a_run(devices.gpus):
+        say(line)
     return Elastic(program, devices.num_processes, threads, nodes, settings.environ() | devices.environ())
 
 

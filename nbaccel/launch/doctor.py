@@ -1,7 +1,8 @@
 """The doctor: what nbaccel sees of this machine and of this process, as plain text. Runs in kernels and scripts.
 
-It looks and changes nothing: torch is not imported for it, CUDA is never touched, no program is started. It prints
-no command lines and no environment but CUDA's own variables, so a report can be pasted anywhere.
+It looks and changes nothing: torch is not imported for it, and CUDA is never touched. Where there are GPUs and torch is
+not loaded yet, one process is started that says for which GPUs torch was built. It prints no command lines and no
+environment but CUDA's own variables, so a report can be pasted anywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nbaccel.hardware import Gpu, Platform, Survey, best_precision
+from nbaccel.hardware import ComputeMode, Gpu, Platform, Survey, best_precision
+from nbaccel.launch.gpu_trouble import TorchBuild, holder_name, troubles
 from nbaccel.settings import CHECKPOINT_DIR
 from nbaccel.storage import Storage
 
@@ -38,6 +40,7 @@ class Facts:
     cuda_is_initialized: this process holds a CUDA context.  cuda_cell: where it came from, "cell [7]", if known.
     limits: name to value, already text.  holders: names of processes that hold GPU memory, by process id.
     saves_to: where a training that saves itself would write its checkpoints.
+    build: for which GPUs torch was built; None where there are none, or nobody can tell.
     """
 
     python: str = ""
@@ -49,6 +52,7 @@ class Facts:
     open_files: int = sys.maxsize
     holders: Mapping[int, str] = field(default_factory=dict)
     saves_to: Storage = field(default_factory=lambda: Storage(Path(CHECKPOINT_DIR), ""))
+    build: TorchBuild | None = None
 
     @classmethod
     def of_this_process(cls, survey: Survey, cuda_cell: str | None = None, checkpoint_dir: str | None = None) -> Facts:
@@ -70,6 +74,7 @@ class Facts:
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             holders=_names({pid for gpu in survey.gpus for pid, _ in gpu.processes}),
             saves_to=Storage.of(Path(checkpoint_dir or CHECKPOINT_DIR)),
+            build=_build() if survey.gpus else None,
         )
 
 
@@ -114,7 +119,8 @@ def _devices(survey: Survey, facts: Facts) -> Iterator[str]:
     for name, value in survey.cuda_environ:
         yield _row("", f"{name}={value!r}")
     if not survey.gpus:
-        yield _row("GPUs", "none (NVML sees no NVIDIA driver, or CUDA_VISIBLE_DEVICES hides them)")
+        why = survey.why_no_gpu
+        yield _row("GPUs", f"NOT used: {why}" if why else "none (NVML sees no NVIDIA driver, or there are none for it)")
         return
     yield _row("GPUs", f"{len(survey.gpus)}, in CUDA's order")
     for gpu in survey.gpus:
@@ -125,6 +131,8 @@ def _gpu(gpu: Gpu, holders: Mapping[int, str]) -> Iterator[str]:
     precision, reason = best_precision(gpu)
     yield f"  cuda:{gpu.index}  {gpu.name}  {gpu.uuid}{'  (MIG)' if gpu.is_mig else ''}"
     yield f"          {_gb(gpu.used_bytes)} of {_gb(gpu.total_bytes)} used; precision {precision}: {reason}"
+    if gpu.compute_mode is not ComputeMode.SHARED:
+        yield f"          compute mode {gpu.compute_mode.name.lower()}: {gpu.compute_mode}"
     for pid, used_bytes in gpu.processes:
         amount = "an unknown amount" if used_bytes is None else _gb(used_bytes)
         yield f"          {amount} held by process {pid} ({holders.get(pid, 'not visible from here')})"
@@ -149,14 +157,44 @@ def _warnings(survey: Survey, facts: Facts) -> Iterator[str]:
     if survey.system == "Linux" and survey.kernel_version and survey.kernel_version < OLDEST_GOOD_KERNEL:
         yield f"Linux {survey.kernel_release} is older than 5.5: training processes are known to hang on it."
     if survey.shm_bytes is not None and survey.shm_bytes < SMALL_SHM_BYTES:
+        has_several = len(survey.gpus) > 1
+        exchanged = ", and NCCL what GPUs exchange that have no direct way" if has_several else ""
+        cure = " For NCCL alone NCCL_SHM_DISABLE=1 does, which is slower." if has_several else ""
         yield (
-            f"/dev/shm holds only {_gb(survey.shm_bytes)}: DataLoader workers pass batches through it. Use "
-            "num_workers=0, or start the container with --shm-size."
+            f"/dev/shm holds only {_gb(survey.shm_bytes)}: DataLoader workers pass batches through it{exchanged}. Use "
+            f"num_workers=0, or start the container with --shm-size=1g.{cure}"
         )
     if facts.open_files < FEW_OPEN_FILES:
         yield f"only {facts.open_files} files may be open at once: raise it (ulimit -n 4096) if workers fail to start."
     if _is_unlike(survey.gpus) and dict(survey.cuda_environ).get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         yield "the GPUs differ, and CUDA's order of them is a guess: set CUDA_DEVICE_ORDER=PCI_BUS_ID to be certain."
+    yield from _about_the_driver(survey)
+    yield from troubles(survey.gpus, lambda pid: facts.holders.get(pid, ""), facts.build)
+
+
+def _about_the_driver(survey: Survey) -> Iterator[str]:
+    driver = survey.driver
+    if driver.silence:
+        what = (
+            "what CUDA says of the GPUs is used, without who holds their memory" if survey.gpus else "runs take the CPU"
+        )
+        yield (
+            f"the NVIDIA driver is here, and NVML gets no answer ({driver.silence}): {what}. `nvidia-smi` in a "
+            "terminal says more; after an update of the driver the machine has to be restarted."
+        )
+    for name in driver.uncut:
+        yield (
+            f"{name} is in MIG mode and has no instance, so nothing can compute on it: an administrator makes one by "
+            "nvidia-smi mig -cgi PROFILE -C, or ends the mode by nvidia-smi -mig 0."
+        )
+    if driver.misread:
+        visible = dict(survey.cuda_environ).get("CUDA_VISIBLE_DEVICES")
+        shown = f"{len(survey.gpus)} of {len(driver.names)} GPUs"
+        yield f"CUDA_VISIBLE_DEVICES={visible!r}: {driver.misread}. It shows {shown}."
+
+
+def _build() -> TorchBuild | None:
+    return TorchBuild.loaded() if "torch" in sys.modules else TorchBuild.installed()
 
 
 def _is_unlike(gpus: tuple[Gpu, ...]) -> bool:
@@ -186,16 +224,7 @@ def _limit(which: int, unit: int = 1, suffix: str = "") -> str:
 
 
 def _names(pids: set[int]) -> dict[int, str]:
-    """Program names, never command lines: those hold tokens and passwords."""
-    import psutil
-
-    names = {}
-    for pid in pids:
-        try:
-            names[pid] = psutil.Process(pid).name()
-        except psutil.Error:  # gone, another user's, or numbered by the host outside of this container
-            continue
-    return names
+    return {pid: name for pid in pids if (name := holder_name(pid))}
 
 
 def _gb(number_of_bytes: int) -> str:

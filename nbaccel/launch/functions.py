@@ -15,11 +15,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
+from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.inline import left_for_why, run_inline
 from nbaccel.launch.launcher import Launcher, Outcome, default_launcher, refuse_nested_launch
 from nbaccel.launch.postmortem import PostMortem
-from nbaccel.launch.preflight import choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.preflight import Devices, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.report import show_users_frames
 from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
@@ -113,6 +114,7 @@ def launch(
         platform_can_fork=here.can_fork,
         cuda_initialized=here.cuda_initialized,
     )
+    chosen = chosen.started_by(start)
     spec = LaunchSpec(
         task=FunctionTask(function, args, kwargs),
         world_size=chosen.num_processes,
@@ -128,6 +130,8 @@ def launch(
     launcher.post_mortem = None  # of the run before
     facts = Facts(_call_in_words(function, args, kwargs), str(chosen), chosen.names())
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
+    for line in [*_without_gpus(chosen), *before_a_run(chosen.gpus)]:
+        shown.write("stderr", f"{line}\n")
     if start.method == "inline":
         return _launch_inline(spec, check, shown, launcher, facts.title)
     outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
@@ -146,6 +150,10 @@ def launch(
     if error is not None and check:
         raise error
     return run
+
+
+def _without_gpus(devices: Devices) -> list[str]:
+    return [str(devices)] if devices.why_no_gpu else []
 
 
 def _how_it_ended(outcome: Outcome, seconds: float) -> tuple[BaseException | None, str]:

@@ -6,7 +6,7 @@ be done is refused here, in one sentence that says what can.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.hardware import Gpu, Survey
@@ -26,11 +26,14 @@ class Devices:
     """Where the ranks of a run compute: local rank r on `gpus[r]`, or all of them on the CPU.
 
     gpus: as many as there are ranks, or none.  hides_gpus: ranks must not see the GPUs that are there.
+    why_no_gpu: see `Survey.why_no_gpu`; empty where the CPU was asked for.  is_here: it is a run in this process.
     """
 
     num_processes: int
     gpus: tuple[Gpu, ...] = ()
     hides_gpus: bool = False
+    why_no_gpu: str = ""
+    is_here: bool = False
 
     @property
     def device_type(self) -> str:
@@ -48,16 +51,39 @@ class Devices:
     def environ(self) -> dict[str, str]:
         """The variables that show every rank these devices, numbered by local rank.
 
-        UUIDs, because numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Where
-        NVML sees no GPU nothing is set: CUDA may know devices that NVML does not (Jetson, WSL).
+        Numbers where they are certain to mean these devices, since some libraries read them; else UUIDs, because
+        numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Where a GPU has no name that
+        is certain nothing is set, and neither for a run in this process: CUDA reads the variable once, and would hide
+        the other GPUs from the notebook for good.
         """
-        if self.gpus or self.hides_gpus:
-            return {VISIBLE_DEVICES: ",".join(gpu.uuid for gpu in self.gpus)}
-        return {}
+        if self.gpus and not self.is_here:
+            numbers = [str(gpu.number) for gpu in self.gpus if gpu.number is not None]
+            names = numbers if len(numbers) == len(self.gpus) else [gpu.uuid for gpu in self.gpus]
+            return {VISIBLE_DEVICES: ",".join(names)} if all(names) else {}
+        return {VISIBLE_DEVICES: ""} if self.hides_gpus else {}
+
+    def started_by(self, start: Start) -> Devices:
+        """The same, for ranks that start so.
+
+        Raises:
+            LaunchRefused: the run is to be in this process, which computes on its first device, and another is meant.
+        """
+        if start.method != "inline":
+            return self
+        if self.gpus and self.gpus[0].index != 0:
+            gpu = self.gpus[0]
+            raise LaunchRefused(
+                f"the run would be in the notebook's own process (inline: {start.reason}), where CUDA cannot be given "
+                f"other devices: leave --devices out and say torch.device('cuda', {gpu.index}) in the code for "
+                f"{gpu.name}, or use --start zygote, whose rank sees that GPU alone."
+            )
+        return replace(self, is_here=True)
 
     def __str__(self) -> str:
         ranks = _count(self.num_processes, "rank")
-        return f"{ranks} on {_listed(self.gpus)}" if self.gpus else f"{ranks} on the CPU"
+        if self.gpus:
+            return f"{ranks} on {_listed(self.gpus)}"
+        return f"{ranks} on the CPU{self.why_no_gpu and f', NOT on a GPU: {self.why_no_gpu}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +120,9 @@ def choose_devices(requested_processes: int | None, devices: str | None, cpu: bo
         raise LaunchRefused(f"--cpu and --devices {devices} contradict each other: leave one of them out.")
     if cpu:
         return Devices(requested_processes or 1, hides_gpus=True)
-    gpus = survey.gpus if devices is None else _pick(devices, survey.gpus)
+    gpus = survey.gpus if devices is None else _pick(devices, survey.gpus, survey.why_no_gpu)
     if not gpus:
-        return Devices(requested_processes or 1)
+        return Devices(requested_processes or 1, why_no_gpu=survey.why_no_gpu)
     wanted = requested_processes or len(gpus)
     if wanted > len(gpus):
         raise NoSuchDevice(
@@ -177,12 +203,12 @@ def _start_without_fork(requested: str, world_size: int) -> Start:
     return Start("inline", "this system cannot fork safely")
 
 
-def _pick(devices: str, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+def _pick(devices: str, gpus: tuple[Gpu, ...], why_none: str) -> tuple[Gpu, ...]:
     picked: list[Gpu] = []
     for entry in (part.strip() for part in devices.split(",")):
         fitting = [gpu for gpu in gpus if _fits(entry, gpu)]
         if len(fitting) != 1:
-            what = f"there {_are(len(gpus), 'GPU')}: {_listed(gpus)}" if gpus else "NVML sees no GPU here"
+            what = f"there {_are(len(gpus), 'GPU')}: {_listed(gpus)}" if gpus else why_none or "NVML sees no GPU here"
             remedy = "Name some of these, or leave --devices out" if gpus else "Leave --devices out to run on the CPU"
             problem = f"{entry!r} fits {len(fitting)} GPUs" if fitting else f"there is no GPU {entry!r}"
             raise NoSuchDevice(f"--devices {devices}: {problem}; {what}. {remedy}.")

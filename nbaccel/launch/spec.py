@@ -241,7 +241,7 @@ class LaunchSpec:
     def environ_of(self, rank: int) -> dict[str, str]:
         """The variables of one rank: `environ`, and which device is its own."""
         chosen = dict(self.environ)
-        if self.own_devices:
+        if self.own_devices and VISIBLE_DEVICES in chosen:
             chosen[VISIBLE_DEVICES] = chosen[VISIBLE_DEVICES].split(",")[rank]
         return chosen
 

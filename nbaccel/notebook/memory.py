@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.events import Event, Listener, Memory
+from nbaccel.gpu_driver import is_holder
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.notebook.plan import amount
 
@@ -111,7 +112,7 @@ def _machine(survey: Survey, pid: int) -> Iterator[str]:
 
 def _own(gpu: Gpu, pid: int) -> str:
     """This kernel's part as the driver counts it: with the CUDA context, which no allocator knows."""
-    own = [count for holder, count in gpu.processes if holder == pid and count]
+    own = [count for holder, count in gpu.processes if holder == pid and count and is_holder(pid)]
     return f", {amount(sum(own))} of it by this kernel" if own else ""
 
 

@@ -71,6 +71,7 @@ class Plan:
                 f"{limit.flag} can stop ranks only, and this cell would run in the notebook's own process "
                 f"({start.reason}): leave {limit.flag} out."
             )
+        devices = devices.started_by(start)
         precision, reason = choose_precision(options, devices)
         return cls(
             options=options,

@@ -15,6 +15,7 @@ from typing import Any
 
 from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
+from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.holdings import held_here
 from nbaccel.launch.inline import left_for_why, run_inline
@@ -213,7 +214,11 @@ class Session:
             for name, thread in list(threads_held_by(needed).items())[:_MOST_THREADS]:
                 self.say(f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell")
         holdings = held_here(self.shell.user_ns)
-        for line in [*carried, *shortages(plan, source.code, needed, survey, holdings)]:
+        for line in [
+            *before_a_run(plan.devices.gpus),
+            *carried,
+            *shortages(plan, source.code, needed, survey, holdings),
+        ]:
             self.say(line)
 
     def start_zygote(self) -> None:

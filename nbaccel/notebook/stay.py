@@ -15,6 +15,7 @@ from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.hardware import Survey
+from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.home import Home
 from nbaccel.launch.launcher import Launcher, refuse_nested_launch
@@ -106,6 +107,8 @@ class Stay:
                 f"({plan.start.reason}), where names stay anyway: leave %accelerate start out."
             )
         self._say(str(plan))
+        for line in before_a_run(plan.devices.gpus):
+            self._say(line)
         spec = replace(plan.spec(task, self._setup), stays=True)
         self._residents = self._launcher().start(spec, ConsoleScreen())
         self._plan, self._options = replace(plan, start=self._residents.spec.start), options

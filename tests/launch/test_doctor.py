@@ -12,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fakes import GB, FakeGpu, FakeNvml, two_t4s
+from fakes import GB, FakeGpu, FakeNvml, two_t4s, write_files
+from nbaccel.asking_cuda import CudaAnswer
 from nbaccel.hardware import Memory, Platform, Survey, visible_gpus
 from nbaccel.launch.doctor import Facts, report
+from nbaccel.launch.gpu_trouble import TorchBuild
 from nbaccel.storage import Storage
 
 SURVEY = Survey(
@@ -89,6 +91,85 @@ def test_little_shared_memory_is_warned_of() -> None:
     assert "num_workers=0" in line
 
 
+def test_with_several_gpus_nccl_needs_shared_memory_too() -> None:
+    (line,) = warnings(replace(SURVEY, shm_bytes=64 * 10**6))
+    assert line == (
+        "! /dev/shm holds only 0.1 GB: DataLoader workers pass batches through it, and NCCL what GPUs exchange that "
+        "have no direct way. Use num_workers=0, or start the container with --shm-size=1g. For NCCL alone "
+        "NCCL_SHM_DISABLE=1 does, which is slower."
+    )
+    (line,) = warnings(replace(SURVEY, shm_bytes=64 * 10**6, gpus=SURVEY.gpus[:1]))
+    assert "NCCL" not in line
+
+
+def take(nvml: FakeNvml, root: Path, environ: dict[str, str] | None = None, *, has_driver: bool = False) -> Survey:
+    """A healthy machine otherwise."""
+    survey = Survey.take(
+        nvml,
+        environ or {},
+        write_files(root, {"dev/nvidiactl": ""}) if has_driver else root,
+        ask=lambda: CudaAnswer(error="unknown error"),
+    )
+    return replace(SURVEY, gpus=survey.gpus, driver=survey.driver, cuda_environ=survey.cuda_environ)
+
+
+def test_a_driver_that_does_not_answer_is_said_in_the_row_and_with_what_to_do(tmp_path: Path) -> None:
+    survey = take(FakeNvml(has_driver=False), tmp_path, has_driver=True)
+    row = "GPUs      NOT used: the driver does not answer (NVML: Driver Not Loaded; CUDA: unknown error)\n"
+    assert row in report(survey, FACTS)
+    (line,) = warnings(survey)
+    assert line == (
+        "! the NVIDIA driver is here, and NVML gets no answer (Driver Not Loaded): runs take the CPU. `nvidia-smi` in "
+        "a terminal says more; after an update of the driver the machine has to be restarted."
+    )
+    (line,) = warnings(replace(survey, gpus=SURVEY.gpus))
+    assert "what CUDA says of the GPUs is used, without who holds their memory" in line
+
+
+def test_gpus_that_a_list_hides_are_said(tmp_path: Path) -> None:
+    survey = take(two_t4s(), tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"})
+    assert "GPUs      NOT used: CUDA_VISIBLE_DEVICES='-1' hides all 2 GPUs\n" in report(survey, FACTS)
+    (line,) = warnings(take(two_t4s(), tmp_path, {"CUDA_VISIBLE_DEVICES": "0,7,1"}))
+    assert line == ("! CUDA_VISIBLE_DEVICES='0,7,1': '7' names no GPU, and CUDA stops there. It shows 1 of 2 GPUs.")
+
+
+def test_a_board_in_mig_mode_without_an_instance_is_said(tmp_path: Path) -> None:
+    (line,) = warnings(take(FakeNvml([FakeGpu("NVIDIA A100", is_cut=True), FakeGpu()]), tmp_path))
+    assert line.startswith("! NVIDIA A100 is in MIG mode and has no instance, so nothing can compute on it")
+
+
+def test_what_keeps_a_gpu_from_computing_is_warned_of(tmp_path: Path) -> None:
+    boards = [
+        FakeGpu("Tesla P100", "GPU-1", compute_capability=(6, 0)),
+        FakeGpu(uuid="GPU-2", compute_mode=3, used_bytes=GB, processes=[(4321, GB)]),
+        FakeGpu(uuid="GPU-3", used_bytes=16 * GB, processes=[(4321, 15 * GB)]),
+    ]
+    survey = replace(take(FakeNvml(boards), tmp_path), cuda_environ=SURVEY.cuda_environ)
+    facts = replace(FACTS, build=TorchBuild("2.10.0+cu128", ("sm_75", "sm_80")))
+    text = report(survey, facts)
+    assert "          compute mode exclusive: one process at a time\n" in text
+    code, exclusive, full = warnings(survey, facts)
+    assert "Tesla P100 has compute capability 6.0, and torch 2.10.0+cu128 has code for sm_75, sm_80 only" in code
+    assert (
+        "takes one process at a time (compute mode exclusive), and has one: 1.0 GB held by process 4321 (py"
+        in exclusive
+    )
+    assert "Tesla T4 is full: 0.0 GB of 16.0 GB are free" in full
+    assert "15.0 GB held by process 4321 (python3)" in full
+
+
+def test_torch_is_asked_elsewhere_only_where_there_are_gpus_and_it_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(TorchBuild, "installed", classmethod(lambda cls: asked.append(None)))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    Facts.of_this_process(Survey())
+    assert asked == []
+    Facts.of_this_process(SURVEY)
+    assert asked == [None]
+
+
 def test_few_open_files_are_warned_of() -> None:
     (line,) = warnings(facts=replace(FACTS, open_files=256))
     assert "only 256 files may be open at once: raise it (ulimit -n 4096)" in line
@@ -111,10 +192,14 @@ def test_memory_held_by_a_process_of_the_host_is_not_given_a_name() -> None:
     assert "an unknown amount held by process 99 (not visible from here)" in report(survey, FACTS)
 
 
-def test_holders_are_named_by_program() -> None:
-    nvml = FakeNvml([FakeGpu(processes=[(os.getpid(), GB), (2**22 + 1, GB)])])
+def test_holders_are_named_by_program_if_the_number_is_theirs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([FakeGpu(processes=[(os.getpid(), GB), (os.getppid(), GB), (2**22 + 1, GB)])])
     survey = Survey(gpus=visible_gpus(nvml, None, "FASTEST_FIRST"))
-    assert Facts.of_this_process(survey).holders == {os.getpid(): psutil.Process().name()}
+    monkeypatch.setattr("nbaccel.launch.gpu_trouble.is_holder", lambda pid: True)
+    named = {os.getpid(): "this one", os.getppid(): psutil.Process(os.getppid()).name()}
+    assert Facts.of_this_process(survey).holders == named
+    monkeypatch.setattr("nbaccel.launch.gpu_trouble.is_holder", lambda pid: False)
+    assert Facts.of_this_process(survey).holders == {}
 
 
 def test_where_checkpoints_would_go_and_what_becomes_of_them_is_said() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
+from nbaccel.hardware import Driver, Survey
 from nbaccel.launch import ending, functions
 from nbaccel.launch.functions import debug_launcher, launch, notebook_launcher
 from nbaccel.launch.guardian import session_members
@@ -470,6 +471,20 @@ def test_an_initialised_cuda_starts_the_zygote(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert launch(rank, 2).start_method == "zygote"
+
+
+def test_a_launch_that_has_to_take_the_cpu_says_why(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    survey = Survey(driver=Driver(silence="Driver/library version mismatch"))
+    monkeypatch.setattr(Survey, "take", classmethod(lambda cls, **asked: survey))
+    launch(os.getpid, 1, start_method="inline")
+    assert (
+        "1 rank on the CPU, NOT on a GPU: the driver does not answer (NVML: Driver/library version mismatch)\n"
+        in capfd.readouterr().err
+    )
+    launch(os.getpid, 1, cpu=True, start_method="inline")
+    assert "GPU" not in capfd.readouterr().err
 
 
 def test_inline_runs_in_this_process_and_puts_the_environment_back() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fakes import FakeNvml, two_t4s
+from fakes import FakeGpu, FakeNvml, two_t4s
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
-from nbaccel.hardware import Gpu, Survey, visible_gpus
+from nbaccel.hardware import Driver, Gpu, Survey, visible_gpus
 from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.spec import FunctionTask, LaunchSpec
 
 GB = 10**9
 
@@ -18,6 +21,9 @@ def survey(nvml: FakeNvml, visible: str | None = None) -> Survey:
 
 NO_GPU = survey(FakeNvml(has_driver=False))
 ONE_T4 = survey(two_t4s(), "0")
+SECOND_T4 = survey(two_t4s(), "1")
+BY_UUID = survey(two_t4s(), "GPU-aab")
+UNLIKE = survey(FakeNvml([FakeGpu("T4", "GPU-1"), FakeGpu("A100", "GPU-2", clock_mhz=1)]))
 TWO_T4S = survey(two_t4s())
 
 
@@ -27,9 +33,12 @@ TWO_T4S = survey(two_t4s())
 @pytest.mark.parametrize(
     ("machine", "asked", "ranks", "visible"),
     [
-        pytest.param(TWO_T4S, None, 2, "GPU-aaaa1111,GPU-aabb2222", id="auto takes all"),
-        pytest.param(TWO_T4S, 1, 1, "GPU-aaaa1111", id="fewer than there are"),
-        pytest.param(ONE_T4, None, 1, "GPU-aaaa1111", id="auto on one"),
+        pytest.param(TWO_T4S, None, 2, "0,1", id="auto takes all"),
+        pytest.param(TWO_T4S, 1, 1, "0", id="fewer than there are"),
+        pytest.param(ONE_T4, None, 1, "0", id="auto on one"),
+        pytest.param(SECOND_T4, None, 1, "1", id="auto on the second one"),
+        pytest.param(BY_UUID, None, 1, "GPU-aabb2222", id="a list of uuids"),
+        pytest.param(UNLIKE, None, 2, "GPU-1,GPU-2", id="an order that is a guess"),
         pytest.param(NO_GPU, None, 1, None, id="auto on none"),
         pytest.param(NO_GPU, 4, 4, None, id="any number on the CPU"),
     ],
@@ -59,6 +68,55 @@ def test_named_devices_are_taken_in_the_order_named(devices: str, chosen: list[s
 def test_device_numbers_count_what_is_visible() -> None:
     (gpu,) = choose_devices(None, "0", False, survey(two_t4s(), "1")).gpus
     assert gpu.uuid == "GPU-aabb2222"
+
+
+def test_devices_without_a_certain_name_are_left_to_cuda() -> None:
+    assert Devices(1, (Gpu(0, "", "NVIDIA A100 MIG 1g.5gb", 5 * GB),)).environ() == {}
+    spec = LaunchSpec(FunctionTask(print), 2, Start("fork", ""), own_devices=True)
+    assert "CUDA_VISIBLE_DEVICES" not in spec.environ_of(1)
+
+
+SILENT = Survey(driver=Driver(silence="Driver/library version mismatch", refusal="unknown error"))
+
+
+def test_a_run_that_has_to_take_the_cpu_says_why_loudly() -> None:
+    assert str(choose_devices(2, None, False, SILENT)) == (
+        "2 ranks on the CPU, NOT on a GPU: the driver does not answer (NVML: Driver/library version mismatch; "
+        "CUDA: unknown error)"
+    )
+    assert str(choose_devices(2, None, True, SILENT)) == "2 ranks on the CPU"  # as it was asked to
+    hidden = Survey.take(two_t4s(), {"CUDA_VISIBLE_DEVICES": ""}, Path("/nowhere"))
+    assert str(choose_devices(None, None, False, hidden)) == (
+        "1 rank on the CPU, NOT on a GPU: CUDA_VISIBLE_DEVICES='' hides all 2 GPUs"
+    )
+
+
+def test_a_named_device_that_the_driver_does_not_give_is_refused_with_the_reason() -> None:
+    with pytest.raises(NoSuchDevice, match=r"there is no GPU '0'; the driver does not answer \(NVML: Driver/library"):
+        choose_devices(None, "0", False, SILENT)
+
+
+INLINE = Start("inline", "asked for", is_explicit=True)
+
+
+def test_a_run_in_this_process_takes_its_first_device_and_hides_none_of_the_others() -> None:
+    devices = choose_devices(1, None, False, TWO_T4S).started_by(INLINE)
+    assert devices.device_type == "cuda"
+    assert devices.environ() == {}
+    assert choose_devices(1, "0", False, TWO_T4S).started_by(INLINE).environ() == {}
+    assert choose_devices(1, None, True, TWO_T4S).started_by(INLINE).environ() == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_another_device_than_the_first_cannot_be_had_in_this_process() -> None:
+    chosen = choose_devices(None, "1", False, TWO_T4S)
+    assert chosen.started_by(Start("zygote", "")) is chosen
+    with pytest.raises(LaunchRefused) as refused:
+        chosen.started_by(INLINE)
+    assert str(refused.value) == (
+        "the run would be in the notebook's own process (inline: asked for), where CUDA cannot be given other devices: "
+        "leave --devices out and say torch.device('cuda', 1) in the code for Tesla T4, or use --start zygote, whose "
+        "rank sees that GPU alone."
+    )
 
 
 def test_more_ranks_than_gpus_is_one_sentence_with_both_ways_out() -> None:

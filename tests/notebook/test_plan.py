@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +78,7 @@ def test_a_flag_beats_the_configuration_which_beats_automatic(planned: Any) -> N
 def test_auto_is_one_rank_per_gpu_in_the_precision_that_suits_it(planned: Any) -> None:
     ran = planned.run("%%accelerate --seed 1\nx = 1")
     spec = planned.session.launcher.spec
-    assert spec.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert spec.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert spec.environ["ACCELERATE_MIXED_PRECISION"] == "fp16"
     assert "ACCELERATE_USE_CPU" not in spec.environ
     assert ran.stdout.splitlines()[0] == (
@@ -97,16 +99,42 @@ def test_cpu_hides_the_gpus(planned: Any) -> None:
 
 @on
 def test_devices_are_chosen_by_number(planned: Any) -> None:
-    assert planned.plan("%%accelerate -d 1\nx = 1").environ["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    assert planned.plan("%%accelerate -d 1\nx = 1").environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@on
+def test_a_run_in_the_notebook_gets_no_other_device_than_the_notebook_has(planned: Any) -> None:
+    error = planned.run("%%accelerate --start inline -d 1\nx = 1").error
+    assert isinstance(error, LaunchRefused)
+    assert "where CUDA cannot be given other devices: leave --devices out and say torch.device('cuda', 1)" in str(error)
+    assert "x" not in planned.names
+    before = dict(os.environ)
+    assert planned.run("%%accelerate --start inline -n 1 --out seen\nimport os; seen = dict(os.environ)").error is None
+    assert "CUDA_VISIBLE_DEVICES" not in planned.names["seen"]
+    assert dict(os.environ) == before
+
+
+FULL = replace(T4[0], used_bytes=T4[0].total_bytes, processes=[(2**22 + 1, 15 * fakes.GB)])
+
+
+@pytest.mark.parametrize("survey", [[FULL]], indirect=True)
+def test_a_gpu_that_is_full_is_said_before_the_run(planned: Any) -> None:
+    lines = planned.run("%%accelerate\nx = 1").stdout.splitlines()
+    assert lines[1] == (
+        "GPU 0 Tesla T4 is full: 0.0 GB of 16.0 GB are free, and a process takes up to 0.5 GB before its first tensor; "
+        f"15.0 GB held by process {2**22 + 1} (not visible from here)."
+    )
+    started = planned.run("%accelerate start")
+    assert "GPU 0 Tesla T4 is full" in started.stdout
 
 
 @on
 @pytest.mark.parametrize("flags", ["", "--start zygote", "--independent"])
 def test_each_rank_of_a_cell_that_knows_no_ranks_sees_its_own_gpu_alone(planned: Any, flags: str) -> None:
     spec = planned.plan(f"%%accelerate {flags}\nmodel.to('cuda:0')")
-    assert [spec.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["GPU-a", "GPU-b"]
+    assert [spec.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0", "1"]
     knows = planned.plan(f"%%accelerate {flags}\nmodel.to(accelerator.device)")
-    assert [knows.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["GPU-a,GPU-b"] * 2
+    assert [knows.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0,1"] * 2
     assert planned.plan("%%accelerate --cpu -n 2\nx = 1").environ_of(1)["CUDA_VISIBLE_DEVICES"] == ""
 
 

@@ -1,0 +1,162 @@
+"""GPU trouble: what will keep a GPU from computing, known before anything starts. Runs in kernels and scripts.
+
+One sentence for each: no code for it in torch, a compute mode that lets nobody in, memory that others hold. It reads
+what a survey found and constants of the torch that is loaded; it touches no device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.asking_cuda import ask_torch
+from nbaccel.gpu_driver import is_holder
+from nbaccel.hardware import ComputeMode, Gpu
+
+__all__ = ["TorchBuild", "before_a_run", "holder_name", "troubles"]
+
+CONTEXT_BYTES = 500_000_000
+"""What CUDA's context, cuBLAS and cuDNN take of a GPU before the first tensor: 250 to 500 MB."""
+
+_INTEGRATED = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)}
+"""Jetsons: code for their generation does not run on all of them, and torch for them is built by others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """For which GPUs torch was built.
+
+    flags: ("sm_75", "compute_90"); empty for a build without CUDA.
+    """
+
+    version: str
+    flags: tuple[str, ...]
+
+    @classmethod
+    def loaded(cls) -> TorchBuild | None:
+        """The torch of this process; None where none is loaded, or where it does not tell.
+
+        `torch.cuda.get_arch_list()` up to torch 2.8 asks for devices first; what it then reads is a constant.
+        """
+        torch: Any = sys.modules.get("torch")
+        core, version = getattr(torch, "_C", None), getattr(torch, "version", None)
+        if core is None or version is None or getattr(version, "hip", None):
+            return None
+        read = getattr(core, "_cuda_getArchFlags", None)
+        flags = tuple((read() or "").split()) if read is not None else ()
+        return cls(str(torch.__version__), flags) if flags or version.cuda is None else None
+
+    @classmethod
+    def installed(cls) -> TorchBuild | None:
+        """The same where none is loaded, from a process that loads it; takes some seconds."""
+        answer = ask_torch()
+        return cls(answer.torch_version, answer.flags) if answer.torch_version else None
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether there is code for such a GPU, or code that its driver can compile for it.
+
+        Machine code ("sm_86") runs on the same generation from its own number on, "compute" on all that are newer; with
+        an "a" behind it either is for that one GPU, with an "f" for its generation (CUDA programming guide, 5.1).
+
+        >>> build = TorchBuild("2.10.0+cu128", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
+        >>> [build.runs_on(gpu) for gpu in ((6, 0), (7, 0), (7, 5), (8, 9), (9, 0), (12, 0))]
+        [False, False, True, True, True, True]
+        >>> TorchBuild("", ("sm_90a", "compute_80")).runs_on((12, 0)), TorchBuild("", ("sm_90a",)).runs_on((9, 0))
+        (True, True)
+        """
+        if capability == (0, 0) or capability in _INTEGRATED:
+            return True
+        return any(_runs(flag, capability) for flag in self.flags)
+
+    def __str__(self) -> str:
+        return f"torch {self.version}"
+
+
+def _runs(flag: str, capability: tuple[int, int]) -> bool:
+    kind, _, number = flag.partition("_")
+    digits = number.rstrip("af")
+    if kind not in ("sm", "compute") or not digits.isdecimal():
+        return True  # of another maker, or a new way to say it
+    code = (int(digits) // 10, int(digits) % 10)
+    if number.endswith("a"):
+        return code == capability
+    is_newer = capability >= code
+    return is_newer and (capability[0] == code[0] or (kind == "compute" and number == digits))
+
+
+def before_a_run(gpus: Sequence[Gpu]) -> list[str]:
+    """The sentences about the GPUs that a run is about to use."""
+    return list(troubles(gpus, holder_name, TorchBuild.loaded()))
+
+
+def troubles(gpus: Sequence[Gpu], name_of: Callable[[int], str], build: TorchBuild | None) -> Iterator[str]:
+    """Yield a sentence for each thing that will keep one of `gpus` from computing.
+
+    name_of: the program that holds memory, by its process id as the driver has it; empty where that is not to be seen.
+    """
+    if gpus and build is not None and not build.flags:
+        yield (
+            f"{build} is built without CUDA, so no rank can use {'the GPU' if len(gpus) == 1 else 'the GPUs'}: install "
+            "a build for CUDA (pip install torch, from an index without /cpu), or use --cpu."
+        )
+    for gpu in gpus:
+        who = f"GPU {gpu.index} {gpu.name}"
+        if build is not None and build.flags and not build.runs_on(gpu.compute_capability):
+            yield (
+                f"{who} has compute capability {_dotted(gpu.compute_capability)}, and {build} has code for "
+                f"{', '.join(build.flags)} only: what it computes there will fail (no kernel image is available). "
+                "Install a build that has it, use other GPUs (--devices), or --cpu."
+            )
+        if gpu.compute_mode is ComputeMode.PROHIBITED:
+            yield (
+                f"{who} lets no process compute (compute mode prohibited): an administrator changes that by nvidia-smi "
+                "-c DEFAULT; use other GPUs (--devices), or --cpu."
+            )
+        if gpu.compute_mode is ComputeMode.EXCLUSIVE and gpu.processes:
+            yield (
+                f"{who} takes one process at a time (compute mode exclusive), and has one: {_held(gpu, name_of)}. End "
+                "it; if it is this notebook, which has used CUDA, restart the kernel."
+            )
+        elif gpu.total_bytes and gpu.free_bytes < CONTEXT_BYTES:
+            yield (
+                f"{who} is full: {_gb(gpu.free_bytes)} of {_gb(gpu.total_bytes)} are free, and a process takes up to "
+                f"{_gb(CONTEXT_BYTES)} before its first tensor; {_held(gpu, name_of)}."
+            )
+
+
+def holder_name(pid: int) -> str:
+    """The name of a program that holds memory of a GPU, never its command line: that holds tokens and passwords.
+
+    Empty where it is gone, or where that process id is of another one here than for the driver (in a container).
+    """
+    import psutil
+
+    if pid == os.getpid() and is_holder(pid):
+        return "this one"
+    try:
+        return str(psutil.Process(pid).name()) if is_holder(pid) else ""
+    except psutil.Error:
+        return ""
+
+
+def _held(gpu: Gpu, name_of: Callable[[int], str]) -> str:
+    """Who holds its memory, the largest first."""
+    if not gpu.processes:
+        return "who holds it the driver does not tell here"
+    held = sorted(gpu.processes, key=lambda holder: -(holder[1] or 0))
+    return "; ".join(
+        f"{'an unknown amount' if count is None else _gb(count)} held by process {pid} "
+        f"({name_of(pid) or 'not visible from here'})"
+        for pid, count in held
+    )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _gb(number_of_bytes: int) -> str:
+    return f"{number_of_bytes / 1e9:.1f} GB"
