@@ -15,7 +15,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 
-from nbaccel.launch.guardian import kill_session, session_members
+from nbaccel.launch.guardian import kill_session, remove_segments, session_members
 from nbaccel.launch.member import Member
 from nbaccel.launch.spec import LaunchSpec, RankBoot
 from nbaccel.launch.start import StartMethod
@@ -144,6 +144,9 @@ class Crew:
         for process in alive:
             process.reap()
             self.guard(f"-{process.pid}")
+        for member in wanted:
+            remove_segments(member.segments)
+            member.segments.clear()
 
     @property
     def exit_codes(self) -> list[int]:

@@ -125,6 +125,7 @@ def launch(
         timeout_s=timeout_s,
         hang_timeout_s=hang_timeout_s,
         oom=oom,
+        gpus=chosen.gpus,
     )
     launcher = default_launcher()
     launcher.post_mortem = None  # of the run before

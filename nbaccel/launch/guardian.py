@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Collection, Iterable
 
-__all__ = ["kill_session", "session_members"]
+__all__ = ["kill_session", "remove_segments", "segments_of", "session_members"]
 
 _LOOK_S = 0.1
+_SHM = "/dev/shm"
 
 
 def session_members(leaders: Iterable[int]) -> set[int]:
@@ -79,8 +80,18 @@ def kill_session(*leaders: int, spare: int = 0, wait_s: float = 1.0) -> None:
 
     spare: a pid that is left alone, for a process that ends itself afterwards.
     Repeats until nothing is left or `wait_s` is over: a process can be born while the others are being killed.
+    What they have made of NCCL's shared memory goes with them.
     """
     deadline = time.monotonic() + wait_s
+    segments = segments_of(leaders)
+    try:
+        _kill(leaders, spare, deadline, segments)
+    finally:
+        remove_segments(segments)
+
+
+def _kill(leaders: Collection[int], spare: int, deadline: float, segments: set[str]) -> None:
+    """segments: what is found of the processes before they are killed is added."""
     # Descendants are remembered: once their parent is dead they belong to init and no longer show whose they were.
     known: set[int] = set()
     while True:
@@ -88,6 +99,7 @@ def kill_session(*leaders: int, spare: int = 0, wait_s: float = 1.0) -> None:
         if not members:
             return
         known |= members
+        segments |= segments_of(members)
         # Leaders last: several killers may be at work, and a living leader is how each of them finds the others.
         is_late = time.monotonic() > deadline
         for pid in members if is_late else (members - set(leaders)) or members:
@@ -96,6 +108,37 @@ def kill_session(*leaders: int, spare: int = 0, wait_s: float = 1.0) -> None:
         if is_late:
             return
         time.sleep(0.002)
+
+
+def segments_of(pids: Iterable[int]) -> set[str]:
+    """NCCL's segments of shared memory that these processes have open or mapped, and that have a name.
+
+    NCCL unlinks a segment when the last peer has attached to it. Of a process that is killed before, it keeps some 10
+    MB of /dev/shm for good. The name does not say whose it is, so only who has it in hand counts.
+    """
+    try:
+        named = {os.path.join(_SHM, name) for name in os.listdir(_SHM) if name.startswith("nccl-")}
+    except OSError:
+        return set()
+    return {path for pid in pids for path in named & _files_of(pid)} if named else set()
+
+
+def remove_segments(paths: Iterable[str]) -> None:
+    """Give the memory back, once those are dead who had them."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # NCCL has unlinked it meanwhile
+            os.unlink(path)
+
+
+def _files_of(pid: int) -> set[str]:
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+        found |= {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if _SHM in line}
+    return found
 
 
 class _Watch:

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.events import Restarted
+from nbaccel.hardware import Survey
 from nbaccel.launch.crew import Crew
 from nbaccel.launch.group import BadFork, Ended
 from nbaccel.launch.holdings import held_here
@@ -28,7 +29,7 @@ from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.launch.residents import Residents
-from nbaccel.launch.restarting import Again, Attempt, Over, Restarting
+from nbaccel.launch.restarting import Again, Attempt, Over, Restarting, wait_for_memory
 from nbaccel.launch.screen.audience import Audience
 from nbaccel.launch.screen.router import Screen
 from nbaccel.launch.spec import LaunchSpec, load_named
@@ -107,6 +108,7 @@ class Launcher:
                 match restarting.after(Attempt(spec, ended, witness, host)):
                     case Again(spec, line):
                         ended.close()
+                        wait_for_memory(spec.gpus, ended, lambda: Survey.take().gpus)
                         restarts.append(line)
                         watching.say(line)
                         for listener in watching.listeners:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.failures import Failure as Kind, classify
+from nbaccel.launch.guardian import segments_of
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.report import Link
 from nbaccel.launch.snapshot import Snapshot
@@ -91,6 +92,7 @@ class Member:
         self.was_interrupted = False  # by us, with SIGINT
         self.is_looked_at = False  # it failed, and has not reported yet: somebody looks at it in the debugger
         self.released_at: float | None = None
+        self.segments: set[str] = set()  # of NCCL's shared memory, which it can no longer give back itself
         self.stays = stays
 
     def begin(self, takes_part: bool) -> None:
@@ -115,12 +117,15 @@ class Member:
             self.process.signal(signal.SIGINT)
 
     def terminate(self) -> None:
-        self.was_killed = True
-        self.process.signal(signal.SIGTERM)
+        self._ends_by(signal.SIGTERM)
 
     def kill(self) -> None:
+        self._ends_by(signal.SIGKILL)
+
+    def _ends_by(self, number: signal.Signals) -> None:
         self.was_killed = True
-        self.process.signal(signal.SIGKILL)
+        self.segments |= segments_of([self.process.pid])
+        self.process.signal(number)
 
     def release(self, now: float) -> None:
         """Let a rank that has reported leave."""

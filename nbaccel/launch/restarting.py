@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nbaccel.demand import WHAT_HELPS, Demand, in_words
 from nbaccel.events import LoopEntered
 from nbaccel.failures import Failure, classify
+from nbaccel.hardware import Gpu
 from nbaccel.launch.group import Ended
 from nbaccel.launch.holdings import Holding
 from nbaccel.launch.hostmemory import HostMemory
@@ -22,7 +24,7 @@ from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.witness import Witness
 from nbaccel.settings import SHRINK, RunSettings
 
-__all__ = ["Again", "Attempt", "Over", "Restarting"]
+__all__ = ["Again", "Attempt", "Over", "Restarting", "wait_for_memory"]
 
 _MOST_RESTARTS = 5
 _LONGEST_LOSS_S = 600.0
@@ -31,6 +33,11 @@ _KERNEL_IS_TO_BLAME = 0.5
 """Share of a device from which on what the notebook itself holds there is what does not fit."""
 
 _UNKNOWN_BATCH = 1000
+
+_LONGEST_RELEASE_S = 2.0
+_RELEASE_LOOK_S = 0.05
+_NOISE_BYTES = 100_000_000
+"""What others, or the notebook, may have taken of a GPU meanwhile; a rank's context alone is more."""
 
 _WHAT_HELPS = f"Smaller batches do not help; what does: {WHAT_HELPS}"
 
@@ -251,6 +258,22 @@ class Restarting:
             whose = "the first attempt" if self._restarts == 1 else "earlier attempts"
             said.append(f"files and trackers {whose} opened: {', '.join(self._left_behind)}")
         return said
+
+
+def wait_for_memory(gpus: Sequence[Gpu], ended: Ended, look: Callable[[], Sequence[Gpu]]) -> None:
+    """Wait until the driver has taken back what killed ranks held, but not for long.
+
+    It frees the memory of a process that was killed some 100 ms late, and the next attempt would run into it.
+    gpus: of the attempt, as they were before it.  look: what GPUs are like now.
+    """
+    if not gpus or not any(code < 0 for code in ended.exit_codes):
+        return
+    before = {gpu.uuid: gpu.used_bytes for gpu in gpus}
+    deadline = time.monotonic() + _LONGEST_RELEASE_S
+    while any(gpu.used_bytes > before.get(gpu.uuid, gpu.used_bytes) + _NOISE_BYTES for gpu in look()):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_RELEASE_LOOK_S)
 
 
 def _causes(links: Sequence[Link]) -> Sequence[Link]:

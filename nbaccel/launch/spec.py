@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
+from nbaccel.hardware import Gpu
 from nbaccel.launch.home import Home
 from nbaccel.launch.limits import ProgramLimit
 from nbaccel.launch.preflight import VISIBLE_DEVICES, Start
@@ -216,6 +217,7 @@ class LaunchSpec:
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: what an earlier attempt of this run had set itself.
+    gpus: that the ranks use, as they were before the run; none on the CPU.
     own_devices: each rank sees its own device of those in `environ` alone, as the first; else all see all.
     """
 
@@ -233,6 +235,7 @@ class LaunchSpec:
     stays: bool = False
     program_limit: ProgramLimit | None = None
     own_devices: bool = False
+    gpus: tuple[Gpu, ...] = ()
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:

@@ -99,6 +99,7 @@ class Plan:
             wants_results=wants_results,
             oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # it was looked at
             stays=self.stays,
+            gpus=self.devices.gpus,
             own_devices=bool(self.devices.gpus) and not task.knows_ranks,  # it may say "cuda:0"
         )
 

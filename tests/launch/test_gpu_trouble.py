@@ -30,8 +30,8 @@ def test_a_gpu_that_can_compute_is_no_trouble() -> None:
 def test_a_gpu_that_torch_has_no_code_for_is_named_with_the_code_that_it_has() -> None:
     assert said(T4, P100) == [
         "GPU 1 Tesla P100-PCIE-16GB has compute capability 6.0, and torch 2.10.0+cu128 has code for sm_75, sm_80, "
-        "sm_86, sm_90, sm_100, sm_120 only: what it computes there will fail (no kernel image is available). Install a build "
-        "that has it, use other GPUs (--devices), or --cpu."
+        "sm_86, sm_90, sm_100, sm_120 only: what it computes there will fail (no kernel image is available). Install a "
+        "build that has it, use other GPUs (--devices), or --cpu."
     ]
     assert said(P100, build=None) == []
 

@@ -73,6 +73,69 @@ def test_no_other_process_is_looked_into_where_nothing_is_left_of_a_session(monk
     process.wait()
 
 
+_HOLDER = """
+import mmap, os, sys, time
+kept = []
+for how, path in (pair.split("=") for pair in sys.argv[1:]):
+    fd = os.open(path, os.O_RDWR)
+    if how != "open":
+        kept.append(mmap.mmap(fd, 4096, trackfd=False) if sys.version_info >= (3, 13) else mmap.mmap(fd, 4096))
+        os.close(fd)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def _holder(*what: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", _HOLDER, *what], start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_what_killed_processes_have_of_nccls_memory_goes_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guardian, "_SHM", str(tmp_path))
+    for name in ("nccl-opened", "nccl-mapped", "nccl-others", "nccl-nobodys", "torch_1"):
+        (tmp_path / name).write_bytes(bytes(4096))
+    process = _holder(*(f"{how}={tmp_path / name}" for how, name in _HELD))
+    bystander = _holder(f"map={tmp_path / 'nccl-others'}")
+    try:
+        kill_session(process.pid)
+        assert sorted(os.listdir(tmp_path)) == ["nccl-nobodys", "nccl-others", "torch_1"]
+        assert bystander.poll() is None
+    finally:
+        for each in (process, bystander):
+            each.kill()
+            each.wait(5)
+            assert each.stdout is not None
+            each.stdout.close()
+
+
+_HELD = (("open", "nccl-opened"), ("map", "nccl-mapped"), ("map", "torch_1"))
+
+
+def test_a_rank_whose_kernel_has_died_gives_nccls_memory_back_itself(tmp_path: Path) -> None:
+    (tmp_path / "nccl-mine").touch()
+    program = f"""
+import os
+from nbaccel.launch import guardian
+guardian._SHM = {str(tmp_path)!r}
+held = open({str(tmp_path / "nccl-mine")!r})
+guardian.kill_session(os.getpid(), spare=os.getpid())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, start_new_session=True, timeout=20)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_machine_without_shared_memory_has_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guardian, "_SHM", "/nowhere")
+    assert guardian.segments_of([os.getpid()]) == set()
+
+
 def test_processes_of_others_are_left_alone() -> None:
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     process = _tree()

@@ -473,6 +473,30 @@ def test_an_initialised_cuda_starts_the_zygote(monkeypatch: pytest.MonkeyPatch) 
     assert launch(rank, 2).start_method == "zygote"
 
 
+def test_what_a_killed_rank_has_of_nccls_memory_goes_with_it() -> None:
+    path = f"/dev/shm/nccl-t{os.getpid() % 100000:05}"
+
+    def hold_and_fail() -> None:
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            held = open(path, "wb")  # noqa: SIM115  # for as long as the rank lives
+            while True:
+                try:
+                    time.sleep(60)
+                except KeyboardInterrupt:
+                    held.flush()
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        raise ValueError("the other one cannot go on")
+
+    try:
+        with pytest.raises(ValueError, match="the other one"):
+            launch(hold_and_fail, 2)
+        assert not os.path.exists(path)
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
 def test_a_launch_that_has_to_take_the_cpu_says_why(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

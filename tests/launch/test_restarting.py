@@ -11,6 +11,8 @@ import pytest
 from nbaccel.demand import WHAT_HELPS, Demand
 from nbaccel.errors import RankDied
 from nbaccel.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory, Progress
+from nbaccel.hardware import Gpu
+from nbaccel.launch import restarting
 from nbaccel.launch.group import Ended
 from nbaccel.launch.holdings import Holding
 from nbaccel.launch.hostmemory import HostMemory
@@ -18,7 +20,7 @@ from nbaccel.launch.limits import ProgramLimit
 from nbaccel.launch.member import Report
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.report import Link
-from nbaccel.launch.restarting import Again, Attempt, Over, Restarting
+from nbaccel.launch.restarting import Again, Attempt, Over, Restarting, wait_for_memory
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
 from nbaccel.launch.verdict import verdict
 from nbaccel.launch.witness import Witness
@@ -311,3 +313,37 @@ def test_what_exceeds_the_limit_without_any_batch_is_not_tried_again() -> None:
         "optimizer states (160.0 MB) and the 64.0 MB that were asked for exceed the limit of 510.0 MB without any "
         "batch. Smaller batches do not help; what does: " + WHAT_HELPS + "."
     )
+
+
+T4 = Gpu(0, "GPU-a", "Tesla T4", 16 * GB, used_bytes=2 * GB)
+OTHER_T4 = Gpu(1, "GPU-b", "Tesla T4", 16 * GB)
+
+
+def waited(gpus: tuple[Gpu, ...], exit_codes: list[int], *used_bytes: int) -> int:
+    """How often GPUs were looked at, of which the first has so much in use, look by look."""
+    looks = iter(used_bytes)
+    count = 0
+
+    def look() -> list[Gpu]:
+        nonlocal count
+        count += 1
+        return [replace(T4, used_bytes=next(looks)), replace(OTHER_T4, uuid="GPU-of-others", used_bytes=9 * GB)]
+
+    ended = Ended([None, None], exit_codes, [True, False], 1, False, False, 12.0)
+    wait_for_memory(gpus, ended, look)
+    return count
+
+
+def test_a_restart_waits_until_the_driver_has_taken_the_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarting, "_RELEASE_LOOK_S", 0.0)
+    killed = [-signal.SIGTERM, -signal.SIGKILL]
+    assert waited((T4, OTHER_T4), killed, 12 * GB, 7 * GB, int(2.05 * GB)) == 3
+    assert waited((T4,), killed, GB) == 1
+    assert waited((T4,), [0, 1]) == 0  # they gave it back themselves
+    assert waited((), killed) == 0
+
+
+def test_a_restart_does_not_wait_for_memory_that_others_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarting, "_LONGEST_RELEASE_S", 0.0)
+    monkeypatch.setattr(restarting, "_RELEASE_LOOK_S", 0.0)
+    assert waited((T4,), [-signal.SIGKILL, 1], *[12 * GB] * 1000) < 1000
