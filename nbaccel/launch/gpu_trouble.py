@@ -39,7 +39,7 @@ class TorchBuild:
     def loaded(cls) -> TorchBuild | None:
         """The torch of this process; None where none is loaded, or where it does not tell.
 
-        `torch.cuda.get_arch_list()` up to torch 2.8 asks for devices first; what it then reads is a constant.
+        `torch.cuda.get_arch_list()` asks for devices first in older torch; what it then reads is a constant.
         """
         torch: Any = sys.modules.get("torch")
         core, version = getattr(torch, "_C", None), getattr(torch, "version", None)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.cli import main
+from nbaccel.hardware import Gpu, Survey
 
 TRAIN = """
 import json, os, sys
@@ -111,6 +112,17 @@ def test_a_dry_run_prints_the_line_and_starts_nothing(folder: Path, capsys: pyte
     line = capsys.readouterr().out.strip()
     assert line.endswith(" NBACCEL_SEED=3 torchrun --standalone --nproc-per-node 2 train.py 'two words'")
     assert "GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo " in line
+
+
+def test_what_keeps_a_gpu_from_computing_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = Gpu(0, "GPU-a", "Tesla T4", 16 * 10**9, used_bytes=16 * 10**9, number=0)
+    monkeypatch.setattr(Survey, "take", classmethod(lambda cls: Survey(gpus=(full,))))
+    assert main(["launch", "--dry-run", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert "GPU 0 Tesla T4 is full: 0.0 GB of 16.0 GB are free" in said.err
+    assert "CUDA_VISIBLE_DEVICES=0 " in said.out
 
 
 def test_what_the_shell_says_about_threads_and_interfaces_holds(

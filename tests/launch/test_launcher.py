@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
-from nbaccel.hardware import Driver, Survey
+from nbaccel.hardware import Driver, Gpu, Survey
 from nbaccel.launch import ending, functions
 from nbaccel.launch.functions import debug_launcher, launch, notebook_launcher
+from nbaccel.launch.gpu_trouble import TorchBuild
 from nbaccel.launch.guardian import session_members
 from nbaccel.launch.launcher import Launcher
 
@@ -208,7 +209,7 @@ def test_debug_launcher_runs_on_the_cpu() -> None:
 
 def test_a_launch_on_the_cpu_does_not_ask_the_gpu_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("nbaccel.hardware.visible_gpus", lambda *question: tuple(asked.append(question) or ()))
+    monkeypatch.setattr("nbaccel.hardware._ask_nvml", lambda *question: (tuple(asked.append(question) or ()), Driver()))
     assert launch(rank, 1, cpu=True).values == [0]
     assert not asked
     assert launch(rank, 1).values == [0]
@@ -509,6 +510,18 @@ def test_a_launch_that_has_to_take_the_cpu_says_why(
     )
     launch(os.getpid, 1, cpu=True, start_method="inline")
     assert "GPU" not in capfd.readouterr().err
+
+
+def test_a_launch_says_what_will_keep_a_gpu_from_computing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    full = Gpu(0, "GPU-a", "Tesla T4", 16 * 10**9, used_bytes=16 * 10**9, number=0)
+    monkeypatch.setattr(Survey, "take", classmethod(lambda cls, **asked: Survey(gpus=(full,))))
+    monkeypatch.setattr(TorchBuild, "loaded", classmethod(lambda cls: TorchBuild("2.13.0+cpu", ())))
+    launch(os.getpid, 1, start_method="inline")
+    said = capfd.readouterr().err
+    assert "torch 2.13.0+cpu is built without CUDA, so no rank can use the GPU" in said
+    assert "GPU 0 Tesla T4 is full: 0.0 GB of 16.0 GB are free" in said
 
 
 def test_inline_runs_in_this_process_and_puts_the_environment_back() -> None:

@@ -106,7 +106,7 @@ def test_c26_a_rank_that_dies_of_memory_ends_with_the_parameters_of_a_run_that_f
 
 
 @pytest.mark.slow
-def test_functions_are_not_started_again_unless_they_ask_for_it() -> None:
+def test_functions_are_not_started_again_unless_they_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         notebook_launcher(SMALL, num_processes=2)
     assert (
@@ -114,7 +114,11 @@ def test_functions_are_not_started_again_unless_they_ask_for_it() -> None:
         in (caught.value.__notes__[-1])
     )
     assert "not started again" in str(caught.value.__cause__)  # plain Python shows it, too
+    waits: list[object] = []
+    monkeypatch.setattr("nbaccel.launch.launcher.wait_for_memory", lambda gpus, ended, look: waits.append(gpus))
     assert notebook_launcher(SMALL, num_processes=2, oom="shrink") is not None
+    assert waits  # before each restart
+    assert set(waits) == {()}  # no GPU
 
 
 @pytest.mark.slow
