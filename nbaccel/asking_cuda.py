@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -77,6 +76,8 @@ def _asked(asks_driver: bool, *chosen: str | None) -> CudaAnswer:
 
 def _answer(command: list[str], patience_s: float) -> CudaAnswer:
     """What the program says. It is not waited for when it has been killed: a driver that hangs holds it for ever."""
+    import subprocess  # some milliseconds, which every survey would pay
+
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
