@@ -28,6 +28,7 @@ from nbaccel.launch.rank.worker import run_rank
 from nbaccel.launch.spec import LaunchSpec, RankBoot, Task
 from nbaccel.launch.wire.collector import no_collections
 from nbaccel.launch.wire.parcel import Parcel
+from nbaccel.launch.wire.torch_flags import TorchFlags
 from nbaccel.launch.zygote import Zygote
 
 __all__ = ["ForkStart", "StartMethod", "ZygoteStart"]
@@ -81,6 +82,7 @@ class ForkStart:
 
         def fork_all() -> None:
             try:
+                torch_flags.apply()
                 for boot in boots:
                     processes.append(self._fork(boot, boots, task, close_fds, ports, python_rng))
             except BaseException as error:
@@ -88,6 +90,7 @@ class ForkStart:
 
         _flush_open_files()
         ports, python_rng = kernel_ports(), random.getstate()
+        torch_flags = TorchFlags.of_this_thread()
         close_fds = [*self._keeper_fds, *kernel_fds]
         with _quiet_tokenizers(), _kept_thread_locals():
             thread = threading.Thread(target=fork_all, name="nbaccel-fork")

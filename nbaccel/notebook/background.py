@@ -17,6 +17,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.events import Listener
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.screen.painter import Screen
+from nbaccel.launch.wire.torch_flags import TorchFlags
 from nbaccel.notebook.cell_run import CellRun, Host, briefly
 from nbaccel.view.text import line
 from nbaccel.view.words import duration
@@ -56,8 +57,11 @@ class BackgroundRun(Beside):
             Whatever kept the run from starting.
         """
 
+        torch_flags = TorchFlags.of_this_thread()
+
         def go() -> None:
             try:
+                torch_flags.apply()
                 self.run.go(host, listeners=listeners, beside=[self, *beside])
                 self.run.show_end()
                 self._say_what_waits()

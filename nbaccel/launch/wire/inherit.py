@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.launch.wire.torch_flags import TorchFlags
+
 __all__ = ["KernelState", "Surroundings"]
 
 _WhenLoaded = Callable[[Mapping[str, Callable[[Any], None]]], None]
@@ -57,7 +59,7 @@ class KernelState:
     python_rng: Any
     numpy_rng: Any = None
     torch_rng: bytes | None = None
-    torch_flags: dict[str, Any] = field(default_factory=dict)
+    torch_flags: TorchFlags = field(default_factory=TorchFlags)
     warning_filters: list[Any] = field(default_factory=list)
     sources: dict[str, list[str]] = field(default_factory=dict)
     start_method: str | None = None
@@ -69,7 +71,7 @@ class KernelState:
             python_rng=random.getstate(),
             numpy_rng=numpy.random.get_state() if numpy else None,
             torch_rng=bytes(torch.random.get_rng_state().numpy()) if torch else None,
-            torch_flags=_torch_flags(torch) if torch else {},
+            torch_flags=TorchFlags.capture(),
             warning_filters=[_without_its_package(one) for one in warnings.filters],
             sources=_cell_sources(),
             start_method=multiprocessing.get_start_method(allow_none=True),
@@ -100,7 +102,7 @@ class KernelState:
             import torch
 
             torch.random.set_rng_state(torch.frombuffer(bytearray(self.torch_rng), dtype=torch.uint8))
-            _set_torch_flags(torch, self.torch_flags)
+        self.torch_flags.apply()
 
 
 def _without_its_package(one: Any) -> Any:
@@ -147,28 +149,3 @@ def _cell_sources() -> dict[str, list[str]]:
         for name, entry in entries.items()
         if len(entry) > 2 and any(part in name for part in _CELL_FILES)
     }
-
-
-def _torch_flags(torch: Any) -> dict[str, Any]:
-    return {
-        "default_dtype": torch.get_default_dtype(),
-        "grad_enabled": torch.is_grad_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-        "anomaly": torch.is_anomaly_enabled(),
-    }
-
-
-def _set_torch_flags(torch: Any, flags: dict[str, Any]) -> None:
-    torch.set_default_dtype(flags["default_dtype"])
-    torch.set_grad_enabled(flags["grad_enabled"])
-    torch.set_float32_matmul_precision(flags["matmul_precision"])
-    torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["deterministic_warn_only"])
-    torch.backends.cudnn.benchmark = flags["cudnn_benchmark"]
-    torch.backends.cudnn.deterministic = flags["cudnn_deterministic"]
-    torch.backends.cudnn.allow_tf32 = flags["cudnn_tf32"]
-    torch.autograd.set_detect_anomaly(flags["anomaly"])

@@ -1,0 +1,251 @@
+"""TorchFlags: torch's switches as the notebook left them. Captured in the kernel, applied in ranks.
+
+Each switch is read and set on its own: one that this torch lacks or refuses is left out, and keeps no rank from
+starting. Reading changes nothing, starts no CUDA and loads no library. A switch that stands already as it should is not
+touched: what nobody has chosen stays unchosen, so that each of torch's two interfaces to TF32 goes on working where the
+notebook has used that one alone.
+
+Not covered: blocks that are open around a launch, other than `torch.no_grad()` and `torch.device()` (autocast,
+inference mode, hooks on saved tensors); the configuration of the compiler; `torch.set_default_tensor_type` with a type
+of CUDA, which cannot be set without starting CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+__all__ = ["TorchFlags"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFlags:
+    """Values by the names of switches; none where torch is not loaded."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def capture(cls) -> TorchFlags:
+        return cls(_read(_FLAGS))
+
+    @classmethod
+    def of_this_thread(cls) -> TorchFlags:
+        """Those that torch keeps per thread: also a fork has them only in the thread that set them."""
+        return cls(_read(_FLAGS_OF_A_THREAD))
+
+    def apply(self) -> None:
+        """Set what stands otherwise here."""
+        if not self.values:
+            return
+        import torch
+
+        for name, flag in _FLAGS.items():
+            if name in self.values and not flag.stands_at(torch, self.values[name]):
+                with contextlib.suppress(Exception), _unwarned():
+                    flag.write(torch, self.values[name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """One switch.
+
+    read: its value, which can be pickled; raises where there is none.
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+    def stands_at(self, torch: Any, value: Any) -> bool:
+        try:
+            return bool(self.read(torch) == value)
+        except Exception:
+            return False
+
+
+@contextlib.contextmanager
+def _unwarned() -> Iterator[None]:
+    """Without warnings of interfaces that grow old: whoever used them in the notebook has heard them there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _read(names: Iterable[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    torch = sys.modules.get("torch")
+    for name in names if torch is not None else ():
+        with contextlib.suppress(Exception):
+            values[name] = _FLAGS[name].read(torch)
+    return values
+
+
+def _attribute(path: str) -> _Flag:
+    owner, _, name = path.rpartition(".")
+    return _Flag(attrgetter(path), lambda torch, value: setattr(attrgetter(owner)(torch), name, value))
+
+
+def _functions(getter: str, setter: str) -> _Flag:
+    return _Flag(lambda torch: attrgetter(getter)(torch)(), lambda torch, value: attrgetter(setter)(torch)(value))
+
+
+# --- numbers of 32 bits -------------------------------------------------------------------------------------
+
+_PRECISIONS = (
+    "backends.fp32_precision",
+    "backends.cudnn.fp32_precision",
+    "backends.mkldnn.fp32_precision",
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
+    "backends.mkldnn.matmul.fp32_precision",
+    "backends.mkldnn.conv.fp32_precision",
+    "backends.mkldnn.rnn.fp32_precision",
+)
+"""Torch's interface since 2.9. An operation without a precision of its own reads as its backend's, and a backend as the
+first of all; so parents come first here, and a child is set only where it reads otherwise than its parents make it."""
+
+
+def _older(getter: str, setter: str, chosen: Mapping[str, str]) -> _Flag:
+    """A switch of the interface before 2.9, which raises once the newer one has been used.
+
+    chosen: what each attribute of the newer one reads as while nobody has used either. The older one is not asked then,
+        since torch 2.9 warns of its use.
+    """
+    older = _functions(getter, setter) if setter else _attribute(getter)
+
+    def read(torch: Any) -> Any:
+        with contextlib.suppress(AttributeError):  # no newer interface
+            if all(attrgetter(path)(torch) == value for path, value in chosen.items()):
+                raise LookupError("nobody has chosen")
+        with _unwarned():
+            return older.read(torch)
+
+    return _Flag(read, older.write)
+
+
+def _set_precision_of_mkldnn(torch: Any, value: str) -> None:
+    """Assigning to the attribute would set the first parent instead, as of torch 2.13."""
+    torch.backends.mkldnn.set_flags(_fp32_precision=value)
+
+
+# --- numbers of 16 bits -------------------------------------------------------------------------------------
+
+
+def _reduction(dtype: str) -> _Flag:
+    """Whether sums within a product may be of 16 bits; newer torch tells of those of split products apart."""
+    path = f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction"
+    plain = _attribute(path)
+
+    def read(torch: Any) -> Any:
+        try:
+            return plain.read(torch), attrgetter(f"{path}_split_k")(torch)
+        except AttributeError:
+            return plain.read(torch)
+
+    return _Flag(read, plain.write)
+
+
+# --- the rest -----------------------------------------------------------------------------------------------
+
+
+def _library(path: str) -> _Flag:
+    """A function that tells of the preferred library, and sets it by name."""
+
+    def read(torch: Any) -> str:
+        if torch.version.hip:
+            raise LookupError("asking counts the devices")
+        return str(attrgetter(path)(torch)().name).lower()
+
+    return _Flag(read, lambda torch, value: attrgetter(path)(torch)(value))
+
+
+def _default_device(torch: Any) -> str | None:
+    """As it was named: `torch.get_default_device()` starts CUDA to add an index, which is another one in each rank."""
+    if "torch.utils._device" not in sys.modules:  # it is loaded by the first such device
+        return None
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    devices = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return str(devices[-1]) if devices else None
+
+
+def _deterministic(torch: Any) -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(torch: Any, value: tuple[bool, bool]) -> None:
+    mode, warn_only = value
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+def _anomaly(torch: Any) -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+_FLAGS_OF_A_THREAD = {
+    "default_device": _Flag(_default_device, lambda torch, value: torch.set_default_device(value)),
+    "grad_enabled": _functions("is_grad_enabled", "set_grad_enabled"),
+}
+
+_FLAGS = {
+    **_FLAGS_OF_A_THREAD,
+    "default_dtype": _functions("get_default_dtype", "set_default_dtype"),
+    "deterministic": _Flag(_deterministic, _set_deterministic),
+    "anomaly": _Flag(_anomaly, lambda torch, value: torch.autograd.set_detect_anomaly(*value)),
+    "warn_always": _functions("is_warn_always_enabled", "set_warn_always"),
+    "sharing_strategy": _functions("multiprocessing.get_sharing_strategy", "multiprocessing.set_sharing_strategy"),
+    "print_options": _Flag(
+        lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
+        lambda torch, value: torch.set_printoptions(**value),
+    ),
+    # The older interface first: it also sets attributes of the newer one.
+    "matmul_precision": _older(
+        "get_float32_matmul_precision",
+        "set_float32_matmul_precision",
+        dict.fromkeys(("backends.cuda.matmul.fp32_precision", "backends.mkldnn.matmul.fp32_precision"), "none"),
+    ),
+    "cudnn_tf32": _older(
+        "backends.cudnn.allow_tf32",
+        "",
+        dict.fromkeys(("backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision"), "tf32"),
+    ),
+    **{path: _attribute(path) for path in _PRECISIONS},
+    "backends.mkldnn.fp32_precision": _Flag(attrgetter("backends.mkldnn.fp32_precision"), _set_precision_of_mkldnn),
+    "fp16_reduction": _reduction("fp16"),
+    "bf16_reduction": _reduction("bf16"),
+    "linalg_library": _library("backends.cuda.preferred_linalg_library"),
+    "blas_library": _library("backends.cuda.preferred_blas_library"),
+    **{
+        f"{kind}_sdp": _functions(f"backends.cuda.{kind}_sdp_enabled", f"backends.cuda.enable_{kind}_sdp")
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    },
+    "math_sdp_reduction": _functions(
+        "backends.cuda.fp16_bf16_reduction_math_sdp_allowed", "backends.cuda.allow_fp16_bf16_reduction_math_sdp"
+    ),
+    "mha_fastpath": _functions("backends.mha.get_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
+    **{
+        path: _attribute(path)
+        for path in (
+            "utils.deterministic.fill_uninitialized_memory",
+            "backends.cuda.matmul.allow_fp16_accumulation",
+            "backends.cudnn.enabled",
+            "backends.cudnn.benchmark",
+            "backends.cudnn.benchmark_limit",
+            "backends.cudnn.deterministic",
+            "backends.cudnn.depthwise_kernel",
+            "backends.miopen.immediate",
+            "backends.mkldnn.enabled",
+            "backends.mkldnn.deterministic",
+            "backends.mkldnn.allow_tf32",
+            "backends.opt_einsum.enabled",
+            "backends.opt_einsum.strategy",
+            "backends.quantized.engine",
+        )
+    },
+}
