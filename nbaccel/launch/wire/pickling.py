@@ -366,7 +366,7 @@ def _storage_bytes(storage: Any) -> memoryview:
     import torch
 
     host = storage if storage.device.type == "cpu" else storage.cpu()
-    flat: Any = torch.empty(0, dtype=torch.uint8).set_(host).numpy()
+    flat: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(host).numpy()
     return memoryview(flat)
 
 
@@ -661,7 +661,7 @@ class Contents:
         """A tensor whose values are about to be written into another, and which is not kept: it is never copied out."""
         import torch
 
-        return torch.empty(0, dtype=dtype).set_(_storage(self._memory(index)), *layout)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(_storage(self._memory(index)), *layout)
 
     def storage(self, index: int, device: str) -> Any:
         """The memory of a tensor, on the device here that `device` means."""

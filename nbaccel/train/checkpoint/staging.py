@@ -37,7 +37,7 @@ class Staging:
         buffer = self._buffers.get((part, name))
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             # Pinned memory is what a GPU copies into at full speed.
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
             self._buffers[part, name] = buffer
         buffer.copy_(tensor.detach())
         return buffer

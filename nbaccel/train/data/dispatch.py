@@ -222,7 +222,7 @@ class _Wire:
         head += -head % _ALIGNMENT
         size = head + max(parcel.tensor_bytes for parcel in packed)
         self._header([kind, is_last, remainder, head, size])
-        sent = [torch.empty(size, dtype=torch.uint8), *(parcel.as_bytes(head, size) for parcel in packed)]
+        sent = [torch.empty(size, dtype=torch.uint8, device="cpu"), *(parcel.as_bytes(head, size) for parcel in packed)]
         own = torch.empty(size, dtype=torch.uint8, device=self._device)
         dist.scatter(own, [parcel.to(self._device) for parcel in sent], 0)
 
@@ -240,7 +240,7 @@ class _Wire:
         transport = Transport(self._world.world_size, self._device)
         transport.call = "the loop over a loader that rank 0 reads for all ranks"
         transport.calls = self._rounds
-        of_rank_0: list[int] = transport.read_all(torch.tensor(numbers, dtype=torch.int64))[0].tolist()
+        of_rank_0: list[int] = transport.read_all(torch.tensor(numbers, dtype=torch.int64, device="cpu"))[0].tolist()
         return of_rank_0
 
 
@@ -275,7 +275,7 @@ class _Parcel(pickle.Pickler):
 
     def as_bytes(self, head: int, size: int) -> torch.Tensor:
         """The structure, tensors from `head` on, `size` bytes in all."""
-        packed = torch.zeros(size, dtype=torch.uint8)
+        packed = torch.zeros(size, dtype=torch.uint8, device="cpu")
         packed[: len(self.structure)] = torch.frombuffer(bytearray(self.structure), dtype=torch.uint8)
         for offset, flat in self._tensors:
             packed[head + offset : head + offset + flat.numel()] = flat

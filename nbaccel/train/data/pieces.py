@@ -108,8 +108,10 @@ class _SubsetInPieces(SubsetRandomSampler):
 
 class _WeightedInPieces(WeightedRandomSampler):
     def __iter__(self) -> Iterator[int]:
+        # A sampler made under a default device has its weights there, and a generator that all ranks seed is on the CPU.
+        weights = self.weights if self.generator is None else self.weights.to(self.generator.device)
         yield from itertools.chain.from_iterable(
-            _pieces(torch.multinomial(self.weights, self.num_samples, self.replacement, generator=self.generator))
+            _pieces(torch.multinomial(weights, self.num_samples, self.replacement, generator=self.generator))
         )
 
 
@@ -150,7 +152,7 @@ def _first(count: int, order: Iterator[int]) -> Iterator[int]:
 
 def _seeded_by_the_process() -> torch.Generator:
     """A generator for one epoch, with the draw that torch's sampler makes from the process's own."""
-    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
 
 
 def _pieces(order: torch.Tensor) -> Iterator[list[int]]:
@@ -164,7 +166,8 @@ def _pieces(order: torch.Tensor) -> Iterator[list[int]]:
 def _drawn_at_once(count: int, generator: torch.Generator | None) -> Iterator[list[int]]:
     """The dtype changes neither the order nor what is drawn."""
     dtype = torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64
-    yield from _pieces(torch.randperm(count, generator=generator, dtype=dtype))
+    device = "cpu" if generator is None else generator.device
+    yield from _pieces(torch.randperm(count, generator=generator, dtype=dtype, device=device))
 
 
 def _drawn_while_read(count: int, generator: torch.Generator | None, rest: int) -> Iterator[list[int]]:
@@ -172,16 +175,18 @@ def _drawn_while_read(count: int, generator: torch.Generator | None, rest: int) 
     visible = torch.default_generator if generator is None else generator
     generator = torch.Generator().set_state(visible.get_state())
     _skip_draws(visible, count - 1)
-    order = torch.arange(count, dtype=torch.int32)
+    order = torch.arange(count, dtype=torch.int32, device="cpu")
     start = 0
     while count - start > rest:
         stop = min(start + _PIECE, count)
-        places = torch.arange(start, stop)
+        places = torch.arange(start, stop, device="cpu")
         _swap(order, start, _draws(stop - start, generator).remainder_(count - places).add_(places))
         yield order[start:stop].tolist()
         start = stop
     # The steps that are left are those of a permutation of what is left.
-    yield from _pieces(order[start:][torch.randperm(count - start, generator=generator, dtype=torch.int32)])
+    yield from _pieces(
+        order[start:][torch.randperm(count - start, generator=generator, dtype=torch.int32, device="cpu")]
+    )
 
 
 def _swap(order: torch.Tensor, start: int, partners: torch.Tensor) -> None:
@@ -202,21 +207,23 @@ def _swap(order: torch.Tensor, start: int, partners: torch.Tensor) -> None:
     taken = order.index_select(0, partners)
     order.index_copy_(0, partners, mine.clone())
     mine.copy_(taken)
-    order[torch.tensor(list(values), dtype=torch.int64)] = torch.tensor(list(values.values()), dtype=order.dtype)
+    order[torch.tensor(list(values), dtype=torch.int64, device="cpu")] = torch.tensor(
+        list(values.values()), dtype=order.dtype, device="cpu"
+    )
 
 
 def _draws(count: int, generator: torch.Generator) -> torch.Tensor:
     """The next `count` draws of 32 bits; of an odd number, one more is lost."""
-    pairs = torch.empty((count + 1) // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    pairs = torch.empty((count + 1) // 2, dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
     return torch.stack((pairs >> 32, pairs), 1).flatten()[:count].bitwise_and_(2**32 - 1)
 
 
 def _skip_draws(generator: torch.Generator, count: int) -> None:
     """Leave `generator` as `count` draws of 32 bits would, at 2 ns each."""
-    pairs = torch.empty(min(count // 2, _SKIPPED_AT_ONCE), dtype=torch.int64)
+    pairs = torch.empty(min(count // 2, _SKIPPED_AT_ONCE), dtype=torch.int64, device="cpu")
     for done in range(0, count // 2, _SKIPPED_AT_ONCE):
         pairs[: count // 2 - done].random_(-(2**63), None, generator=generator)
-    torch.empty(count % 2, dtype=torch.int32).random_(generator=generator)
+    torch.empty(count % 2, dtype=torch.int32, device="cpu").random_(generator=generator)
 
 
 @functools.cache
@@ -225,5 +232,5 @@ def _draws_as_torch() -> bool:
     count = 2 * _PIECE + 4
     ours, torchs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     order = list(itertools.chain.from_iterable(_drawn_while_read(count, ours, rest=_PIECE)))
-    is_alike = order == torch.randperm(count, generator=torchs).tolist()
+    is_alike = order == torch.randperm(count, generator=torchs, device="cpu").tolist()
     return is_alike and torch.equal(ours.get_state(), torchs.get_state())

@@ -42,7 +42,7 @@ class Facts:
 
     def as_tensor(self) -> torch.Tensor:
         """One row, to be gathered."""
-        return torch.tensor([astuple(self)], dtype=torch.int64)
+        return torch.tensor([astuple(self)], dtype=torch.int64, device="cpu")
 
     @classmethod
     def from_tensor(cls, rows: torch.Tensor) -> list[Facts]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 __all__ = ["is_compiled", "leaves_of", "runs_backwards_inside"]
 
-_ACCUMULATES = type(torch.ones(1, requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+with torch.enable_grad():  # a notebook may have it off
+    _ACCUMULATES = type(torch.ones(1, requires_grad=True, device="cpu").expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 _REENTRANT = ("CheckpointFunctionBackward",)
 """Nodes that run a backward of their own, whose leaves do not show in the graph around them."""

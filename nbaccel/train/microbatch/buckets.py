@@ -74,7 +74,7 @@ class Buckets(Gradients):
         if last.dtype in _EXACT:
             shares[-1] = extra
         self._flats: list[Tensor] = []
-        self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        self._views: list[Tensor] = [torch.empty(0, device="cpu")] * len(self.parameters)
         self._bucket_of = [0] * len(self.parameters)
         for bucket, (indices, share) in enumerate(zip(groups, shares, strict=True)):
             first = self.parameters[indices[0]]
@@ -197,7 +197,7 @@ class Buckets(Gradients):
 
     def exchange(self, report: Report) -> Report:
         self._overlaps = False
-        self._words.copy_(torch.tensor(report.numbers, dtype=torch.float64))
+        self._words.copy_(torch.tensor(report.numbers, dtype=torch.float64, device="cpu"))
         self._mark()
         while self._launched < len(self._flats):
             self._launch()
@@ -215,7 +215,7 @@ class Buckets(Gradients):
         if all(self._used):
             self._marks.fill_(1.0)
         else:
-            self._marks.copy_(torch.tensor(self._used, dtype=torch.float32))
+            self._marks.copy_(torch.tensor(self._used, dtype=torch.float32, device="cpu"))
         if self._statistics:
             if self._is_main:
                 torch._foreach_copy_(self._sent_statistics, self._statistics)

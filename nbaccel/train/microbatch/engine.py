@@ -57,7 +57,7 @@ class _Attempt:
 
 def _unfit() -> _Attempt:
     """A batch that has no loss."""
-    return _Attempt(torch.full((), math.nan), 0.0, is_unfit=True)
+    return _Attempt(torch.full((), math.nan, device="cpu"), 0.0, is_unfit=True)
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class StepEngine:
             if gives_up:
                 return _unfit()
             if gradients.has_launched:
-                return _Attempt(torch.zeros(()), 0.0, needs_repeat=True)
+                return _Attempt(torch.zeros((), device="cpu"), 0.0, needs_repeat=True)
             if outcome.phase == "forward":  # gradients of the parts before are complete
                 (self._at_part if done else self._at_start).restore()
                 continue
@@ -311,7 +311,9 @@ class StepEngine:
         their true size: sums over tokens would overflow in fp16.
         """
         if self._needs_unit():
-            self._unit = float(self._collectives.reduce(torch.tensor(expected, dtype=torch.float64))) or 1.0
+            self._unit = (
+                float(self._collectives.reduce(torch.tensor(expected, dtype=torch.float64, device="cpu"))) or 1.0
+            )
         gradients.open()
 
     @property

@@ -60,7 +60,7 @@ def _hook(options: DistributedDataParallelKwargs) -> tuple[Any, Any]:
     try:
         # torch 2.13's batched hook hands this function one matrix, and it asserts on three dimensions: the run would
         # end without a word at step `start_powerSGD_iter`, which is 1000.
-        powerSGD_hook._orthogonalize(torch.eye(2))
+        powerSGD_hook._orthogonalize(torch.eye(2, device="cpu"))
     except AssertionError:
         raise ValueError(
             f"comm_hook='batched_power_sgd' does not work in torch {torch.__version__}, whose hook fails at its first "

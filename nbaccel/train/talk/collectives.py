@@ -157,8 +157,8 @@ class GroupCollectives(Collectives):
         self._check(f"{call} of {len(values)} from {source}")
         is_source = self._world.rank == source
         data, is_sent = _packed(values) if is_source else (b"", True)
-        size = int(self._transport.broadcast(torch.tensor(len(data) if is_sent else -len(data)), source))
-        sent = _as_tensor(data) if is_source else torch.empty(abs(size), dtype=torch.uint8)
+        size = int(self._transport.broadcast(torch.tensor(len(data) if is_sent else -len(data), device="cpu"), source))
+        sent = _as_tensor(data) if is_source else torch.empty(abs(size), dtype=torch.uint8, device="cpu")
         received = self._transport.broadcast(sent, source).numpy().tobytes()
         _refuse_unsent(call, {source: received} if size < 0 else {})
         if not is_source:
@@ -177,7 +177,7 @@ class GroupCollectives(Collectives):
 
     def any(self, flag: bool, call: str = "any") -> bool:
         self._check(call)
-        return bool(self._transport.read_all(torch.tensor(int(flag))).any())
+        return bool(self._transport.read_all(torch.tensor(int(flag), device="cpu")).any())
 
     def announce(self, call: str, text: str = "") -> list[str]:
         self._check(call)
@@ -234,7 +234,7 @@ class GroupCollectives(Collectives):
 
     def _sizes(self, sizes: list[int]) -> list[list[int]]:
         """For each of this rank's `sizes`, what it is on every rank."""
-        by_rank: list[list[int]] = self._transport.read_all(torch.tensor(sizes)).tolist()
+        by_rank: list[list[int]] = self._transport.read_all(torch.tensor(sizes, device="cpu")).tolist()
         return [list(size) for size in zip(*by_rank, strict=True)]
 
     def _refuse_unknown_rank(self, source: int) -> None:
