@@ -228,6 +228,12 @@ _FLAGS = {
     "math_sdp_reduction": _functions(
         "backends.cuda.fp16_bf16_reduction_math_sdp_allowed", "backends.cuda.allow_fp16_bf16_reduction_math_sdp"
     ),
+    **{
+        f"{what}_module_params": _functions(
+            f"__future__.get_{what}_module_params_on_conversion", f"__future__.set_{what}_module_params_on_conversion"
+        )
+        for what in ("overwrite", "swap")
+    },
     "mha_fastpath": _functions("backends.mha.get_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
     **{
         path: _attribute(path)

@@ -108,7 +108,7 @@ class _SubsetInPieces(SubsetRandomSampler):
 
 class _WeightedInPieces(WeightedRandomSampler):
     def __iter__(self) -> Iterator[int]:
-        # A sampler made under a default device has its weights there, and a generator that all ranks seed is on the CPU.
+        # A sampler made under a default device has its weights there; what all ranks seed alike is on the CPU.
         weights = self.weights if self.generator is None else self.weights.to(self.generator.device)
         yield from itertools.chain.from_iterable(
             _pieces(torch.multinomial(weights, self.num_samples, self.replacement, generator=self.generator))
