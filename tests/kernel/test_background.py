@@ -69,6 +69,18 @@ def test_the_run_goes_on_in_its_cell_while_others_run_and_sees_the_notebook_as_o
     assert kernel.do("%accelerate wait").stdout.startswith("nothing runs in the background")
 
 
+def test_its_ranks_have_what_torch_keeps_per_thread_as_other_runs_have(kernel: RealKernel, start: str) -> None:
+    """Here the ranks are started by a thread of the run's own."""
+    kernel.do("torch.set_default_device('meta')\ntorch.set_grad_enabled(False)")
+    try:
+        asks = "found = [torch.ones(1).device.type, torch.is_grad_enabled()]"
+        kernel.do(accelerate(asks, start, n=1, flags="--bg --out found"))
+        kernel.do("%accelerate wait")
+        assert kernel.value("found") == ["meta", False]
+    finally:
+        kernel.do("torch.set_default_device(None)\ntorch.set_grad_enabled(True)")
+
+
 def test_without_out_all_that_the_cell_leaves_comes_when_somebody_waits(kernel: RealKernel, start: str) -> None:
     kernel.do("factor, seen, same = 7, [1], None\nsame = seen")
     begin(kernel, waits("", start).replace("answer + 1", "seen.append(2)"), "waiting")

@@ -145,3 +145,89 @@ def test_a_launched_function_goes_on_with_the_kernels_random_numbers(kernel: Rea
     kernel.do(f"def draw(): return {draws}\nstates = random.getstate(), np.random.get_state(), torch.get_rng_state()")
     ranks = [kernel.value(f"nbaccel.launch(draw, 1, start_method={start!r}).value") for start in ("fork", "zygote")]
     assert ranks == [kernel.value("draw()")] * 2
+
+
+FLAGS = """
+def reads():
+    return {
+        "precisions": [getattr(owner, "fp32_precision", None) for owner in (
+            torch.backends, torch.backends.cudnn, getattr(torch.backends.cudnn, "conv", None),
+            torch.backends.cuda.matmul)],
+        "dtype": str(torch.get_default_dtype()),
+        "device": torch.empty(0).device.type,
+        "grad": torch.is_grad_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "cudnn": [torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic],
+        "printed": repr(torch.full((), 1 / 3, device="cpu")),
+    }
+"""
+
+SETS_FLAGS = """
+torch.set_default_device("meta")
+torch.set_grad_enabled(False)
+torch.autograd.set_detect_anomaly(True)
+torch.backends.cuda.enable_flash_sdp(False)
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cudnn.enabled = False
+torch.backends.cudnn.deterministic = True
+torch.set_printoptions(precision=2)
+"""
+
+PUTS_FLAGS_BACK = """
+torch.set_default_device(None)
+torch.set_grad_enabled(True)
+torch.autograd.set_detect_anomaly(False)
+torch.backends.cuda.enable_flash_sdp(True)
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+torch.backends.cudnn.enabled = True
+torch.backends.cudnn.deterministic = False
+torch.set_printoptions(profile="default")
+"""
+
+
+def test_torchs_switches_stand_alike_under_both_starts_and_as_in_the_notebook(kernel: RealKernel) -> None:
+    """Also a fork loses the device by default and whether gradients are on: it is made by another thread."""
+    kernel.do(FLAGS)
+    before = kernel.value("reads()")
+    try:
+        kernel.do(SETS_FLAGS + "sent = torch.zeros(2, device='cpu')")
+        here = kernel.value("reads()")
+        assert (here["device"], here["grad"], here["printed"]) == ("meta", False, "tensor(0.33)")
+        for start in ("fork", "zygote"):
+            assert kernel.value(f"nbaccel.launch(reads, 2, start_method={start!r}).values") == [here, here]
+            kernel.do(accelerate("found, sent = reads(), sent + 1", start, n=1, flags="--out found,sent"))
+            assert kernel.value("found") == here
+        assert kernel.value("[sent.tolist(), sent.device.type]") == [[2.0, 2.0], "cpu"]
+    finally:
+        kernel.do(PUTS_FLAGS_BACK)
+    assert kernel.value("reads()") == before
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.fp32_precision = 'ieee'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    ],
+)
+def test_ranks_start_alike_after_either_of_torchs_interfaces_to_tf32(kernel: RealKernel, sets: str) -> None:
+    """Where both have been used, torch refuses to answer by the older one."""
+    kernel.do(FLAGS)
+    if kernel.value("not hasattr(torch.backends.cudnn, 'conv')"):
+        pytest.skip("torch 2.9 brought precisions by operation")
+    try:
+        kernel.do(f"torch.set_float32_matmul_precision('highest')\n{sets}")
+        here = kernel.value("reads()")
+        for start in ("fork", "zygote"):
+            assert kernel.value(f"nbaccel.launch(reads, 1, start_method={start!r}).value") == here
+    finally:
+        kernel.do(
+            "for part in (torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul):\n"
+            "    part.fp32_precision = 'none'\n"
+            "torch.backends.cudnn.allow_tf32 = True\n"
+            "torch.set_float32_matmul_precision('high')"
+        )
