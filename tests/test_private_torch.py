@@ -1,0 +1,376 @@
+"""What nbaccel uses of torch's without torch's promise: private names, and public ones that not every torch has.
+
+Each name is looked up by itself in the torch that is installed. Run with another torch, this file says what has moved.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from environments import REPOSITORY
+
+PACKAGE = REPOSITORY / "nbaccel"
+
+UNGUARDED = {
+    # torch, torch.cuda, torch.autograd
+    "_C": "torch._C.DisableTorchFunctionSubclass",
+    "_functorch": "torch._C._functorch.maybe_current_level",
+    "_storage_Use_Count": "torch._C._storage_Use_Count(torch.ones(1).untyped_storage()._cdata)",
+    "_cdata": "torch.ones(1).untyped_storage()._cdata",
+    "_untyped_storage": "torch.storage.TypedStorage(1, dtype=torch.uint8, _internal=True)._untyped_storage",
+    "_foreach_add_": "torch._foreach_add_([torch.ones(1)], [torch.ones(1)])",
+    "_foreach_copy_": "torch._foreach_copy_([torch.ones(1)], [torch.ones(1)])",
+    "_foreach_mul_": "torch._foreach_mul_([torch.ones(1)], 2.0)",
+    "_foreach_zero_": "torch._foreach_zero_([torch.ones(1)])",
+    "_is_in_bad_fork": "torch.cuda._is_in_bad_fork()",
+    "_lazy_call": "torch.cuda._lazy_call",
+    "_engine_run_backward": "torch.autograd._engine_run_backward",
+    "_disable_current_modes": "python_dispatch._disable_current_modes",
+    "_get_current_dispatch_mode_stack": "python_dispatch._get_current_dispatch_mode_stack()",
+    "_python_dispatch": "torch.utils._python_dispatch.TorchDispatchMode",
+    "_pytree": "(pytree.tree_flatten, pytree.tree_leaves, pytree.tree_unflatten)",
+    "_dynamo": "torch._dynamo.eval_frame.OptimizedModule",
+    "_orig_mod": "torch.compile(module, backend='eager')._orig_mod",
+    # tensors, the graph, operators
+    "_backward_hooks": "torch.ones(1)._backward_hooks",
+    "_base": "torch.ones(2)[:1]._base",
+    "_version": "torch.ones(1)._version",
+    "_schema": "torch.ops.aten.add.Tensor._schema.name",
+    "_c10d_functional": "torch.ops._c10d_functional.all_reduce",
+    "_input_metadata": "leaf.exp().grad_fn._input_metadata[0].shape",
+    "_saved_alpha": "(leaf + leaf).grad_fn._saved_alpha",
+    "_saved_batch_first": "generated('_cudnn_rnn', 'batch_first')",
+    "_saved_dim": "leaf.sum(1).grad_fn._saved_dim",
+    "_saved_index": "leaf.select(0, 1).grad_fn._saved_index",
+    "_saved_indices": "leaf[torch.tensor([1])].grad_fn._saved_indices",
+    "_saved_other": "(leaf * leaf).grad_fn._saved_other",
+    "_saved_reduction": "nll.grad_fn._saved_reduction",
+    "_saved_self": "(leaf * leaf).grad_fn._saved_self",
+    "_saved_total_weight": "nll.grad_fn._saved_total_weight",
+    # modules and optimizers
+    "_BatchNorm": "torch.nn.modules.batchnorm._BatchNorm",
+    "_NormBase": "torch.nn.modules.batchnorm._NormBase",
+    "_buffers": "module._buffers",
+    "_modules": "module._modules",
+    "_parameters": "module._parameters",
+    "_opt_called": "stepped._opt_called",
+    "_found_inf_per_device": "torch.amp.GradScaler._found_inf_per_device",
+    # loaders
+    "_BaseDataLoaderIter": "dataloader._BaseDataLoaderIter",
+    "_DatasetKind": "dataloader._DatasetKind.Map",
+    "_MultiProcessingDataLoaderIter": "dataloader._MultiProcessingDataLoaderIter",
+    "_utils": "dataloader._utils.signal_handling",
+    "_remove_worker_pids": "dataloader._utils.signal_handling._remove_worker_pids",
+    "_get_iterator": "torch.utils.data.DataLoader._get_iterator",
+    "_iterator": "loader._iterator",
+    "_auto_collation": "iterator._auto_collation",
+    "_base_seed": "iterator._base_seed",
+    "_collate_fn": "iterator._collate_fn",
+    "_dataset": "iterator._dataset",
+    "_dataset_kind": "iterator._dataset_kind",
+    "_index_sampler": "iterator._index_sampler",
+    "_next_data": "iterator._next_data",
+    "_next_index": "iterator._next_index",
+    "_num_workers": "iterator._num_workers",
+    "_reset": "iterator._reset",
+    "_shutdown_workers": "dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+    "_worker_init_fn": "sets(dataloader._MultiProcessingDataLoaderIter, '_worker_init_fn')",
+    "_workers": "sets(dataloader._MultiProcessingDataLoaderIter, '_workers')",
+    # torch.distributed
+    "_world": "(c10d._world.pg_map, c10d._world.pg_backend_config)",
+    "_get_default_group": "c10d._get_default_group",
+    "_get_default_store": "c10d._get_default_store",
+    "_get_sequence_number_for_group": "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+    "_register_comm_hook": "torch.distributed._register_comm_hook",
+    "_rendezvous_handlers": "rendezvous._rendezvous_handlers['env']",
+    "_orthogonalize": "powersgd._orthogonalize",
+    "_wrap": "spawn._wrap",
+}
+"""Names without which something fails, and how each is come by."""
+
+GUARDED = {
+    "_cuda_clearCublasWorkspaces": ("2.6", "torch._C._cuda_clearCublasWorkspaces if torch.version.cuda else None"),
+    "_comm_hooks": ("2.6", "sets(torch.nn.parallel.DistributedDataParallel, '_comm_hooks')"),
+    "_ddp_params_and_buffers_to_ignore": ("2.6", "ignoring._ddp_params_and_buffers_to_ignore"),
+    "_get_backend": ("2.6", "torch.distributed.ProcessGroup._get_backend"),
+    "_timeout": ("2.6", "torch._C._distributed_c10d.ProcessGroupGloo._Options._timeout"),
+    "_get_current_function_mode_stack": ("2.6", "torch.overrides._get_current_function_mode_stack()"),
+    "_device": ("2.6", "device.DeviceContext"),
+    "_tensor_str": ("2.6", "vars(torch._tensor_str.PRINT_OPTS)"),
+    "_fp32_precision": ("2.9", "torch.backends.mkldnn.set_flags(_fp32_precision=None)"),
+    "_in_order": ("2.6", "sets(dataloader._MultiProcessingDataLoaderIter, '_in_order')"),
+    "_shared_seed": ("2.6", "iterator._shared_seed"),
+    "_raw_saved_": ("2.6", "leaf.exp().grad_fn._raw_saved_result"),
+    "_saved_dims": ("2.6", "generated('flip', 'dims')"),
+    "_step_supports_amp_scaling": (
+        "2.6",
+        "torch.optim.Adam(module.parameters(), fused=True)._step_supports_amp_scaling",
+    ),
+    "_use_count": ("2.6", "torch.ones(1)._use_count()"),
+    "_wrapped_by_lr_sched": ("2.6", "stepped.step._wrapped_by_lr_sched"),
+}
+"""Names that are asked for, not relied on: the version from which on each is there, and how it is come by."""
+
+VERSIONED = {
+    "abort": ("2.7", "torch.distributed.ProcessGroup.abort"),
+    "all_gather_single": ("2.13", "torch.distributed.all_gather_single"),
+    "clone": ("2.9", "torch.distributed.Store.clone"),
+    "empty_host_cache": ("2.10", "torch.accelerator.empty_host_cache"),
+    "fp32_precision": ("2.9", "(torch.backends.fp32_precision, torch.backends.cudnn.conv.fp32_precision)"),
+    "get_per_process_memory_fraction": ("2.6", "torch.cuda.get_per_process_memory_fraction"),
+    "get_total_norm": ("2.6", "torch.nn.utils.get_total_norm"),
+    "in_order": ("2.6", "torch.utils.data.DataLoader([1], in_order=True)"),
+}
+"""Public names that torch 2.6 or later brought: the version from which on each is there, and how it is come by."""
+
+OTHERS = {
+    "python": """
+        _actions _actual_context _args _check_running _children _concrete_contexts _ctx _current_frames _default_context
+        _executor _exit _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver
+        _forkserver_ _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer
+        _io _kwargs _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _option_string_actions _parent_pid
+        _popen
+        _processes _python_exit _register_atexit _registered_with_atexit _registry _replace _resource_tracker
+        _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _state _target _threading_atexits
+        _threads_queues _threads_wakeups _weakref _work_queue""",
+    "IPython, ipykernel, pyzmq, ipywidgets": """
+        _allow_stdin _filename_map _ipython_cache _oh _publish_status _recv_callback _recv_copy _render_traceback_
+        _run_callback _shell_channel_to_main _showtraceback _topic _view_count""",
+    "numpy, pandas, matplotlib, scipy": "_core _indices _ndarray _reconstruct _update_inplace",
+    "transformers, accelerate, peft": """
+        _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu _original_forward _setup_devices
+        _shared_state _train_batch_size""",
+    "Lightning": """
+        _AcceleratorConnector _Connector _IS_INTERACTIVE _MultiProcessingLauncher _SubprocessScriptLauncher
+        _accelerator_connector _devices_flag _num_nodes_flag _start_method _trainer""",
+    "other libraries": """
+        _NativeDistModel _console _dataloaders _eval_dataloaders _has_internet _is_jupyter _is_kaggle _login _params""",
+    "tensorboard": "_async_writer _get_file_writer _worker",
+    "nbaccel, in the objects of others": "_fingerprint _nbaccel_made_with _nbaccel_original _nbaccel_pass",
+}
+"""Private names that are not torch's."""
+
+ROOTS = {"torch", "dist", "c10d", "distributed", "dataloader", "loaders", "rendezvous", "powerSGD_hook"}
+"""What torch and its modules are called in nbaccel."""
+
+_PRIVATE = re.compile(r"_[A-Za-z][A-Za-z0-9_]*")
+
+
+class Live:
+    """What the expressions above speak of, made when it is first asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    @property
+    def torch(self) -> Any:
+        import torch.utils.data
+
+        return torch
+
+    @property
+    def dataloader(self) -> Any:
+        from torch.utils.data import dataloader
+
+        return dataloader
+
+    @property
+    def c10d(self) -> Any:
+        from torch.distributed import distributed_c10d
+
+        return distributed_c10d
+
+    @property
+    def python_dispatch(self) -> Any:
+        from torch.utils import _python_dispatch
+
+        return _python_dispatch
+
+    @property
+    def pytree(self) -> Any:
+        from torch.utils import _pytree
+
+        return _pytree
+
+    @property
+    def device(self) -> Any:
+        from torch.utils import _device
+
+        return _device
+
+    @property
+    def powersgd(self) -> Any:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        return powerSGD_hook
+
+    @property
+    def spawn(self) -> Any:
+        return importlib.import_module("torch.multiprocessing.spawn")  # a function has its name, too
+
+    @property
+    def rendezvous(self) -> Any:
+        return importlib.import_module("torch.distributed.rendezvous")
+
+    @property
+    def leaf(self) -> Any:
+        return torch.ones(2, 2, requires_grad=True)
+
+    @property
+    def nll(self) -> Any:
+        return torch.nn.functional.nll_loss(self.leaf, torch.tensor([0, 1]))
+
+    @property
+    def module(self) -> Any:
+        return torch.nn.Linear(1, 1)
+
+    @property
+    def ignoring(self) -> Any:
+        module = torch.nn.Linear(1, 1)
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+        return module
+
+    @property
+    def stepped(self) -> Any:
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+        optimizer.step()
+        return optimizer
+
+    @property
+    def loader(self) -> Any:
+        return torch.utils.data.DataLoader([1, 2])
+
+    @property
+    def iterator(self) -> Any:
+        return iter(self.loader)
+
+    @staticmethod
+    def sets(kind: Any, name: str) -> bool:
+        """Whether the methods of `kind` set that attribute."""
+        methods = [method.__code__ for method in vars(kind).values() if hasattr(method, "__code__")]
+        if not any(name in code.co_names for code in methods):
+            raise AttributeError(name)
+        return True
+
+    @staticmethod
+    def generated(operator: str, argument: str) -> bool:
+        """Whether `operator` still has an argument of that name, which its node in the graph keeps.
+
+        For nodes that this machine cannot make.
+        """
+        packet = getattr(torch.ops.aten, operator)
+        schemas = [getattr(packet, name)._schema for name in packet.overloads()]
+        if not any(each.name == argument for schema in schemas for each in schema.arguments):
+            raise AttributeError(argument)
+        return True
+
+
+def look_up(expression: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        eval(expression, {}, Live())
+
+
+@functools.cache
+def names_used() -> tuple[dict[str, str], dict[str, str]]:
+    """Private names in nbaccel, on modules of torch's and on anything else, and where each one stands.
+
+    What nbaccel has under the same name itself is seen only on modules of torch's.
+    """
+    of_torch: dict[str, str] = {}
+    of_others: dict[str, str] = {}
+    own: set[str] = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = str(path.relative_to(REPOSITORY))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        in_f_strings = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.arg):
+                own.add(node.arg)
+            elif isinstance(node, ast.Attribute):
+                if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                    own.add(node.attr)
+                elif _root(node) in ROOTS:
+                    of_torch.setdefault(node.attr, f"{place}:{node.lineno}")
+                else:
+                    of_others.setdefault(node.attr, f"{place}:{node.lineno}")
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                for name in _imported(node):
+                    of_torch.setdefault(name, f"{place}:{node.lineno}")
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node not in in_f_strings
+                and re.fullmatch(r"_[A-Za-z_]*[a-z]_?", node.value)
+            ):
+                of_others.setdefault(node.value, f"{place}:{node.lineno}")
+    private = {name: at for name, at in of_torch.items() if _PRIVATE.fullmatch(name)}
+    foreign = {name: at for name, at in of_others.items() if _PRIVATE.fullmatch(name) and name not in own}
+    return private, foreign
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Each part of the names of torch's that it imports."""
+    for alias in node.names:
+        whole = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        if whole.partition(".")[0] == "torch":
+            yield from whole.split(".")[1:]
+
+
+def is_at_least(version: str) -> bool:
+    return TorchVersion(torch.__version__.partition("+")[0]) >= version
+
+
+@pytest.mark.parametrize("name", UNGUARDED)
+def test_a_name_that_nbaccel_relies_on_is_there(name: str) -> None:
+    look_up(UNGUARDED[name])
+
+
+@pytest.mark.parametrize("name", [*GUARDED, *VERSIONED])
+def test_a_name_that_nbaccel_asks_for_is_there_from_its_version_on(name: str) -> None:
+    since, expression = (GUARDED | VERSIONED)[name]
+    if not is_at_least(since):
+        pytest.skip(f"from torch {since} on; this is {torch.__version__}")
+    look_up(expression)
+
+
+def test_no_private_name_of_torchs_is_used_that_is_not_listed_here() -> None:
+    of_torch, foreign = names_used()
+    listed = UNGUARDED.keys() | GUARDED.keys()
+    elsewhere = {name for names in OTHERS.values() for name in names.split()}
+    unlisted = {name: at for name, at in of_torch.items() if name not in listed}
+    unlisted |= {name: at for name, at in foreign.items() if name not in listed | elsewhere}
+    assert unlisted == {}, "torch's belong into UNGUARDED or GUARDED, those of other libraries into OTHERS"
+
+
+def test_no_name_is_listed_that_is_not_used() -> None:
+    """A word of the sources, in code or in text."""
+    words = {
+        word for path in sorted(PACKAGE.rglob("*.py")) for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
+    }
+    others = {name for names in OTHERS.values() for name in names.split()}
+    assert (UNGUARDED.keys() | GUARDED.keys() | VERSIONED.keys() | others) - words == set()
