@@ -59,6 +59,15 @@ _WRAPPED_MODEL = (
     r"the wrapper: accelerator.unwrap_model(model).\1"
 )
 
+_OTHER_CARD = (
+    "Each rank computes on a GPU of its own, and a number such as 'cuda:0' names the same GPU in all ranks. "
+    "In its place write device = 'cuda', or device = accelerator.device."
+)
+_NO_SUCH_CARD = (
+    "There is no GPU of that number: a cell that names no rank, or that says 'cuda:0', has each rank see its own GPU "
+    "alone, as cuda:0. Leave the number out: device = 'cuda'."
+)
+
 _TABLE = (
     (re.compile(r"(creating|attaching to) shared memory segment /dev/shm/nccl-|failed to extend /dev/shm/nccl-"),
      _FULL_FOR_NCCL),
@@ -73,6 +82,10 @@ _TABLE = (
     (re.compile(r"Too many open files|received \d+ items of ancdata"), _FEW_FILES),
     (re.compile(r"^AttributeError: '(?:Replica|DistributedDataParallel)' object has no attribute '(\w+)'", re.M),
      _WRAPPED_MODEL),
+    (re.compile(r"same device.*\bcuda:(\d+)\b.*\bcuda:(?!\1\b)\d|"
+                r"device_ids\[0\].* found one of them on device: cuda|got device_ids .*module parameters .*cuda", re.S),
+     _OTHER_CARD),
+    (re.compile(r"CUDA error: invalid device ordinal"), _NO_SUCH_CARD),
 )  # fmt: skip
 """What texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py), CUDA, NCCL, the system mean to a user."""
 

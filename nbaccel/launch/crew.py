@@ -77,6 +77,7 @@ class Crew:
                     RankBoot(
                         world=world,
                         environ=spec.environ_of(rank) | world.environ(port),
+                        sees_one_card=spec.own_devices and self._world_size > 1,
                         setup=spec.setup,
                         threads=spec.threads,
                         run_nonce=nonce,

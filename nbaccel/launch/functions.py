@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from nbaccel.launch.inline import left_for_why, run_inline
 from nbaccel.launch.launcher import Launcher, Outcome, default_launcher, refuse_nested_launch
 from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.preflight import Devices, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.rank.card_numbers import says_first_card
+from nbaccel.launch.rank.names import codes_of
 from nbaccel.launch.report import show_users_frames
 from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
@@ -126,6 +129,7 @@ def launch(
         hang_timeout_s=hang_timeout_s,
         oom=oom,
         gpus=chosen.gpus,
+        own_devices=bool(chosen.gpus) and bool(_first_card(function)),
     )
     launcher = default_launcher()
     launcher.post_mortem = None  # of the run before
@@ -155,6 +159,12 @@ def launch(
 
 def _without_gpus(devices: Devices) -> list[str]:
     return [str(devices)] if devices.why_no_gpu else []
+
+
+def _first_card(function: Callable[..., Any]) -> str:
+    """The words by which a function of the notebook means the first card that it sees."""
+    namespace = vars(sys.modules["__main__"])
+    return says_first_card(list(codes_of(function)), namespace)
 
 
 def _how_it_ended(outcome: Outcome, seconds: float) -> tuple[BaseException | None, str]:

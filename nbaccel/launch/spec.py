@@ -70,6 +70,9 @@ class Task(ABC):
     knows_ranks: bool = True
     """Whether its code is written for several ranks; else all go on with the kernel's random numbers."""
 
+    first_card: str = ""
+    """The words by which its code means the first card that it sees; empty where it has none. See `card_numbers`."""
+
     reference: ClassVar[str]
     """How a zygote, and a rank that stays, finds the class again: "module:Class"."""
 
@@ -218,7 +221,8 @@ class LaunchSpec:
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: what an earlier attempt of this run had set itself.
     gpus: that the ranks use, as they were before the run; none on the CPU.
-    own_devices: each rank sees its own device of those in `environ` alone, as the first; else all see all.
+    own_devices: each rank sees its own device of those in `environ` alone, as the first; else all see all. Without the
+        variable in `environ` that is the machine's device of the rank's number.
     """
 
     task: Task
@@ -244,8 +248,9 @@ class LaunchSpec:
     def environ_of(self, rank: int) -> dict[str, str]:
         """The variables of one rank: `environ`, and which device is its own."""
         chosen = dict(self.environ)
-        if self.own_devices and VISIBLE_DEVICES in chosen:
-            chosen[VISIBLE_DEVICES] = chosen[VISIBLE_DEVICES].split(",")[rank]
+        if self.own_devices:
+            visible = chosen.get(VISIBLE_DEVICES)
+            chosen[VISIBLE_DEVICES] = str(rank) if visible is None else visible.split(",")[rank]
         return chosen
 
 
@@ -253,12 +258,14 @@ class LaunchSpec:
 class RankBoot:
     """What one rank is told at birth. Descriptors are valid in the rank's process.
 
+    sees_one_card: as `LaunchSpec.own_devices`, among several ranks.
     run_nonce: marks places in the output pipe where a rich message belongs.
     store_path: file through which the ranks of the run find each other.
     """
 
     world: World
     environ: Mapping[str, str]
+    sees_one_card: bool
     setup: str | None
     threads: int
     run_nonce: str

@@ -36,6 +36,7 @@ class Plan:
 
     precision_reason: empty where the user chose.  bytes_to_copy: what travels to ranks that are no copy of the kernel.
     stays: the ranks are there already, and stay.
+    own_devices: each rank sees its own GPU alone.  first_card: see `Task`.
     """
 
     options: Options
@@ -46,6 +47,8 @@ class Plan:
     threads: int
     bytes_to_copy: int = 0
     stays: bool = False
+    own_devices: bool = False
+    first_card: str = ""
 
     @classmethod
     def of(cls, options: Options, task: Task, survey: Survey, here: ProcessState, cuda_cell: str | None) -> Plan:
@@ -83,6 +86,9 @@ class Plan:
             precision_reason=reason,
             threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
+            # A program of one process may say "cuda:0" somewhere, and one for several ranks counts cards by rank.
+            own_devices=bool(devices.gpus) and (not task.knows_ranks or bool(task.first_card)),
+            first_card=task.first_card,
         )
 
     def spec(self, task: Task, setup: str | None, wants_results: bool = False) -> LaunchSpec:
@@ -100,7 +106,7 @@ class Plan:
             oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # it was looked at
             stays=self.stays,
             gpus=self.devices.gpus,
-            own_devices=bool(self.devices.gpus) and not task.knows_ranks,  # it may say "cuda:0"
+            own_devices=self.own_devices,
         )
 
     def facts(self, title: str) -> Facts:
@@ -120,7 +126,7 @@ class Plan:
         """The line that is printed before the run."""
         precision = f"default precision {self.settings.mixed_precision}"
         parts = [
-            str(self.devices),
+            f"{self.devices}{self._whose_cards}",
             f"{self.start.method} ({self.start.reason})",
             f"{precision} ({self.precision_reason})" if self.precision_reason else precision,
             f"accumulate {self.settings.gradient_accumulation_steps}"
@@ -130,6 +136,13 @@ class Plan:
         if self.bytes_to_copy > _WORTH_SAYING_BYTES:
             parts.append(f"{amount(self.bytes_to_copy)} to copy to the ranks first")
         return ", ".join(parts)
+
+    @property
+    def _whose_cards(self) -> str:
+        """What "cuda:0" means in the ranks, where that is to be known."""
+        if not self.own_devices or self.devices.num_processes == 1:
+            return ""
+        return f" (each its own as cuda:0{f': {self.first_card}' if self.first_card else ''})"
 
     @property
     def _random_numbers(self) -> str:

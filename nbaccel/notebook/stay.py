@@ -174,6 +174,11 @@ class Stay:
             self._say(
                 f"{name} was defined anew since the ranks got it, and they have the old one: %accelerate push {name}"
             )
+        if task.first_card and len(plan.devices.gpus) > 1 and not plan.own_devices:
+            self._say(
+                f"{task.first_card} is rank 0's GPU, and the ranks that stay see all of them: in the others write "
+                "device = accelerator.device"
+            )
         of_the_cell = replace(options, **{name: getattr(plan.options, name) for name in OF_THE_START})
         settings = plan.settings
         if draws_as_here(of_the_cell, task):

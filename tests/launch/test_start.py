@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch.functions import launch
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.preflight import Start
@@ -100,3 +101,14 @@ def test_a_rank_sees_its_own_device_or_all(
         assert values == [(device, str(rank)) for rank, device in enumerate(seen)]
     finally:
         outcome.close()
+
+
+@pytest.mark.parametrize(("says", "seen"), [("cuda:0", ["GPU-0", "GPU-1"]), ("cuda", ["GPU-0,GPU-1"] * 2)])
+def test_a_function_of_the_notebook_that_says_cuda_0_has_each_rank_see_its_own_card_alone(
+    monkeypatch: pytest.MonkeyPatch, says: str, seen: list[str]
+) -> None:
+    two = Survey(tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 16 * 10**9) for number in range(2)))
+    monkeypatch.setattr(Survey, "take", lambda **options: two)
+    notebook = {"__name__": "__main__"}
+    exec(f"def train():\n    import os\n    return '{says}' and os.environ['CUDA_VISIBLE_DEVICES']", notebook)
+    assert launch(notebook["train"], start_method="fork").values == seen  # type: ignore[arg-type]

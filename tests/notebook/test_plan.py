@@ -82,11 +82,13 @@ def test_auto_is_one_rank_per_gpu_in_the_precision_that_suits_it(planned: Any) -
     assert spec.environ["ACCELERATE_MIXED_PRECISION"] == "fp16"
     assert "ACCELERATE_USE_CPU" not in spec.environ
     assert ran.stdout.splitlines()[0] == (
-        "2 ranks on 0 Tesla T4, 1 Tesla T4, fork (the notebook has not used CUDA), "
+        "2 ranks on 0 Tesla T4, 1 Tesla T4 (each its own as cuda:0), fork (the notebook has not used CUDA), "
         "default precision fp16 (Tesla T4 has no bf16 units), accumulate 1 (both for what is prepared), seed 1"
     )
     knows = planned.run("%%accelerate --seed 1\naccelerator.print(1)")
     assert knows.stdout.splitlines()[0].endswith(" (Tesla T4 has no bf16 units), accumulate 1, seed 1")
+    assert knows.stdout.startswith("2 ranks on 0 Tesla T4, 1 Tesla T4, fork")
+    assert planned.run("%%accelerate -n 1\nx = 1").stdout.startswith("1 rank on 0 Tesla T4, fork")
 
 
 @on
@@ -136,6 +138,19 @@ def test_each_rank_of_a_cell_that_knows_no_ranks_sees_its_own_gpu_alone(planned:
     knows = planned.plan(f"%%accelerate {flags}\nmodel.to(accelerator.device)")
     assert [knows.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0,1"] * 2
     assert planned.plan("%%accelerate --cpu -n 2\nx = 1").environ_of(1)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@on
+@pytest.mark.parametrize("start", ["fork", "zygote"])
+def test_each_rank_of_a_cell_that_says_cuda_0_sees_its_own_gpu_alone_and_is_told_so(planned: Any, start: str) -> None:
+    planned.names["device"] = torch.device("cuda:0")
+    cell = "model, loader = accelerator.prepare(model, loader)\nfor x in loader: model(x.to(device))"
+    spec = planned.plan(f"%%accelerate --start {start}\n{cell}")
+    assert [spec.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["GPU-a", "GPU-b"]
+    line = planned.run(f"%%accelerate --start {start}\n{cell}").stdout.splitlines()[0]
+    assert line.startswith(f"2 ranks on 0 Tesla T4, 1 Tesla T4 (each its own as cuda:0: device), {start}")
+    counts = planned.plan(f"%%accelerate\n{cell}\nother = f'cuda:{{accelerator.process_index}}'")
+    assert [counts.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["GPU-a,GPU-b"] * 2
 
 
 @on

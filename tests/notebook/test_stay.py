@@ -217,3 +217,25 @@ def test_unloading_the_extension_ends_the_ranks(staying: Any) -> None:
     staying.session.close()
     assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
     assert staying.run("%%accelerate -n 1 --cpu\n5").value == 5
+
+
+TWO_T4 = Survey(tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 16 * 10**9) for number in range(2)), 4)
+
+
+@pytest.mark.parametrize(("device", "sees"), [(None, "GPU-0,GPU-1"), ("cuda:0", "GPU-1")])
+def test_ranks_that_stay_see_their_own_card_alone_where_the_notebook_names_the_first(
+    notebook: Any, device: str | None, sees: str
+) -> None:
+    notebook.session.stay._setup = None
+    notebook.session.survey = lambda: TWO_T4
+    if device is not None:
+        notebook.names["device"] = device
+    try:
+        assert notebook.run("%accelerate start -p no").error is None
+        seen = notebook.run("%%accelerate --only 1\nimport os\nos.environ['CUDA_VISIBLE_DEVICES']")
+        assert seen.value == sees
+        says = notebook.run("%%accelerate\nx = 'cuda:0'")
+        line = '"cuda:0" is rank 0\'s GPU, and the ranks that stay see all of them: in the others write device = '
+        assert (line in says.stdout) is (device is None)
+    finally:
+        notebook.session.close()

@@ -25,6 +25,7 @@ from typing import Any, Self
 from nbaccel.errors import CannotSend
 from nbaccel.hardware import usable_memory
 from nbaccel.launch.home import Home, anchors_of
+from nbaccel.launch.rank.card_numbers import says_first_card
 from nbaccel.launch.rank.names import (
     knows_ranks,
     loop_variables,
@@ -329,6 +330,10 @@ class CellTask(Task):
     @cached_property
     def knows_ranks(self) -> bool:  # type: ignore[override]  # found out where it is asked first
         return knows_ranks(self._parts, self.namespace, names_in_magics(self.source.code))
+
+    @cached_property
+    def first_card(self) -> str:  # type: ignore[override]  # found out where it is asked first
+        return says_first_card(self._parts, self.namespace, names_in_magics(self.source.code))
 
     def draw_as_here(self) -> None:
         """Go on, in all ranks, with the random numbers of this process, and bring back where they are then."""

@@ -14,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 __all__ = [
+    "codes_of",
+    "home_of",
     "knows_ranks",
     "loop_variables",
     "made_before_read",
@@ -66,7 +68,7 @@ def with_their_own(names: Iterable[str], namespace: Mapping[str, Any]) -> set[st
     found = set(names)
     to_read = list(found)
     while to_read:
-        for code in _codes(namespace.get(to_read.pop())):
+        for code in codes_of(namespace.get(to_read.pop())):
             more = set(_names(code, _READS, nested=True)) - found
             found |= more
             to_read += more
@@ -76,7 +78,7 @@ def with_their_own(names: Iterable[str], namespace: Mapping[str, Any]) -> set[st
 def seeds(parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool:
     """Whether the code, or a function of the notebook that it may call, seeds random generators."""
     called = (namespace.get(name) for name in with_their_own(names_read(parts), namespace))
-    return any(_SEEDS & _all_names(code) for code in (*parts, *(code for value in called for code in _codes(value))))
+    return any(_SEEDS & _all_names(code) for code in (*parts, *(code for value in called for code in codes_of(value))))
 
 
 def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], others: Collection[str] = ()) -> bool:
@@ -91,12 +93,12 @@ def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], o
     """
     names = with_their_own({*names_read(parts), *others}, namespace)
     values = {name: namespace[name] for name in names if name in namespace}
-    codes = [*parts, *(code for value in values.values() for code in _codes(value))]
+    codes = [*parts, *(code for value in values.values() for code in codes_of(value))]
     paths = [(name,) for name in others] + [path for code in codes for path in _paths(code)]
     return (
         any(map(_is_of_ranks, paths))
         or any(_VARIABLES_OF_RANKS & _all_texts(code) for code in codes)
-        or any(_is_of_ranks(_home_of(value)) or _is_trainer(value) for value in values.values())
+        or any(_is_of_ranks(home_of(value)) or _is_trainer(value) for value in values.values())
         or any(_makes_trainer(path, values, paths) for path in paths)
     )
 
@@ -137,16 +139,16 @@ def _makes_trainer(path: tuple[str, ...], values: Mapping[str, Any], paths: Iter
     if not any(name.endswith("Trainer") for name in rest):
         return False
     if root in values:
-        return _home_of(values[root])[0] in _HAVE_TRAINERS
+        return home_of(values[root])[0] in _HAVE_TRAINERS
     return root in _HAVE_TRAINERS or any(other[0] in _HAVE_TRAINERS for other in paths)
 
 
 def _is_trainer(value: Any) -> bool:
     classes = type.mro(value if issubclass(type(value), type) else type(value))
-    return any(each.__name__.endswith("Trainer") and _home_of(each)[0] in _HAVE_TRAINERS for each in classes)
+    return any(each.__name__.endswith("Trainer") and home_of(each)[0] in _HAVE_TRAINERS for each in classes)
 
 
-def _home_of(value: Any) -> tuple[str, ...]:
+def home_of(value: Any) -> tuple[str, ...]:
     """The module that the value is, or is from, part by part."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
@@ -168,7 +170,7 @@ def _all_names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_all_names, inner))
 
 
-def _codes(value: Any) -> Iterator[types.CodeType]:
+def codes_of(value: Any) -> Iterator[types.CodeType]:
     """The code of a function of the notebook, or of the methods of a class of it."""
     kind = type(value)
     if kind is types.FunctionType:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from nbaccel.launch.home import Home
+from nbaccel.launch.rank.card_numbers import first_card_in
 from nbaccel.launch.rank.cell import cannot_be_rebuilt, new_main
 from nbaccel.launch.spec import Results, Task
 from nbaccel.launch.wire.parcel import Parcel, pack, unpack, unpack_what_can_be_rebuilt
@@ -44,6 +45,8 @@ class Residence(_HomeTask):
     def __init__(self, home: Home) -> None:
         super().__init__(home)
         home.learn(home.namespace)
+        public = {name: value for name, value in home.namespace.items() if not name.startswith("_")}
+        self.first_card = first_card_in(public)  # what cells to come will say is not known
 
     def run(self) -> None:
         """The setup has been done by now."""

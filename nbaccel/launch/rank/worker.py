@@ -34,6 +34,7 @@ from nbaccel.launch.rank.foreign.one_bar import OneBar
 from nbaccel.launch.rank.foreign.one_file import write_one_file
 from nbaccel.launch.rank.foreign.one_run import write_one_run
 from nbaccel.launch.rank.foreign.oneprocess import forget_one_process
+from nbaccel.launch.rank.foreign.own_card import let_the_local_rank_be_the_only_card
 from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
@@ -128,6 +129,8 @@ class _Rank:
         refuse_launchers(boot.world)
         forget_one_process(boot.world)
         join_existing_world(boot.world)
+        if boot.sees_one_card:
+            let_the_local_rank_be_the_only_card(boot.world)
         refuse_logins(self.rank)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self._peers = PeerWatch(self.page, self.rank)

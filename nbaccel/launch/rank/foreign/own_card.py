@@ -1,0 +1,81 @@
+"""Let libraries that count cards by local rank use the only card that this rank sees. Runs in ranks; imports none.
+
+Accelerate gives `DistributedDataParallel` and `torch.distributed.barrier` the local rank for a device, and others call
+`torch.cuda.set_device` with it. In a rank that sees its own card alone, this number means that card. Not covered: the
+number in a `torch.device` or in `.to`, which torch reads where no Python is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nbaccel.launch.rank.loaded import when_loaded
+from nbaccel.world import World
+
+__all__ = ["let_the_local_rank_be_the_only_card"]
+
+
+def let_the_local_rank_be_the_only_card(world: World) -> None:
+    """Once per process, in a rank that sees one card of several."""
+    if world.local_rank == 0:
+        return  # that is its number anyway
+    own = partial(_own, world.local_rank)
+    when_loaded(
+        {
+            "torch.cuda": partial(_set_device, own),
+            "torch.distributed.distributed_c10d": partial(_barrier, own),
+            "torch.nn.parallel.distributed": partial(_parallel, own),
+        }
+    )
+
+
+def _own(local_rank: int, device: Any) -> Any:
+    """`device`, and 0 in place of the local rank, as a number, a text or a `torch.device`."""
+    torch: Any = sys.modules["torch"]
+    if type(device) is list:
+        return [_own(local_rank, each) for each in device]
+    named = torch.device(device) if type(device) is str and device.startswith("cuda") else device
+    number = named.index if type(named) is torch.device and named.type == "cuda" else named
+    return 0 if type(number) is int and number == local_rank else device
+
+
+def _set_device(own: Callable[[Any], Any], module: Any) -> None:
+    torchs = module.set_device
+
+    @functools.wraps(torchs)
+    def set_device(device: Any) -> None:
+        torchs(own(device))
+
+    module.set_device = set_device
+
+
+def _barrier(own: Callable[[Any], Any], module: Any) -> None:
+    torchs = module.barrier
+
+    @functools.wraps(torchs)
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        if "device_ids" in kwargs:
+            kwargs["device_ids"] = own(kwargs["device_ids"])
+        return torchs(*args, **kwargs)
+
+    module.barrier = barrier
+    package = sys.modules.get("torch.distributed")
+    if getattr(package, "barrier", None) is torchs:
+        vars(package)["barrier"] = barrier
+
+
+def _parallel(own: Callable[[Any], Any], module: Any) -> None:
+    kind = module.DistributedDataParallel
+    torchs = kind.__init__
+
+    @functools.wraps(torchs)
+    def init(
+        parallel: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
+    ) -> None:
+        torchs(parallel, module, own(device_ids), own(output_device), *args, **kw)
+
+    kind.__init__ = init

@@ -1,0 +1,48 @@
+"""What is said beside errors about cards: the line to change. The texts are torch's."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbaccel.launch.advice import advice
+from nbaccel.launch.hostmemory import HostMemory
+from nbaccel.launch.report import Link
+
+OTHER_CARD = [
+    "RuntimeError: Expected all tensors to be on the same device, but got mat1 is on cuda:0, different from other "
+    "tensors on cuda:1 (when checking argument in method wrapper_CUDA_addmm)",
+    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cuda:0!",
+    "RuntimeError: module must have its parameters and buffers on device cuda:1 (device_ids[0]) but found one of them "
+    "on device: cuda:0",
+    "ValueError: DistributedDataParallel device_ids and output_device arguments only work with single-device/"
+    "multiple-device GPU modules or CPU modules, but got device_ids [1], output_device 1, and module parameters "
+    "{device(type='cuda', index=0)}.",
+]
+HOST = [
+    "RuntimeError: Expected all tensors to be on the same device, but got mat1 is on cpu, different from other "
+    "tensors on cuda:0 (when checking argument in method wrapper_CUDA_addmm)",
+    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+]
+
+
+def said_of(text: str) -> str:
+    return advice([Link(text.partition(":")[0], [text], [])], HostMemory())
+
+
+@pytest.mark.parametrize("text", OTHER_CARD)
+def test_a_card_of_another_rank_ends_in_the_line_to_change(text: str) -> None:
+    assert said_of(text) == (
+        "Each rank computes on a GPU of its own, and a number such as 'cuda:0' names the same GPU in all ranks. "
+        "In its place write device = 'cuda', or device = accelerator.device."
+    )
+
+
+@pytest.mark.parametrize("text", HOST)
+def test_a_tensor_that_was_left_on_the_host_is_an_error_like_any_other(text: str) -> None:
+    assert said_of(text) == ""
+
+
+def test_a_number_that_a_rank_cannot_see_ends_in_the_line_to_change() -> None:
+    said = said_of("torch.AcceleratorError: CUDA error: invalid device ordinal\nGPU device may be out of range")
+    assert "has each rank see its own GPU alone, as cuda:0." in said
+    assert said.endswith("Leave the number out: device = 'cuda'.")
