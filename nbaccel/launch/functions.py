@@ -28,6 +28,7 @@ from nbaccel.launch.report import show_users_frames
 from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.shown import ShownRun
+from nbaccel.launch.setaside import Cards, SetAside, kernel_freed
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
 from nbaccel.launch.watching import Watching
 from nbaccel.settings import STOP, RunSettings
@@ -74,6 +75,7 @@ def launch(
     timeout_s: float | None = None,
     hang_timeout_s: float | None = None,
     oom: str = STOP,
+    free_kernel: bool = False,
     check: bool = True,
 ) -> Run:
     """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return what came of it.
@@ -86,6 +88,7 @@ def launch(
     independent: each rank trains a model of its own, and that is meant: nothing compares what optimizers step.
     oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
     into parts, see the README. Everything before the loop is then done again.
+    free_kernel: models that are variables of the notebook, and their optimizers, lie on the host while the ranks run.
     check: raise the run's error; with False it is in `Run.error`.
 
     Raises:
@@ -139,7 +142,11 @@ def launch(
         shown.write("stderr", f"{line}\n")
     if start.method == "inline":
         return _launch_inline(spec, check, shown, launcher, facts.title)
-    outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
+    with contextlib.ExitStack() as block:
+        if free_kernel:
+            aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
+            block.enter_context(kernel_freed(aside, lambda line: shown.write("stdout", f"{line}\n")))
+        outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
     seconds = shown.elapsed_s
     try:
         values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]

@@ -56,6 +56,8 @@ _SETTINGS = (
           help="GPUs to use, by number or UUID: 2,3; default all that are visible"),
     _flag("--cpu", action="store_true", default=None,
           help="use no GPU; default off"),
+    _flag("--free-kernel", action="store_true", default=None,
+          help="have the notebook's own models on the host, not on GPUs, during the run; default off"),
     _flag("-t", "--timeout", metavar="S", type=read_seconds,
           help="stop after S seconds, as one interrupt would, with TimeoutError; default never"),
     _flag("--hang-timeout", metavar="S", type=read_seconds,

@@ -36,6 +36,7 @@ class Options:
     num_processes: a number or "auto".  mixed_precision: as flagged, "auto" too.
     out: names of `--out`, or `CELL`, which None means, too, or `NAMED` without any.
     inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".
+    free_kernel: the notebook's models leave the GPUs for the run.
     timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
     pdb: the rank to debug.  bg: return at once, the run goes on.
@@ -50,6 +51,7 @@ class Options:
     ranks: str | None = None
     devices: str | None = None
     cpu: bool | None = None
+    free_kernel: bool | None = None
     timeout: float | None = None
     hang_timeout: float | None = None
     start: str | None = None

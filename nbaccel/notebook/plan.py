@@ -66,7 +66,8 @@ class Plan:
             platform_can_fork=here.can_fork,
             cuda_initialized=here.cuda_initialized,
             cuda_cell=cuda_cell,
-            bytes_on_device=_bytes_on_device(names) if here.cuda_initialized else 0,
+            # What is set aside leaves room for the copies.
+            bytes_on_device=_bytes_on_device(names) if here.cuda_initialized and not options.free_kernel else 0,
         )
         limit = options.limit
         if start.method == "inline" and limit is not None:

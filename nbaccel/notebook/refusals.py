@@ -31,6 +31,7 @@ __all__ = [
 _GIVEN: dict[str, Callable[[Options], bool]] = {
     "--pdb": lambda options: options.pdb is not None,
     "--bg": lambda options: bool(options.bg),
+    "--free-kernel": lambda options: bool(options.free_kernel),
     "--start inline": lambda options: options.start == "inline",
 }
 """What may exclude something else, and how to know that it was asked for."""
@@ -59,6 +60,8 @@ EXCLUSIONS = (
     ),
     Exclusion("--pdb", "--bg", "a debugger asks for commands in the cell that runs"),
     Exclusion("--bg", "--start inline", "the notebook's own process runs one thing at a time"),
+    Exclusion("--free-kernel", "--bg", "cells that run meanwhile would find models of the notebook on the host"),
+    Exclusion("--free-kernel", "--start inline", "the notebook's own process computes with its own models"),
 )
 
 

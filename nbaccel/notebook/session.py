@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from nbaccel.launch.screen.frames import Frames
 from nbaccel.launch.screen.painter import Screen
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.screen.shown import ShownRun
+from nbaccel.launch.setaside import Cards, SetAside, kernel_freed
 from nbaccel.launch.spec import LaunchSpec, Results
 from nbaccel.launch.wire.wrappers import plain, take_off_forward
 from nbaccel.notebook.background import Background
@@ -149,7 +150,8 @@ class Session:
         with steered(self.shell) as (frames, beside):
             run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told)
             self.rank_memory.begin(source.name)
-            run.go(host, listeners=[self.rank_memory], beside=beside)
+            with kernel_freed(self._movable(plan), self.say) if plan.options.free_kernel else nullcontext():
+                run.go(host, listeners=[self.rank_memory], beside=beside)
             try:
                 return self._conclude(run)
             finally:
@@ -174,12 +176,13 @@ class Session:
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that there is not, before anything is said
         needed = self._needed(task, source) if host is self.launcher else {}
         cells = self.shell.history_manager.input_hist_raw[:-1]  # the last one is running
-        carried = refuse_what_cannot_fit(plan, needed, survey, cells)
+        aside = self._movable(plan)
+        carried = refuse_what_cannot_fit(plan, needed, survey, cells, aside)
         self.say(str(plan) if host is self.launcher else f"in {host}")
         if news_of_the_source:
             self.say(news_of_the_source)
         if host is self.launcher:
-            self._say_what_is_short(plan, source, needed, carried, survey)
+            self._say_what_is_short(plan, source, needed, carried, survey, aside)
         return host, plan, source, task, plan.spec(task, self._setup, wants_results=task.leaves_all or bool(task.out))
 
     def _lodge(
@@ -197,6 +200,10 @@ class Session:
             task.draw_as_here()
         return self.launcher, Plan.of(options, task, survey, ProcessState.now(), self.cuda.first_cell), task
 
+    def _movable(self, plan: Plan) -> SetAside:
+        """What the notebook could move away from the GPUs of a run."""
+        return SetAside(self.shell.user_ns, Cards({gpu.index for gpu in plan.devices.gpus}))
+
     def say(self, line: str) -> None:
         """One line of ours in the cell's output."""
         ConsoleScreen().write("stdout", f"{line}\n")
@@ -207,7 +214,13 @@ class Session:
         return {name: self.shell.user_ns[name] for name in task.names_to_send() if name not in made}
 
     def _say_what_is_short(
-        self, plan: Plan, source: CellSource, needed: Mapping[str, Any], carried: Sequence[str], survey: Survey
+        self,
+        plan: Plan,
+        source: CellSource,
+        needed: Mapping[str, Any],
+        carried: Sequence[str],
+        survey: Survey,
+        aside: SetAside,
     ) -> None:
         """Name what the ranks of the cell will lack or have little of."""
         if plan.start.method == "fork":
@@ -217,7 +230,7 @@ class Session:
         for line in [
             *before_a_run(plan.devices.gpus),
             *carried,
-            *shortages(plan, source.code, needed, survey, holdings),
+            *shortages(plan, source.code, needed, survey, holdings, aside),
         ]:
             self.say(line)
 

@@ -17,18 +17,17 @@ from typing import Any
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.holdings import Holding
+from nbaccel.launch.setaside import QUANTISED, SetAside
 from nbaccel.launch.wire.weight import size_of, sizes_on_devices
 from nbaccel.notebook.plan import Plan, amount
+from nbaccel.view.words import listed
 
 __all__ = ["Loader", "Place", "loaders_in", "refuse_what_cannot_fit", "shortages", "where_made"]
 
-_MOST_OF_A_DEVICE = 0.5
-"""Share of a device from which on what the notebook holds there is said before a run."""
+_MUCH_OF_A_DEVICE = 0.1
+"""Share of what ranks could have of a device from which on what the notebook holds there is said before a run."""
 
 _WORTH_A_WORD_BYTES = 1_000_000
-
-_QUANTISED = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""What transformers writes into a model that it loaded quantised (modeling_utils.py)."""
 
 _PYTHON_HERE = ("%%time", "%%capture", "%%prun")
 """Cell magics whose cells bind names of the notebook."""
@@ -60,24 +59,32 @@ class Loader:
 
 
 def shortages(
-    plan: Plan, code: str, names: Mapping[str, Any], survey: Survey, holdings: Sequence[Holding]
+    plan: Plan,
+    code: str,
+    names: Mapping[str, Any],
+    survey: Survey,
+    holdings: Sequence[Holding],
+    aside: SetAside,
 ) -> Iterator[str]:
     """Yield a line for each thing that the run of a cell will be short of.
 
     code: the cell, as plain Python.  names: what it reads of the notebook.  holdings: what the notebook holds on
-    devices.
+    devices.  aside: what of that can leave them.
     """
     if plan.start.method != "inline":
-        yield from _devices_held(plan, holdings)
+        yield from _devices_held(plan, holdings, aside)
     if plan.devices.device_type == "cpu" and plan.devices.num_processes > 1:
         yield from _models_on_the_host(plan.devices.num_processes, names, survey)
     yield from _workers(plan.devices.num_processes, loaders_in(code, names), survey)
 
 
-def refuse_what_cannot_fit(plan: Plan, names: Mapping[str, Any], survey: Survey, history: Sequence[str]) -> list[str]:
+def refuse_what_cannot_fit(
+    plan: Plan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], aside: SetAside
+) -> list[str]:
     """Return a line for each model of the notebook that lies on a device and is carried to the ranks.
 
     names: what the cell reads of the notebook.  history: the notebook's cells, as typed; a cell's number is its index.
+    aside: what the notebook can move away from the devices.
 
     Raises:
         LaunchRefused: a model cannot be moved to the ranks' devices, or does not fit beside the notebook's own copy,
@@ -86,9 +93,10 @@ def refuse_what_cannot_fit(plan: Plan, names: Mapping[str, Any], survey: Survey,
     if plan.start.method != "zygote":
         return []
     lines = [
-        _carried(plan, name, model, on_device, survey, where_made(name, history))
+        line
         for name, model in names.items()
         if _is_module(model) and (on_device := _bytes_by_device(name, model))
+        if (line := _carried(plan, name, model, on_device, where_made(name, history), aside))
     ]
     available = survey.ram.available_bytes
     if 0 < available < plan.bytes_to_copy:
@@ -140,15 +148,27 @@ def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _devices_held(plan: Plan, holdings: Sequence[Holding]) -> Iterator[str]:
-    used = {f"cuda:{gpu.index}": rank for rank, gpu in enumerate(plan.devices.gpus)}
+def _devices_held(plan: Plan, holdings: Sequence[Holding], aside: SetAside) -> Iterator[str]:
+    used = {f"cuda:{gpu.index}": (rank, gpu) for rank, gpu in enumerate(plan.devices.gpus)}
     for holding in holdings:
-        if holding.share > _MOST_OF_A_DEVICE and holding.device in used:
-            mine = ", ".join(name for name, _ in holding.names if name.isidentifier())
-            yield (
-                f"the notebook itself holds {holding}, which rank {used[holding.device]} has to do without: "
-                f"nbaccel.free_memory({mine}) in a cell before this one gives it back"
-            )
+        if holding.device not in used:
+            continue
+        rank, gpu = used[holding.device]
+        free = max(0, gpu.total_bytes - gpu.used_bytes)
+        stays = holding.nbytes - aside.bytes_on(holding.device) * bool(plan.options.free_kernel)
+        if stays <= _MUCH_OF_A_DEVICE * (holding.nbytes + free):
+            continue
+        held = [name for name, _ in holding.names]
+        moves = [name for name in aside.names if name in held and not plan.options.free_kernel]
+        rest = ", ".join(name for name in held if name.isidentifier() and name not in aside.names)
+        ways = [
+            f"--free-kernel moves {listed(moves)} to the host for the run" if moves else "",
+            f"nbaccel.free_memory({rest}) in a cell before this one gives it back" if rest or not moves else "",
+        ]
+        yield (
+            f"the notebook itself holds {holding}, and {amount(free)} are free there for rank {rank}: "
+            f"{'; '.join(filter(None, ways))}"
+        )
 
 
 def _models_on_the_host(ranks: int, names: Mapping[str, Any], survey: Survey) -> Iterator[str]:
@@ -190,11 +210,11 @@ def _workers(ranks: int, loaders: Iterator[Loader], survey: Survey) -> Iterator[
 
 
 def _carried(
-    plan: Plan, name: str, model: Any, on_device: Mapping[str, int], survey: Survey, place: Place | None
+    plan: Plan, name: str, model: Any, on_device: Mapping[str, int], place: Place | None, aside: SetAside
 ) -> str:
     nbytes, where = sum(on_device.values()), " and ".join(on_device)
     ranks = plan.devices.num_processes
-    if any(vars(model).get(mark) is True for mark in _QUANTISED):
+    if any(vars(model).get(mark) is True for mark in QUANTISED):
         raise LaunchRefused(
             f"{name} was loaded quantised and lies on {where} ({amount(nbytes)}): its weights cannot be sent to ranks. "
             f"Each rank has to load it onto its own device: {_move(place, name)}, with "
@@ -206,13 +226,17 @@ def _carried(
             f"{_move(place, name)}, without device_map."
         )
     for rank, gpu in enumerate(plan.devices.gpus):
+        movable = aside.bytes_on(f"cuda:{gpu.index}")
         free = gpu.total_bytes - gpu.used_bytes
-        if nbytes > free:
+        if nbytes > free + movable * bool(plan.options.free_kernel):
+            flag = "" if plan.options.free_kernel or nbytes > free + movable else "add --free-kernel, or "
             raise LaunchRefused(
                 f"{name} ({amount(nbytes)}, on {where}) would be copied to every rank, and rank {rank}'s device, "
                 f"{gpu.index} {gpu.name}, has {amount(free)} of {amount(gpu.total_bytes)} left beside what the "
-                f"notebook holds: {_move(place, name)}, or call {name}.cpu() before it."
+                f"notebook holds: {flag}{_move(place, name)}, or call {name}.cpu() before it."
             )
+    if plan.options.free_kernel and name in aside.names:
+        return ""  # what becomes of the notebook's own is said when it moves
     return (
         f"{name} lies on {where} ({amount(nbytes)}): each rank gets a copy on its own device, and the notebook's "
         f"stays; to save that, {_move(place, name)}"

@@ -48,6 +48,11 @@ WRONG = {
         ("--devices 0 --cpu", "--cpu and --devices 0 contradict each other: leave one of them out."),
     ],
     "--cpu": [("--cpu=yes", "--cpu takes no value; got 'yes'.")],
+    "--free-kernel": [
+        ("--free-kernel=yes", "--free-kernel takes no value; got 'yes'."),
+        ("--free-kernel --bg", "--free-kernel and --bg exclude each other: cells that run meanwhile would find"),
+        ("--free-kernel --start inline", "--free-kernel and --start inline exclude each other: the notebook's own"),
+    ],
     "--timeout": [
         ("--timeout 0", "a time limit is a number of seconds above 0; got '0'"),
         ("--timeout 5 --start inline", "--timeout can stop ranks only, and this cell would run in the notebook's own"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import nbaccel.launch.setaside
 import nbaccel.notebook.session
 import nbaccel.notebook.shortages
+from fakes import FakeCards
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Gpu, Memory, Survey
 from nbaccel.launch.here import ProcessState
 from nbaccel.launch.holdings import Holding
 from nbaccel.launch.rank.names import made_before_read
+from nbaccel.launch.setaside import SetAside
 from nbaccel.notebook.shortages import loaders_in, where_made
 
 GB = 10**9
@@ -104,10 +108,90 @@ def test_a_device_that_the_notebook_holds_is_said_with_names_and_the_line_that_f
     held = Holding("cuda:0", 12 * GB, 15 * GB, (("model", 8 * GB), ("Out[3]", GB)))
     monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
     assert said(planned, "%%accelerate -n 2\nx = 1") == [
-        "the notebook itself holds 12.0 of 15.0 GB on cuda:0 (model 8.0 GB, Out[3] 1.0 GB), which rank 0 has to do "
-        "without: nbaccel.free_memory(model) in a cell before this one gives it back"
+        "the notebook itself holds 12.0 of 15.0 GB on cuda:0 (model 8.0 GB, Out[3] 1.0 GB), and 6.0 GB are free there "
+        "for rank 0: nbaccel.free_memory(model) in a cell before this one gives it back"
     ]
     assert said(planned, "%%accelerate -n 1 -d 1\nx = 1") == [], "the rank is elsewhere"
+
+
+@with_gpus
+@pytest.mark.parametrize(("nbytes", "is_said"), [(600_000_000, False), (700_000_000, True)])
+def test_what_the_notebook_holds_is_weighed_against_what_is_free(
+    planned: Any, monkeypatch: pytest.MonkeyPatch, nbytes: int, is_said: bool
+) -> None:
+    held = Holding("cuda:0", nbytes, 15 * GB, (("data", nbytes),))
+    monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
+    assert bool(said(planned, "%%accelerate -n 2\nx = 1")) is is_said, "6 GB are free"
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> FakeCards:
+    cards = FakeCards()
+    monkeypatch.setattr(nbaccel.notebook.session, "Cards", lambda numbers: cards)
+    monkeypatch.setattr(nbaccel.launch.setaside, "_PAUSE_S", 0.0)
+    return cards
+
+
+@with_gpus
+def test_a_model_that_can_leave_the_card_is_said_with_the_flag_and_nothing_with_it(
+    planned: Any, monkeypatch: pytest.MonkeyPatch, cards: FakeCards
+) -> None:
+    planned.run(MAKES_IT)
+    model = planned.names["model"]
+    cards.put(*model.parameters())
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    survey = Survey(tuple(replace(gpu, total_bytes=100, used_bytes=80) for gpu in TWO_T4), 4, Memory(30 * GB, 20 * GB))
+    planned.session.survey = lambda: survey
+    held = Holding("cuda:0", nbytes + 30, 100, (("data", 30), ("model", nbytes)))
+    monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
+    assert said(planned, "%%accelerate -n 2\nx = 1")[0].endswith(
+        "and 20 bytes are free there for rank 0: --free-kernel moves model to the host for the run; "
+        "nbaccel.free_memory(data) in a cell before this one gives it back"
+    )
+    of_the_flag = said(planned, "%%accelerate -n 2 --free-kernel\nx = 1")
+    assert of_the_flag[0].endswith(": nbaccel.free_memory(data) in a cell before this one gives it back")
+    assert of_the_flag[1] == "on the host until the run is over: model 0.0 GB"
+    held = Holding("cuda:0", nbytes, 100, (("model", nbytes),))
+    assert said(planned, "%%accelerate -n 2 --free-kernel\nx = 1") == of_the_flag[1:]
+
+
+@with_gpus
+def test_a_model_that_fits_once_the_notebooks_own_has_left_is_refused_with_the_flag_that_does_it(
+    planned: Any, on_a_device: Any, cards: FakeCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned.run(MAKES_IT)
+    on_a_device(model={"cuda:0": 8 * GB})
+    monkeypatch.setattr(SetAside, "bytes_on", lambda aside, device: 8 * GB if device == "cuda:0" else 0)
+    error = planned.run("%%accelerate -n 1\nmodel, = accelerator.prepare(model),").error
+    assert "beside what the notebook holds: add --free-kernel, or move line 2 of Cell" in str(error)
+    monkeypatch.setattr(SetAside, "names", {"model": 8 * GB})
+    assert said(planned, "%%accelerate -n 1 --free-kernel\nmodel, = accelerator.prepare(model),")[:1] == [
+        "on the host until the run is over: model 8.0 GB"
+    ]
+
+
+TRAINS_RAW = """
+before = cards.device_of(model.weight.untyped_storage())
+with torch.no_grad():
+    model.weight += 1
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError('at the end')"])
+def test_a_run_finds_the_card_free_and_leaves_the_notebooks_model_on_it_trained(
+    notebook: Any, cards: FakeCards, end: str
+) -> None:
+    notebook.run(MAKES_IT)
+    model = notebook.names["model"]
+    notebook.names["cards"] = cards
+    cards.put(*model.parameters())
+    weight = model.weight.detach().clone()
+    ran = notebook.run(f"%%accelerate -n 1 --free-kernel{TRAINS_RAW}{end}")
+    assert (ran.error is None) is (not end)
+    assert notebook.names["before"] == "", "as the rank saw it"
+    assert notebook.names["model"] is model
+    assert torch.equal(model.weight, weight + 1)
+    assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
 
 
 MAKES_IT = "import torch\nmodel = torch.nn.Linear(2, 1)"

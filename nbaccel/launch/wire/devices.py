@@ -7,11 +7,13 @@ notebook that has not used CUDA: no rank could be forked from it any more if it 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from nbaccel.world import World
 
-__all__ = ["device_here", "device_there", "storage_on"]
+__all__ = ["away_from", "device_here", "device_there", "storage_on"]
 
 _HOST = "cpu"
 
@@ -19,13 +21,32 @@ _notebooks: dict[str, str] = {}
 """In a rank: of its own device, the notebook's device from which the first tensor on it came."""
 
 
-def device_there(device: Any) -> str:
+_away: dict[int, str] = {}
+"""In the notebook: of memory that lies on the host for a while, by its address, the device that it is from."""
+
+
+@contextmanager
+def away_from(homes: Mapping[int, str]) -> Iterator[None]:
+    """Send memory of the host, by its address, as if it was on a device.  homes: address to device."""
+    _away.update(homes)
+    try:
+        yield
+    finally:
+        for address in homes:
+            del _away[address]
+
+
+def device_there(device: Any, address: int = 0) -> str:
     """Return the device that a tensor on `device` has in the process that it is sent to, by this one's knowledge.
+
+    address: of its memory.
 
     >>> import torch
     >>> device_there(torch.device("cuda", 1)), device_there(torch.device("cpu"))
     ('cuda:1', 'cpu')
     """
+    if address in _away:
+        return _away[address]
     if device.type == _HOST or not World.from_env().launch_id:
         return str(device)
     return _notebooks.get(str(device), _HOST)

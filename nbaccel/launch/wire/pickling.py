@@ -239,7 +239,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         """Its number, and the device that the memory shall be on."""
         address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
         read = functools.partial(_storage_bytes, storage)
-        return self._block(str(storage.device), address, storage.nbytes(), read), device_there(storage.device)
+        return self._block(str(storage.device), address, storage.nbytes(), read), device_there(storage.device, address)
 
     def _reduce_of_a_device(self, obj: Any) -> Any:
         """What is on a device and would bring its name along: the other side has others, or none that it uses yet.
@@ -249,8 +249,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         torch = sys.modules.get("torch")
         if torch is None or type(obj) not in (torch.UntypedStorage, torch.storage.TypedStorage, torch.Generator):
             return None
-        here = getattr(obj, "_untyped_storage", obj).device  # a TypedStorage itself warns whoever asks it
-        device = device_there(here)
+        memory = getattr(obj, "_untyped_storage", obj)  # a TypedStorage itself warns whoever asks it
+        here = memory.device
+        device = device_there(here, 0 if type(obj) is torch.Generator else memory.data_ptr())
         if (here.type, device) == ("cpu", "cpu") or here.type == "meta":
             return None
         if type(obj) is torch.storage.TypedStorage:

@@ -11,7 +11,7 @@ import torch
 
 from nbaccel.launch.wire import devices, pickling
 from nbaccel.launch.wire.arrays import Values
-from nbaccel.launch.wire.devices import device_here, device_there
+from nbaccel.launch.wire.devices import away_from, device_here, device_there
 from nbaccel.launch.wire.inventory import Inventory
 from nbaccel.launch.wire.parcel import pack, pack_what_can_travel, unpack
 from nbaccel.world import World
@@ -76,7 +76,7 @@ def lies_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.device], None]:
     """``lies_on(here)``: what is sent lies on a card, and that is `here` on the other side."""
 
     def lie(here: torch.device) -> None:
-        monkeypatch.setattr(pickling, "device_there", lambda device: "cuda:7")
+        monkeypatch.setattr(pickling, "device_there", lambda device, address=0: "cuda:7")
         monkeypatch.setattr(pickling, "device_here", {"cuda:7": here}.__getitem__)
 
     return lie
@@ -200,3 +200,12 @@ def test_what_has_no_room_on_a_ranks_device_is_an_error(
     monkeypatch.setattr(World, "from_env", lambda: World(0, 1, launch_id="this"))
     with pytest.raises(torch.OutOfMemoryError):
         travel({"x": torch.ones(3)})
+
+
+def test_memory_that_is_away_from_its_card_is_sent_as_if_it_was_there(cards: Callable[..., None]) -> None:
+    cards(2, is_used=True)
+    tensor, other = torch.ones(3), torch.ones(3)
+    with away_from({tensor.data_ptr(): "cuda:1"}):
+        assert device_there(CPU, tensor.data_ptr()) == "cuda:1"
+        assert device_there(CPU, other.data_ptr()) == "cpu"
+    assert device_there(CPU, tensor.data_ptr()) == "cpu"

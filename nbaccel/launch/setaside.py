@@ -1,0 +1,305 @@
+"""SetAside: models of the notebook that lie on the host while ranks use its cards. Runs in the kernel.
+
+Parameters, buffers, gradients and the states of optimizers change their memory and stay the same objects; afterwards
+they are where they were. What the notebook holds otherwise is left alone: tensors by themselves, models that are
+quantised or spread over devices, and those whose memory somebody else uses, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from nbaccel.hardware import usable_memory
+from nbaccel.launch.wire.arrays import has_plain_memory
+from nbaccel.launch.wire.devices import away_from, storage_on
+from nbaccel.launch.wire.wrappers import plain
+
+__all__ = ["QUANTISED", "Cards", "SetAside", "kernel_freed"]
+
+QUANTISED = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
+"""What transformers writes into a model that it loaded quantised (modeling_utils.py)."""
+
+_MOST_OF_THE_HOST = 0.8
+"""Share of the host's available memory that models may take there: the rank's loaders need some, too."""
+
+_TRIES, _PAUSE_S = 5, 0.4
+"""To get back onto a card: the driver frees the memory of a process that was killed some 0.1 s after its end."""
+
+
+@contextmanager
+def kernel_freed(aside: SetAside, say: Callable[[str], None]) -> Iterator[None]:
+    """Have models on the host in the block; `say` which these are, and afterwards that they are there still, if so."""
+    try:
+        with aside:
+            if line := str(aside):
+                say(line)
+            yield
+    finally:
+        if aside.trouble:
+            say(aside.trouble)
+
+
+class Cards:
+    """The memory of CUDA devices.  numbers: which of them matter."""
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._numbers = numbers
+
+    @property
+    def is_used(self) -> bool:
+        """Whether this process holds anything there."""
+        torch = sys.modules.get("torch")
+        return torch is not None and bool(torch.cuda.is_initialized())
+
+    def device_of(self, storage: Any) -> str:
+        """The card that the memory is on; empty where it is on none."""
+        device = storage.device
+        return str(device) if device.type == "cuda" and device.index in self._numbers else ""
+
+    def to_host(self, storage: Any) -> Any:
+        """A copy of the memory on the host."""
+        return storage.cpu()
+
+    def back(self, storage: Any, device: str) -> Any:
+        """A copy of the host's memory on the card; None where it is full."""
+        torch: Any = sys.modules["torch"]
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        return storage_on(torch.device(device), memoryview(flat.numpy()))
+
+    def release(self) -> None:
+        """Give the driver back what is free in torch's allocator."""
+        sys.modules["torch"].cuda.empty_cache()
+
+
+@dataclass(slots=True)
+class _Memory:
+    """A storage and all tensors of the notebook's models that look at it.
+
+    device: the card that it is from.  host: its copy there, once it was made.
+    """
+
+    storage: Any
+    device: str
+    tensors: dict[int, Any] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    host: Any = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others look at it: tensors that no model has, or the graph of a loss."""
+        uses = getattr(sys.modules["torch"]._C, "_storage_Use_Count", None)
+        if uses is None:
+            return True
+        tensor = sys.modules["torch"].empty(1)  # how many uses it is of one tensor, and of us, torch has to say
+        storage = tensor.untyped_storage()
+        return bool(uses(self.storage._cdata) != uses(storage._cdata) - 1 + len(self.tensors))
+
+    def move(self, storage: Any) -> None:
+        """Let all the tensors look at `storage`, which holds the same."""
+        torch: Any = sys.modules["torch"]
+        for tensor in self.tensors.values():
+            layout = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(storage, *layout)
+        self.storage = storage
+
+
+class SetAside:
+    """The models among `namespace` that can be set aside, and their optimizers; a block in which they are.
+
+    names: bytes on cards by name.  left: names of models on cards that cannot, and why.  trouble: what to say after the
+    block; empty if all is as before.
+
+    In the block, what is sent to another process arrives as if it was on the card still.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any], cards: Cards) -> None:
+        self._cards = cards
+        self._memories: list[_Memory] = []
+        self._homes: AbstractContextManager[None] | None = None
+        self.left: dict[str, str] = {}
+        self.trouble = ""
+        if cards.is_used:
+            self._find({name: plain(value) for name, value in namespace.items() if not name.startswith("_")})
+
+    @property
+    def names(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for memory in self._memories:
+            name = min(memory.names)
+            found[name] = found.get(name, 0) + memory.storage.nbytes()
+        return found
+
+    def bytes_on(self, device: str) -> int:
+        """What a card gets back."""
+        return sum(memory.storage.nbytes() for memory in self._memories if memory.device == device)
+
+    # --- the block ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> SetAside:
+        nbytes, available = sum(self.names.values()), usable_memory().available_bytes
+        if available and nbytes > _MOST_OF_THE_HOST * available:
+            self.left |= dict.fromkeys(self.names, f"the host has {_gb(available)} GB available")
+            self._memories = []
+        for memory in self._memories:
+            memory.host = self._cards.to_host(memory.storage)
+        try:
+            for memory in self._memories:
+                memory.move(memory.host)
+        except BaseException:
+            self._bring_back()
+            raise
+        homes = {memory.host.data_ptr(): memory.device for memory in self._memories}
+        self._homes = away_from(homes)
+        self._homes.__enter__()
+        if self._memories:
+            self._cards.release()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._homes is not None:
+            self._homes.__exit__(None, None, None)
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        """All of it or nothing: a model that is half on the host computes nothing."""
+        away = [memory for memory in self._memories if memory.storage is memory.host]
+        for attempt in range(_TRIES):
+            made: list[Any] = []
+            for memory in away:
+                storage = self._cards.back(memory.host, memory.device)
+                if storage is None:
+                    break
+                made.append(storage)
+            else:
+                for memory, storage in zip(away, made, strict=True):
+                    memory.move(storage)
+                return
+            made.clear()
+            self._cards.release()
+            if attempt < _TRIES - 1:
+                time.sleep(_PAUSE_S)
+        where, names = " and ".join(sorted({memory.device for memory in away})), ", ".join(self.names)
+        self.trouble = (
+            f"{where} has no room any more for what was moved to the host, and it stays there: {names}. When there is "
+            f"room, model.to({away[0].device!r}) moves a model back, and then "
+            "optimizer.load_state_dict(optimizer.state_dict()) what its optimizer keeps."
+        )
+
+    # --- words -------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """What was moved, and what was left; empty where there was nothing on a card."""
+        moved = ", ".join(f"{name} {_gb(nbytes)} GB" for name, nbytes in self.names.items())
+        left = "; ".join(f"{name} stays on the card: {why}" for name, why in self.left.items())
+        return "; ".join(filter(None, [moved and f"on the host until the run is over: {moved}", left]))
+
+    # --- finding -----------------------------------------------------------------------------------------------
+
+    def _find(self, values: Mapping[str, Any]) -> None:
+        torch: Any = sys.modules["torch"]
+        models = {name: value for name, value in values.items() if issubclass(type(value), torch.nn.Module)}
+        optimizers = {name: value for name, value in values.items() if issubclass(type(value), torch.optim.Optimizer)}
+        if graph := next((name for name, value in values.items() if type(value) is torch.cuda.CUDAGraph), None):
+            for name, model in models.items():
+                if any(map(self._device_of, _tensors_of(model))):
+                    self.left[name] = f"the CUDA graph {graph} knows the addresses of what it uses"
+            return
+        while True:
+            memories = self._memories_of(models, optimizers)
+            shared = {name for memory in memories.values() if memory.is_shared for name in memory.names}
+            for name in shared & models.keys():
+                del models[name]
+                self.left[name] = "other tensors, or the graph of a loss, use its memory"
+            for name in shared & optimizers.keys():
+                del optimizers[name]
+            if not shared:
+                break
+        self._memories = list(memories.values())
+
+    def _memories_of(self, models: dict[str, Any], optimizers: Mapping[str, Any]) -> dict[int, _Memory]:
+        """Memory on cards by its storage. Takes models out that cannot be moved."""
+        memories: dict[int, _Memory] = {}
+        parameters: set[int] = set()
+        for name, model in list(models.items()):
+            tensors = list(_tensors_of(model))
+            if not any(map(self._device_of, tensors)):
+                del models[name]
+            elif why := _why_not(model, tensors):
+                del models[name]
+                self.left[name] = why
+            else:
+                parameters |= set(map(id, tensors))
+                self._add(memories, name, tensors)
+        for name, optimizer in optimizers.items():
+            states = [state for parameter, state in _states_of(optimizer) if id(parameter) in parameters]
+            self._add(memories, name, filter(_is_plain, _tensors_in(states)))
+        return memories
+
+    def _add(self, memories: dict[int, _Memory], name: str, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            if not (device := self._device_of(tensor)):
+                continue
+            storage = tensor.untyped_storage()
+            memory = memories.setdefault(storage._cdata, _Memory(storage, device))
+            memory.tensors[id(tensor)] = tensor
+            memory.names.add(name)
+
+    def _device_of(self, tensor: Any) -> str:
+        try:
+            return self._cards.device_of(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # sparse, or a class without memory of its own
+            return str(tensor.device) if tensor.is_cuda else ""
+
+
+def _tensors_of(model: Any) -> Iterator[Any]:
+    """Parameters, buffers and gradients, without what the model's class may have made of these methods."""
+    module = sys.modules["torch"].nn.Module
+    for tensor in (*module.parameters(model), *module.buffers(model)):
+        yield tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
+
+
+def _why_not(model: Any, tensors: Iterable[Any]) -> str:
+    """Why a model cannot be moved by its tensors alone; empty where it can."""
+    if any(vars(model).get(mark) is True for mark in QUANTISED):
+        return "it was loaded quantised"
+    spread = vars(model).get("hf_device_map")
+    if (spread and len(set(map(str, spread.values()))) > 1) or any(
+        "_hf_hook" in vars(part) for part in model.modules()
+    ):
+        return "it is spread over devices"
+    return "" if all(map(_is_plain, tensors)) else "its tensors are of a class of their own"
+
+
+def _is_plain(tensor: Any) -> bool:
+    torch: Any = sys.modules["torch"]
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_plain_memory(tensor)
+
+
+def _states_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    state = getattr(optimizer, "state", None)
+    yield from state.items() if isinstance(state, dict) else ()
+
+
+def _tensors_in(value: Any) -> Iterator[Any]:
+    if issubclass(type(value), sys.modules["torch"].Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f}"

@@ -1,0 +1,259 @@
+"""Models of the notebook leave its cards for a run, and come back as they were. The cards are made up."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from fakes import FakeCards
+from nbaccel.hardware import Memory
+from nbaccel.launch import functions, setaside
+from nbaccel.launch.setaside import Cards, SetAside, kernel_freed
+from nbaccel.launch.wire import pickling
+from nbaccel.launch.wire.parcel import pack, unpack
+
+
+@pytest.fixture(autouse=True)
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setaside, "_PAUSE_S", 0.0)
+
+
+def trained() -> tuple[Any, Any]:
+    """A model with tied weights, a buffer and gradients, and its optimizer after a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def tensors_of(model: Any, optimizer: Any) -> list[Any]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [*model.parameters(), *model.buffers(), *gradients, *states]
+
+
+def test_a_model_and_its_optimizer_are_on_the_host_in_the_block_and_train_on_after_it_as_if_nothing_had_been() -> None:
+    cards, (model, optimizer), (other, others) = FakeCards(), trained(), trained()
+    tensors = tensors_of(model, optimizer)
+    cards.put(*tensors)
+    identities = [id(tensor) for tensor in tensors]
+    names: Mapping[str, Any] = {"net": model, "optimizer": optimizer, "same": model, "lr": 0.1}
+    freed = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    with SetAside(names, cards) as aside:
+        assert not any(cards.device_of(tensor.untyped_storage()) for tensor in tensors)
+        assert not any(reference() is not None for reference in freed)
+        assert cards.released == 1
+        assert all(map(torch.equal, tensors, tensors_of(other, others)))
+    after = tensors_of(model, optimizer)
+    assert [id(tensor) for tensor in after] == identities
+    assert model[2].weight is model[0].weight
+    assert all(cards.device_of(tensor.untyped_storage()) for tensor in after)
+    assert (aside.trouble, aside.left) == ("", {})
+    for net, steps in ((model, optimizer), (other, others)):
+        net(torch.ones(3, 4)).sum().backward()
+        steps.step()
+    assert all(map(torch.equal, after, tensors_of(other, others)))
+
+
+def test_what_moves_is_said_by_name_and_counted_once() -> None:
+    cards, (model, optimizer) = FakeCards(), trained()
+    tensors = tensors_of(model, optimizer)
+    cards.put(*tensors)
+    aside = SetAside({"net": model, "same": model, "optimizer": optimizer}, cards)
+    nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    assert sum(aside.names.values()) == aside.bytes_on("cuda:0") == nbytes
+    assert set(aside.names) == {"net", "optimizer"}
+    assert str(aside) == "on the host until the run is over: net 0.0 GB, optimizer 0.0 GB"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_it_comes_back_also_after_an_error_or_an_interrupt(error: type[BaseException]) -> None:
+    cards, (model, _) = FakeCards(), trained()
+    cards.put(*model.parameters())
+    said: list[str] = []
+    with pytest.raises(error), kernel_freed(SetAside({"model": model}, cards), said.append):
+        raise error
+    assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+    assert said == ["on the host until the run is over: model 0.0 GB"]
+
+
+def test_where_the_card_is_full_all_of_it_stays_on_the_host_and_that_is_said() -> None:
+    cards, (model, _) = FakeCards(room=2), trained()
+    cards.put(*model.parameters())
+    values = [parameter.clone() for parameter in model.parameters()]
+    said: list[str] = []
+    with kernel_freed(SetAside({"model": model}, cards), said.append):
+        cards.there.clear()
+    assert not any(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+    assert all(map(torch.equal, model.parameters(), values))
+    assert said[1:] == [
+        "cuda:0 has no room any more for what was moved to the host, and it stays there: model. When there is room, "
+        "model.to('cuda:0') moves a model back, and then optimizer.load_state_dict(optimizer.state_dict()) what its "
+        "optimizer keeps."
+    ]
+
+
+class OfALibrary(torch.nn.Parameter):
+    """As `Params4bit` of bitsandbytes."""
+
+
+def quantised() -> Any:
+    model = torch.nn.Linear(2, 2)
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    return model
+
+
+def of_a_class() -> Any:
+    model = torch.nn.Linear(2, 2)
+    model.weight = OfALibrary(torch.zeros(2, 2))
+    return model
+
+
+def spread() -> Any:
+    model = torch.nn.Linear(2, 2)
+    model.hf_device_map = {"embed": 0, "head": "cpu"}  # type: ignore[assignment]
+    return model
+
+
+def hooked() -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0]._hf_hook = object()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (quantised, "it was loaded quantised"),
+        (of_a_class, "its tensors are of a class of their own"),
+        (spread, "it is spread over devices"),
+        (hooked, "it is spread over devices"),
+    ],
+)
+def test_a_model_that_cannot_be_moved_by_its_tensors_is_left_alone_and_named(make: Any, why: str) -> None:
+    cards, other = FakeCards(), torch.nn.Linear(3, 3)
+    model = make()
+    cards.put(*model.parameters(), *other.parameters())
+    with SetAside({"big": model, "other": other}, cards) as aside:
+        assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+        assert not cards.device_of(other.weight.untyped_storage())
+        assert str(aside).endswith(f"; big stays on the card: {why}")
+
+
+def test_a_model_whose_memory_others_use_is_left_alone_with_its_optimizer() -> None:
+    """A tensor that looked at a weight would look at another one afterwards."""
+    cards, (model, optimizer) = FakeCards(), trained()
+    tensors = tensors_of(model, optimizer)
+    cards.put(*tensors)
+    first_row = model[0].weight.detach()[0]
+    aside = SetAside({"model": model, "optimizer": optimizer}, cards)
+    assert aside.names == {}
+    assert aside.left == {"model": "other tensors, or the graph of a loss, use its memory"}
+    del first_row
+    assert set(SetAside({"model": model, "optimizer": optimizer}, cards).names) == {"model", "optimizer"}
+
+
+def test_models_that_share_memory_move_or_stay_together() -> None:
+    cards, one, two = FakeCards(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    two.weight = one.weight
+    cards.put(*one.parameters(), *two.parameters())
+    assert SetAside({"one": one, "two": two}, cards).names == {"one": 24, "two": 8}
+    assert set(SetAside({"one": one}, cards).names) == {"one"}, "the other has the very same tensor"
+    two.weight = torch.nn.Parameter(one.weight.detach())
+    assert SetAside({"one": one, "two": two}, cards).names == {"one": 24, "two": 8}
+    assert SetAside({"one": one}, cards).left.keys() == {"one"}
+    two.is_quantized = True  # type: ignore[assignment]
+    aside = SetAside({"one": one, "two": two}, cards)
+    assert (aside.names, aside.left.keys()) == ({}, {"one", "two"})
+
+
+def test_a_cuda_graph_of_the_notebook_keeps_models_where_it_knows_them() -> None:
+    cards, model = FakeCards(), torch.nn.Linear(2, 2)
+    cards.put(*model.parameters())
+    graph = object.__new__(torch.cuda.CUDAGraph)
+    aside = SetAside({"model": model, "graph": graph}, cards)
+    assert (aside.names, aside.left) == (
+        {},
+        {"model": "the CUDA graph graph knows the addresses of what it uses"},
+    )
+
+
+def test_a_host_without_room_keeps_models_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards, model = FakeCards(), torch.nn.Linear(2, 2)
+    cards.put(*model.parameters())
+    monkeypatch.setattr(setaside, "usable_memory", lambda: Memory(10**9, 20))
+    with SetAside({"model": model}, cards) as aside:
+        assert cards.device_of(model.weight.untyped_storage())
+        assert str(aside) == "model stays on the card: the host has 0.0 GB available"
+
+
+def test_models_on_other_cards_and_on_the_host_do_not_matter() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert not str(SetAside({"model": model}, FakeCards()))
+    assert not str(SetAside({"model": model}, Cards({0}))), "CUDA is not used"
+    assert Cards({1}).device_of(storage_on("cuda:0")) == ""
+    assert Cards({0}).device_of(storage_on("cuda:0")) == "cuda:0"
+
+
+def storage_on(device: str) -> Any:
+    class Storage:
+        """As far as it is asked."""
+
+    storage: Any = Storage()
+    storage.device = torch.device(device)
+    return storage
+
+
+def test_what_was_set_aside_is_sent_as_if_it_was_on_the_card_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards, (model, _) = FakeCards(), trained()
+    cards.put(*model.parameters())
+    asked: list[str] = []
+
+    def here(there: str) -> torch.device:
+        asked.append(there)
+        return torch.device("cpu")
+
+    monkeypatch.setattr(pickling, "device_here", here)
+
+    def travel() -> Any:
+        parcel = pack({"model": model, "other": torch.ones(3)})
+        try:
+            asked.clear()
+            return unpack(parcel.fd)["model"]
+        finally:
+            os.close(parcel.fd)
+
+    with SetAside({"model": model}, cards):
+        there = travel()
+        assert asked.count("cuda:0") >= len(list(model.parameters()))
+        assert torch.equal(there[0].weight, model[0].weight)
+        assert there[2].weight is there[0].weight
+        assert "cpu" in asked, "the others"
+    travel()
+    assert "cuda:0" not in asked
+
+
+def test_launch_sets_models_of_the_script_aside_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards, model = FakeCards(), torch.nn.Linear(2, 2)
+    cards.put(*model.parameters())
+    monkeypatch.setattr(functions, "Cards", lambda numbers: cards)
+    monkeypatch.setitem(vars(sys.modules["__main__"]), "model", model)
+
+    def where() -> str:
+        return cards.device_of(model.weight.untyped_storage())
+
+    assert functions.launch(where, 1, cpu=True).value == "cuda:0"
+    assert functions.launch(where, 1, cpu=True, free_kernel=True).value == ""
+    assert where() == "cuda:0"
+    assert "on the host until the run is over: model 0.0 GB" in capsys.readouterr().out
