@@ -132,7 +132,7 @@ def launch(
         hang_timeout_s=hang_timeout_s,
         oom=oom,
         gpus=chosen.gpus,
-        own_devices=bool(chosen.gpus) and bool(_first_card(function)),
+        own_devices=chosen.can_be_told_apart and bool(_first_card(function)),
     )
     launcher = default_launcher()
     launcher.post_mortem = None  # of the run before

@@ -79,6 +79,11 @@ class Devices:
             )
         return replace(self, is_here=True)
 
+    @property
+    def can_be_told_apart(self) -> bool:
+        """Whether `environ` names them, so that a rank can be shown its own alone."""
+        return bool(self.environ().get(VISIBLE_DEVICES))
+
     def __str__(self) -> str:
         ranks = _count(self.num_processes, "rank")
         if self.gpus:

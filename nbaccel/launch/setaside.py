@@ -277,12 +277,13 @@ def _why_not(model: Any, tensors: Iterable[Any]) -> str:
         "_hf_hook" in vars(part) for part in model.modules()
     ):
         return "it is spread over devices"
-    return "" if all(map(_is_plain, tensors)) else "its tensors are of a class of their own"
+    return "" if all(map(_is_plain, tensors)) else "its tensors are of a kind of their own"
 
 
 def _is_plain(tensor: Any) -> bool:
     torch: Any = sys.modules["torch"]
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_plain_memory(tensor)
+    is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_plain_memory(tensor)
+    return is_known and not tensor.is_inference()  # such a one keeps its memory
 
 
 def _states_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:

@@ -221,8 +221,7 @@ class LaunchSpec:
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: what an earlier attempt of this run had set itself.
     gpus: that the ranks use, as they were before the run; none on the CPU.
-    own_devices: each rank sees its own device of those in `environ` alone, as the first; else all see all. Without the
-        variable in `environ` that is the machine's device of the rank's number.
+    own_devices: each rank sees its own device of those in `environ` alone, as the first; else all see all.
     """
 
     task: Task
@@ -249,8 +248,7 @@ class LaunchSpec:
         """The variables of one rank: `environ`, and which device is its own."""
         chosen = dict(self.environ)
         if self.own_devices:
-            visible = chosen.get(VISIBLE_DEVICES)
-            chosen[VISIBLE_DEVICES] = str(rank) if visible is None else visible.split(",")[rank]
+            chosen[VISIBLE_DEVICES] = chosen[VISIBLE_DEVICES].split(",")[rank]
         return chosen
 
 

@@ -88,7 +88,7 @@ class Plan:
             threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
             # A program of one process may say "cuda:0" somewhere, and one for several ranks counts cards by rank.
-            own_devices=bool(devices.gpus) and (not task.knows_ranks or bool(task.first_card)),
+            own_devices=devices.can_be_told_apart and (not task.knows_ranks or bool(task.first_card)),
             first_card=task.first_card,
         )
 

@@ -130,11 +130,17 @@ def hooked() -> Any:
     return model
 
 
+def of_inference() -> Any:
+    with torch.inference_mode():
+        return torch.nn.Linear(2, 2)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (of_inference, "its tensors are of a kind of their own"),
         (quantised, "it was loaded quantised"),
-        (of_a_class, "its tensors are of a class of their own"),
+        (of_a_class, "its tensors are of a kind of their own"),
         (spread, "it is spread over devices"),
         (hooked, "it is spread over devices"),
     ],
@@ -202,6 +208,19 @@ def test_models_on_other_cards_and_on_the_host_do_not_matter() -> None:
     assert not str(SetAside({"model": model}, Cards({0}))), "CUDA is not used"
     assert Cards({1}).device_of(storage_on("cuda:0")) == ""
     assert Cards({0}).device_of(storage_on("cuda:0")) == "cuda:0"
+
+
+def test_memory_goes_to_a_device_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of the host, the only device here."""
+    storage = torch.arange(6.0).untyped_storage()
+    back = Cards({0}).back(Cards({0}).to_host(storage), "cpu")
+    assert torch.empty(0).set_(back).tolist() == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr(torch.Tensor, "to", refuse_memory)
+    assert Cards({0}).back(storage, "cuda:0") is None
+
+
+def refuse_memory(*args: Any, **kwargs: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def storage_on(device: str) -> Any:
