@@ -6,14 +6,24 @@ is moved when it is handed out, and on the CPU it is there already.
 
 from __future__ import annotations
 
+import functools
+import os
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from nbaccel.train.talk.nested import children, map_children
 
 __all__ = ["Copier", "CudaCopier", "place", "prefetched", "to_device"]
+
+_MOST_STAGED_BYTES = 256 << 20
+"""Of one tensor. Pinned memory cannot be swapped out, and torch keeps it for the next batch."""
+
+_POLL_S = 0.0005
 
 
 class Copier(Protocol):
@@ -25,25 +35,84 @@ class Copier(Protocol):
     def finish(self, started: Any) -> Any:
         """The copied batch, for whoever computes from now on."""
 
+    def settle(self) -> None:
+        """Return once the last copy that was started has read its batch, which may be overwritten then."""
+
 
 class CudaCopier:
-    """Copies to `device` on a stream of its own; copies overlap with computing where the batch is pinned."""
+    """Copies to `device` on a stream beside the one that computes; the copy overlaps with the step in between.
+
+    A batch lies in memory of the computing stream, as if the program had moved it there: it is given back and used
+    again in that stream's order, so there is nothing to record. It may be memory that the step before has just given
+    back, hence a copy begins when the steps that are queued by then are over. When batch n + 1 is begun, step n is not
+    queued yet.
+
+    What cannot be taken apart, values of a class of their own with a `to`, is moved in the computing stream itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._beside = _stream_beside(
+            os.getpid(), torch.cuda.current_device() if device.index is None else device.index
+        )
+        self._is_lent = False  # the batch is read from memory that its loader may fill again
+        self._reading: torch.cuda.Event | None = None
+        self._can_pin = True
 
     def start(self, batch: Any) -> Any:
-        with torch.cuda.stream(self._stream):
-            moved = to_device(batch, self._device)
-            return moved, self._stream.record_event()
+        computing = torch.cuda.current_stream(self._device)
+        copies: list[tuple[Tensor, Tensor]] = []
+        self._is_lent = False
+        moved = self._place(batch, copies)
+        self._beside.wait_stream(computing)  # after all memory was had: another thread may have given it back just now
+        with torch.cuda.stream(self._beside):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        event = self._beside.record_event()
+        self._reading = event if self._is_lent else None
+        return moved, event, computing
 
     def finish(self, started: Any) -> Any:
-        batch, event = started
+        batch, event, origin = started
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(event)
-        _hand_over(batch, computing)
+        if computing != origin:  # the program has changed streams between two batches
+            _hand_over(batch, computing)
         return batch
+
+    def settle(self) -> None:
+        """It is a step old: the one that was queued since keeps the device at work meanwhile."""
+        while self._reading is not None and not self._reading.query():
+            time.sleep(_POLL_S)  # torch's own wait would not hear an interrupt, and a step may wait for a lost peer
+        self._reading = None
+
+    def _place(self, value: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
+        """`value` on the device; tensors without their contents, which are noted in `copies`."""
+        if _is_plain(value):
+            source = self._staged(value)
+            self._is_lent |= source is value
+            target = torch.empty_like(value, device=self._device)
+            copies.append((target, source))
+            return target
+        if isinstance(value, Tensor) or hasattr(value, "to"):
+            self._is_lent = True
+            return to_device(value, self._device)
+        return map_children(lambda child: self._place(child, copies), value)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """`tensor` in pinned memory: copying from any other holds the host until the copy begins, for a whole step."""
+        if self._can_pin and 0 < tensor.nbytes <= _MOST_STAGED_BYTES and not tensor.is_pinned():
+            try:
+                return tensor.pin_memory()
+            except RuntimeError:  # the system has no more memory to pin, or does not let this process
+                self._can_pin = False
+        return tensor
+
+
+@functools.cache
+def _stream_beside(pid: int, index: int) -> torch.cuda.Stream:
+    """One for all loops of this process over batches for that device. A forked child must not use its parent's."""
+    return torch.cuda.Stream(index)
 
 
 def place(batches: Iterator[tuple[Any, bool]], device: torch.device | None) -> Iterator[tuple[Any, bool]]:
@@ -58,27 +127,53 @@ def place(batches: Iterator[tuple[Any, bool]], device: torch.device | None) -> I
 def prefetched(batches: Iterator[tuple[Any, bool]], copier: Copier) -> Iterator[tuple[Any, bool]]:
     """Each batch copied; the copy of the next one has been started when a batch is handed out."""
     ahead: tuple[Any, bool] | None = None
-    for batch, is_last in batches:
-        started = copier.start(batch)
+    try:
+        for batch, is_last in batches:
+            done, ahead = ahead, (copier.start(batch), is_last)
+            if done is not None:
+                yield copier.finish(done[0]), done[1]
+                del done
+            copier.settle()  # before the loader is asked, which may fill the same memory again
         if ahead is not None:
-            yield copier.finish(ahead[0]), ahead[1]
-        ahead = started, is_last
-    if ahead is not None:
-        yield copier.finish(ahead[0]), ahead[1]
+            done, ahead = ahead, None
+            yield copier.finish(done[0]), done[1]
+    finally:
+        if ahead is not None:  # its memory may be given back only behind its copy
+            with suppress(RuntimeError):  # of a device that failed; what brought us here says so
+                copier.finish(ahead[0])
 
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Everything in `value` that has a `to`, on `device`. Copies to CUDA do not wait for the host."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.to(device, non_blocking=device.type == "cuda")
     if hasattr(value, "to"):
-        return value.to(device)
+        return _to_cuda(value, device) if device.type == "cuda" else value.to(device)
     return map_children(lambda child: to_device(child, device), value)
+
+
+def _to_cuda(value: Any, device: torch.device) -> Any:
+    """By its own `to`, which may know how not to wait (PyG's ``Data``) or not (DETR's ``NestedTensor``)."""
+    try:
+        return value.to(device, non_blocking=True)
+    except TypeError:
+        return value.to(device)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor on the host that is nothing but its elements."""
+    return (
+        type(value) is Tensor
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.requires_grad
+    )
 
 
 def _hand_over(value: Any, stream: torch.cuda.Stream) -> None:
     """Keep the memory of each tensor from being given away before `stream` has used it."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         if value.is_cuda:
             value.record_stream(stream)
         return
