@@ -6,8 +6,8 @@ by trial and error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +85,9 @@ class CudaMeter(Meter):
 
     The limit is what is free plus what the allocator has reserved already, and at most the share of the device that
     `torch.cuda.set_per_process_memory_fraction` leaves to this process. What other processes and the CUDA context
-    hold is not free, so it is taken into account.
+    hold is not free, so it is taken into account. It is read again after each trial: the first step loads kernels and
+    makes the handles and workspaces of cuBLAS and cuDNN, some 100 to 400 MB that the allocator knows nothing of, and
+    another size may take other kernels.
 
     Small steps are measured by the bytes of living tensors, which are exact. Near the limit the bytes that the
     allocator has reserved count: it never fills its blocks completely.
@@ -95,10 +97,7 @@ class CudaMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        free, total = torch.cuda.mem_get_info(device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch >= 2.8
-        allowed = total if fraction is None else int(fraction(device) * total)
-        self.limit_bytes: int = min(allowed, free + torch.cuda.memory_reserved(device))
+        self.limit_bytes: int = self._read_limit()
 
     @property
     def peak_bytes(self) -> int:
@@ -109,6 +108,20 @@ class CudaMeter(Meter):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # of a device that failed; the trial's own error says so
+                self.limit_bytes = self._read_limit()
+
+    def _read_limit(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch >= 2.8
+        allowed = total if fraction is None else int(fraction(self._device) * total)
+        return min(allowed, free + torch.cuda.memory_reserved(self._device))
 
 
 class HostMeter(Meter):

@@ -1,4 +1,4 @@
-"""Meters of the host: what they count, and what they allow. Those of a GPU are tested in tests/gpu."""
+"""Meters of the host: what they count, and what they allow. Those of a GPU are tested in tests/gpu, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.planning.meters import GivenMeter, HostMeter, Meter, make_meter
+from nbaccel.train.planning.meters import CudaMeter, GivenMeter, HostMeter, Meter, make_meter
 from nbaccel.world import World
 
 
@@ -68,3 +68,38 @@ def test_a_device_that_nobody_measures_says_so() -> None:
 
 def test_the_host_is_measured_on_the_cpu() -> None:
     assert isinstance(make_meter(torch.device("cpu"), [], World()), HostMeter)
+
+
+def _card(monkeypatch: pytest.MonkeyPatch, total: int) -> dict[str, int]:
+    """A GPU of `total` bytes, of which this process's allocator and what is beside it (kernels, handles) hold some."""
+    held = {"reserved": 0, "beside": 300}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - held["reserved"] - held["beside"], total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held["reserved"])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
+    return held
+
+
+def test_what_the_first_step_takes_beside_the_allocator_is_not_counted_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = _card(monkeypatch, 10_000)
+    meter = CudaMeter(torch.device("cuda", 0))
+    assert meter.limit_bytes == 9_700
+    with meter.watch():
+        held.update(reserved=4_000, beside=700)
+    assert meter.limit_bytes == 9_300
+    with pytest.raises(torch.OutOfMemoryError), meter.watch():
+        held.update(beside=800)
+        raise torch.OutOfMemoryError
+    assert meter.limit_bytes == 9_200
+
+
+def test_a_device_that_failed_in_a_trial_hides_no_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _card(monkeypatch, 10_000)
+    meter = CudaMeter(torch.device("cuda", 0))
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(ValueError, match="of the trial"), meter.watch():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+        raise ValueError("of the trial")
+    assert meter.limit_bytes == 9_700
