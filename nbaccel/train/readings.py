@@ -32,22 +32,22 @@ class Reading:
     {'loss': 0.5, 'epoch': 1}
     """
 
-    __slots__ = ("_arrival", "_values")
+    __slots__ = ("_arrivals", "_values")
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._arrival: torch.cuda.Event | None = None
+        self._arrivals: dict[torch.device, torch.cuda.Event] = {}
         self._values = {name: value if type(value) in _PLAIN else self._send(value) for name, value in values.items()}
-        if self._arrival is not None:
-            self._arrival.record()
+        for device, arrival in self._arrivals.items():
+            arrival.record(torch.cuda.current_stream(device))  # where a tensor is copied, whichever device is current
 
     @property
     def has_arrived(self) -> bool:
-        return self._arrival is None or self._arrival.query()
+        return all(arrival.query() for arrival in self._arrivals.values())
 
     def values(self) -> dict[str, Any]:
         """Tensors of one element as numbers, other tensors on the CPU; waits for those that have not arrived."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        for arrival in self._arrivals.values():
+            arrival.synchronize()
         return {name: value if type(value) in _PLAIN else _number(value) for name, value in self._values.items()}
 
     def _send(self, value: Any) -> Any:
@@ -55,7 +55,7 @@ class Reading:
             return map_children(self._send, value)
         value = value.detach()
         if value.device.type == "cuda":
-            self._arrival = self._arrival or torch.cuda.Event()
+            self._arrivals.setdefault(value.device, torch.cuda.Event())
             return value.to("cpu", non_blocking=True)  # into pinned memory: torch pins what it copies without blocking
         if value.numel() == 1:
             return value.item()

@@ -7,13 +7,14 @@ at and the memory to be sampled.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -48,19 +49,21 @@ _MOST_WAITING = 10_000
 _LOSSES_PER_READ = 500
 _PATIENCE_S = 1.0  # at the end of a run, with a device that may never answer
 _PLAIN = (int, float, str, type(None))
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Reporter:
     """The rank's outlet.
 
-    A tensor is kept until the thread reads it, so that one on a device is waited for away from the training step.
+    A tensor is kept until the thread reads it, so that one on a device is waited for away from the training step. The
+    thread reads in the device's default stream; what another one computes has an event to wait for.
     While 10,000 wait, because the device does not come to an end, new ones are dropped; they count as lost.
     """
 
     def __init__(self, ring: RingWriter, gate: Sink, watch: Sink, grace: Sink) -> None:
         self._ring = ring
-        self._losses: deque[tuple[float, Loss]] = deque()
-        self._metrics: deque[tuple[float, Metric]] = deque()
+        self._losses: deque[tuple[float, Loss, Sequence[Any]]] = deque()  # the time, and what to wait for
+        self._metrics: deque[tuple[float, Metric, Sequence[Any]]] = deque()
         self._gauges: list[Gauge] = []
         self._is_wanted = threading.Event()
         self._is_written = threading.Event()
@@ -139,10 +142,14 @@ class Reporter:
         self._fall_silent()
 
     def _run(self) -> None:
+        is_apart = False
         while not self._is_closed:
             self._is_at_work.wait()
             is_wanted = self._is_wanted.wait(_EVERY_S)
             self._is_wanted.clear()
+            if not is_apart and _uses_cuda():
+                _let_others_capture()
+                is_apart = True
             self._write_losses()
             self._write_metrics()
             self._look_at_gauges()
@@ -169,7 +176,9 @@ class Reporter:
         if not losses and type(value) is float:
             write_loss(self._ring, event.step, value)
         elif len(losses) < _MOST_WAITING:  # behind those that wait already: losses keep their order
-            losses.append((time.monotonic(), event))
+            arrivals = _arrivals(value) if getattr(value, "is_cuda", False) else ()
+            if arrivals is not None:
+                losses.append((time.monotonic(), event, arrivals))
         else:
             self._ring.leave_out()
 
@@ -179,7 +188,9 @@ class Reporter:
         if not metrics and all(isinstance(value, _PLAIN) for value in event.values.values()):
             write_event(self._ring, event)
         elif len(metrics) < _MOST_WAITING:
-            metrics.append((time.monotonic(), event))
+            arrivals = _arrivals(event.values)
+            if arrivals is not None:
+                metrics.append((time.monotonic(), event, arrivals))
         else:
             self._ring.leave_out()
 
@@ -189,16 +200,22 @@ class Reporter:
         while self._losses:
             losses = list(islice(self._losses, _LOSSES_PER_READ))  # still in their place: none is to pass them
             with suppress(Exception):  # of a device that failed; the step will say so where the user can see it
-                numbers = _numbers([loss.value for _, loss in losses])
-                for (at, loss), number in zip(losses, numbers, strict=True):
+                for _, _, arrivals in losses:
+                    for arrival in arrivals:
+                        arrival.synchronize()
+                numbers = _numbers([loss.value for _, loss, _ in losses])
+                for (at, loss, _), number in zip(losses, numbers, strict=True):
                     write_loss(self._ring, loss.step, number, at)
             for _ in losses:
                 self._losses.popleft()
 
     def _write_metrics(self) -> None:
         while self._metrics:
-            at, metric = self._metrics[0]
-            write_event(self._ring, metric, at)
+            at, metric, arrivals = self._metrics[0]
+            with suppress(Exception):  # as above
+                for arrival in arrivals:
+                    arrival.synchronize()
+                write_event(self._ring, metric, at)
             self._metrics.popleft()
 
     def _look_at_gauges(self) -> None:
@@ -227,6 +244,41 @@ def _silence_in_children(reporter: Reporter) -> None:
             in_child._fall_silent()
 
     os.register_at_fork(after_in_child=silence)
+
+
+def _uses_cuda() -> bool:
+    """Whether this process has begun to; asked while another thread may be importing torch."""
+    is_initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
+    return is_initialized is not None and is_initialized()
+
+
+def _let_others_capture() -> None:
+    """Have CUDA judge the calls of this thread without regard to what other threads are capturing.
+
+    By default a thread that waits for a device or takes memory on it invalidates a graph that the program captures
+    meanwhile (`torch.cuda.graph`). torch's own watchdog of NCCL does the same as we do here, see
+    ``cuThreadExchangeStreamCaptureMode`` in the reference of CUDA's driver.
+    """
+    with suppress(OSError, AttributeError):  # not NVIDIA's
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+def _arrivals(value: Any) -> Sequence[Any] | None:
+    """Events to wait for before tensors in `value` are read in another thread; None where there is nothing to read.
+
+    What the device's default stream computes has none: the thread reads in it, too. Where the program captures a graph
+    nothing is computed yet.
+    """
+    if isinstance(value, Mapping):
+        found = [_arrivals(child) for child in value.values()]
+        return None if None in found else [arrival for arrivals in found for arrival in arrivals or ()]
+    if isinstance(value, _PLAIN) or not getattr(value, "is_cuda", False):
+        return ()
+    cuda = sys.modules["torch"].cuda
+    stream = cuda.current_stream(value.device)
+    if stream == cuda.default_stream(value.device):
+        return ()
+    return None if cuda.is_current_stream_capturing() else [stream.record_event()]
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:

@@ -288,7 +288,7 @@ def test_rows_wait_for_their_device_in_order_and_the_step_does_not(monkeypatch: 
     class Slow(Reading):
         def __init__(self, values: Mapping[str, Any]) -> None:
             super().__init__(values)
-            self._arrival = late if "slow" in values else None
+            self._arrivals = {torch.device("cuda"): late} if "slow" in values else {}
 
     monkeypatch.setattr("nbaccel.train.faces.tracking.Reading", Slow)
     accelerator.log({"slow": torch.ones(())}, step=0)
