@@ -55,13 +55,16 @@ class Content:
     def ready(self, staging: Staging | None = None) -> Iterator[Part]:
         """Part by part, ready to be written. The tensors of one part at a time are brought to the host.
 
-        staging: holds copies of all of them, so that the training may go on before they are written.
+        staging: holds copies of all of them, so that the training may go on before they are written; they are there
+            once the last part has been given.
         """
         is_complete = len(self.frozen) == len(self.models)  # hooks may have taken some of them out
         frozen = {numbered("model", index): names for index, names in enumerate(self.frozen) if is_complete}
         for name, state in self._named():
             to_host = on_host if staging is None else partial(staging.copy, name)
             yield Part.of(name, state, to_host, frozen.get(name, frozenset()))
+        if staging is not None:
+            staging.settle()
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest, trust: bool) -> Content:

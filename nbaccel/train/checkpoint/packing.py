@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = ["CannotPack", "Packed", "ToHost", "on_host", "pack", "unpack"]
 
 ToHost = Callable[[str, Tensor], Tensor]
-"""Gives a tensor of that name as one on the CPU, contiguous, and no view."""
+"""Gives a tensor of that name as one on the CPU, and no view of a larger one."""
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -35,7 +35,7 @@ class CannotPack(TypeError):
 class Packed:
     """A state ready for the disk.
 
-    structure: JSON.  tensors: by dotted name, on the CPU, contiguous, none of them a view.
+    structure: JSON.  tensors: by dotted name, on the CPU, in any layout, none of them a view of a larger one.
     aliases: second and further names of a tensor in the state's first level, as tied weights have.
     """
 

@@ -81,7 +81,7 @@ class Part:
         metadata = _metadata(self.packed, tensors)
         if knows_dtypes_of(tensors):
             return {**records, path.name: write_tensors(path, tensors, metadata)}
-        save_file(tensors, path, metadata=metadata)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata=metadata)
         return records
 
 

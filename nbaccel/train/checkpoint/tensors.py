@@ -52,7 +52,7 @@ def knows_dtypes_of(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write `tensors`, contiguous and on the CPU; size and checksum of the file, not all of which is on the disk yet.
+    """Write `tensors`, which lie on the CPU; size and checksum of the file, not all of which is on the disk yet.
 
     metadata: texts for the file's header.
     """
