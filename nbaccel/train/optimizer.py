@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from nbaccel.train.accumulation import Accumulation
@@ -19,8 +21,9 @@ from nbaccel.train.microbatch.guard import guarded_step
 from nbaccel.train.precision import Precision
 from nbaccel.train.raw import Freshness, RawSteps
 from nbaccel.train.strategies.base import Strategy
+from nbaccel.train.talk.nested import map_children
 
-__all__ = ["SKIPS_IN_A_ROW", "PreparedOptimizer", "PreparedScheduler"]
+__all__ = ["SKIPS_IN_A_ROW", "PreparedOptimizer", "PreparedScheduler", "follow_parameters"]
 
 _TORCHS_ZERO_GRAD = Optimizer.zero_grad
 
@@ -173,6 +176,32 @@ class PreparedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
+
+
+def follow_parameters(optimizer: Optimizer) -> None:
+    """Bring the state of `optimizer` to the devices of its parameters, as loading it would; types stay what they are.
+
+    What was pickled in a notebook arrives on the CPU, and preparing a model moves its parameters alone. Counters of
+    steps stay on the CPU where torch keeps them there, and so does what an optimizer has put there on purpose, in
+    pinned or paged memory.
+    """
+    for group in optimizer.param_groups:
+        counts_on_host = not (group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            entries = optimizer.state.get(parameter)
+            if not isinstance(entries, dict) or parameter.is_meta:  # nothing would be left of it there
+                continue
+            for name, value in entries.items():
+                if name != "step" or not counts_on_host:
+                    entries[name] = _brought(parameter.device, value)
+
+
+def _brought(device: torch.device, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return map_children(partial(_brought, device), value)
+    if value.device == device or value.is_meta or getattr(value, "is_paged", False) or value.is_pinned():
+        return value
+    return value.to(device)
 
 
 class PreparedScheduler:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
@@ -248,3 +249,80 @@ def test_two_models_that_train_against_each_other_do_so_in_two_ranks(precision: 
     first, second = run_ranks(2, _gan, precision)
     assert first == second
     assert first == pytest.approx(alone, abs=tolerance)
+
+
+def _with_state(parameter: torch.nn.Parameter, **options: Any) -> torch.optim.Optimizer:
+    """As an optimizer arrives that was pickled in a notebook: its state is on the CPU."""
+    optimizer = torch.optim.Adam([parameter], **options)
+    optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "past": [torch.ones(2), 1]}
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("options", "steps_on"), [({}, "cpu"), ({"fused": True}, "cuda:0"), ({"capturable": True}, "cuda:0")]
+)
+def test_a_state_from_the_cpu_comes_to_its_parameter_as_loading_would_bring_it(
+    options: dict[str, Any], steps_on: str
+) -> None:
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.empty(2, device="cuda:0", dtype=torch.bfloat16))
+        Accelerator().prepare(_with_state(parameter, **options))
+        optimizer = _with_state(parameter, **options)
+        Accelerator().prepare_optimizer(optimizer)
+        entries = optimizer.state[parameter]
+    assert str(entries["step"].device) == steps_on
+    assert str(entries["exp_avg"].device) == str(entries["past"][0].device) == "cuda:0"
+    assert entries["exp_avg"].dtype == torch.float32
+    assert entries["past"][1] == 1
+
+
+class _Movable(torch.nn.Parameter):
+    """One that `_Model.to` takes for moved."""
+
+    place = torch.device("cpu")
+    device = property(lambda parameter: parameter.place)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = _Movable(torch.ones(2))
+
+    def to(self, *args: Any, **kwargs: Any) -> _Model:
+        self.weight.place = torch.device("meta")
+        return self
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "apart"])
+def test_a_state_follows_a_model_that_prepare_moves_whichever_comes_first(order: str) -> None:
+    model, accelerator = _Model(), Accelerator()
+    optimizer = _with_state(model.weight)
+    if order == "apart":
+        accelerator.prepare_optimizer(optimizer)
+        accelerator.prepare_model(model)
+    else:
+        accelerator.prepare(*((model, optimizer) if order == "model first" else (optimizer, model)))
+    assert optimizer.state[model.weight]["exp_avg"].device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", ["paged", "pinned"])
+def test_a_state_that_its_optimizer_keeps_on_the_host_on_purpose_stays_there(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model = _Model()
+    optimizer = _with_state(model.weight)
+    kept = optimizer.state[model.weight]["exp_avg"]
+    if kind == "paged":
+        kept.is_paged = True
+    else:
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor is kept)
+    Accelerator().prepare(model, optimizer)
+    assert optimizer.state[model.weight]["exp_avg"] is kept
+    assert optimizer.state[model.weight]["past"][0].device.type == "meta"
+
+
+def test_a_parameter_without_memory_takes_no_state_away() -> None:
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    optimizer = _with_state(parameter)
+    Accelerator().prepare(optimizer)
+    assert optimizer.state[parameter]["exp_avg"].tolist() == [1, 1]

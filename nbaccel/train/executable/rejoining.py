@@ -7,12 +7,20 @@ such modules there are. Nothing is added to the forward of any other module.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
+
+from nbaccel.train.talk.nested import map_children
+from nbaccel.train.talk.objects import pack, unpack
 
 __all__ = ["rejoin_at_next_forward"]
 
@@ -43,9 +51,87 @@ def _rejoin(module: DistributedDataParallel) -> None:
     for tensor in [*module.module.parameters(), *module.module.buffers()]:
         dist.broadcast(tensor.detach(), 0)
     for optimizer in _optimizers_of(module):
-        states = [optimizer.state_dict()]
-        dist.broadcast_object_list(states, 0)
-        optimizer.load_state_dict(states[0])
+        _share_state(optimizer)
+
+
+def _share_state(optimizer: Optimizer) -> None:
+    """Take rank 0's state, each tensor where this rank's parameter lies. Collective.
+
+    Tensors travel one by one and by themselves. In a pickle they would be rank 0's in every rank, on its GPU, and all
+    at once, when memory has just run out.
+    """
+    state = optimizer.state_dict()
+    places = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
+    if dist.get_rank() == 0:
+        parts: list[Tensor] = []
+        outline = _map_state(partial(_outline, parts), state, places)
+        dist.broadcast_object_list([pack(outline)], 0)
+        for part in parts:
+            dist.broadcast(_bytes_of(part), 0)
+    else:
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, 0)
+        state = {}
+        optimizer.state.clear()  # makes room for what comes
+        state = _map_state(_receive, unpack(received[0], places[0]), places)
+    optimizer.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A tensor that travels by itself: what memory to receive it in."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _map_state(
+    function: Callable[[torch.device, Any], Any], state: dict[str, Any], places: list[torch.device]
+) -> dict[str, Any]:
+    """A state dict with `function` applied to its values, given the device of the parameter that each belongs to."""
+
+    def mapped(name: str, value: Any) -> Any:
+        if name != "state" or not isinstance(value, dict):
+            return function(places[0], value)
+        of = dict(enumerate(places))
+        return {key: function(of.get(key, places[0]), entry) for key, entry in value.items()}
+
+    return {name: mapped(name, value) for name, value in state.items()}
+
+
+def _outline(parts: list[Tensor], device: torch.device, value: Any) -> Any:
+    """`value` with outlines instead of tensors that lie on `device`; these are added to `parts`, in dense memory.
+
+    Single numbers stay, and so does what is more than a tensor: they go by way of the host.
+    """
+    if not isinstance(value, Tensor):
+        return map_children(partial(_outline, parts, device), value)
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
+        return value
+    if value.device != device or not (value.ndim and value.numel()):
+        return value
+    part = value.detach()
+    if part.stride() != torch.empty_like(part, device="meta").stride():  # has gaps
+        part = torch.empty_like(part).copy_(part)
+    parts.append(part)
+    return _Outline(tuple(part.shape), part.stride(), part.dtype)
+
+
+def _receive(device: torch.device, value: Any) -> Any:
+    """`value` with tensors of rank 0 on `device` instead of their outlines. Collective for each."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, _Outline):
+        return map_children(partial(_receive, device), value)
+    part = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+    dist.broadcast(_bytes_of(part), 0)
+    return part
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    """The memory of a dense tensor, whose type and layout the backend need not know."""
+    return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def _make_reducer(module: DistributedDataParallel) -> None:
@@ -60,7 +146,10 @@ def _make_reducer(module: DistributedDataParallel) -> None:
 
 
 def _optimizers_of(module: DistributedDataParallel) -> list[Optimizer]:
-    """torch's own optimizers of the module's parameters, in the order of the parameter that each begins with."""
+    """The optimizers of the module's parameters, in the order of the parameter that each begins with.
+
+    One of ours stands for the program's own, with the same state, where that was made before the rank was forked.
+    """
     order = {id(parameter): number for number, parameter in enumerate(module.module.parameters())}
     found = [
         (min(numbers), type(thing).__name__, thing)
@@ -68,4 +157,5 @@ def _optimizers_of(module: DistributedDataParallel) -> list[Optimizer]:
         if issubclass(type(thing), Optimizer) and thing.state
         if (numbers := [order[id(p)] for group in thing.param_groups for p in group["params"] if id(p) in order])
     ]
-    return [optimizer for *_, optimizer in sorted(found, key=lambda row: row[:2])]
+    found.sort(key=lambda row: row[:2])
+    return [*{id(optimizer.state): optimizer for *_, optimizer in found}.values()]

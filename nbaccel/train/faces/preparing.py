@@ -17,7 +17,7 @@ from nbaccel.train.data.unprepared import watch_loaders
 from nbaccel.train.faces.loading import Loading
 from nbaccel.train.finite import LossWatch
 from nbaccel.train.models import admit, compiled, may_move
-from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
+from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler, follow_parameters
 from nbaccel.train.precision import Precision, restore_forward
 from nbaccel.train.prepared import remembered
 from nbaccel.train.raw import RawSteps
@@ -49,6 +49,7 @@ class Preparing(Loading):
         prepared = [self._prepare_one(thing, move) for thing, move in zip(objects, moves, strict=True)]
         # Schedulers come last: they follow prepared optimizers, which may stand behind them in the call.
         prepared = [self._prepare_scheduler(thing) for thing in prepared]
+        self._bring_states()
         self._resume_if_complete()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -76,6 +77,7 @@ class Preparing(Loading):
         self._join_world()
         move = self.device_placement if device_placement is None else device_placement
         prepared = self._prepare_model(model, move, evaluation_mode)
+        self._bring_states()
         self._resume_if_complete()
         return prepared
 
@@ -86,6 +88,7 @@ class Preparing(Loading):
         """
         self._join_world()
         prepared = self._prepare_optimizer(optimizer)
+        self._bring_states()
         self._resume_if_complete()
         return prepared
 
@@ -125,6 +128,11 @@ class Preparing(Loading):
             ),
             self._prepared.optimizers,
         )
+
+    def _bring_states(self) -> None:
+        """A model may be moved after its optimizer was prepared."""
+        for optimizer in self._prepared.optimizers:
+            follow_parameters(optimizer.optimizer)
 
     def _prepare_scheduler(self, thing: Any) -> Any:
         if isinstance(thing, PreparedScheduler):

@@ -1,0 +1,133 @@
+"""How an optimizer's state gets from rank 0 to the others: by itself, to where each rank has its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nbaccel import Accelerator
+from nbaccel.testing import run_ranks
+from nbaccel.train.executable import rejoining
+from nbaccel.train.executable.rejoining import _share_state
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer that loads a state as it is, whatever types it has."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for parameter, entry in zip(self.param_groups[0]["params"], state_dict["state"].values(), strict=True):
+            self.state[parameter] = entry
+
+
+_STATES: dict[str, Callable[[], Any]] = {
+    "rows": lambda: torch.arange(6.0).reshape(2, 3),
+    "channels last": lambda: torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
+    "with gaps": lambda: torch.arange(12.0).reshape(3, 4)[:, :2],
+    "repeated": lambda: torch.ones(1).expand(5),
+    "empty": lambda: torch.empty(0, 3),
+    "bool": lambda: torch.tensor([True, False]),
+    "int16": lambda: torch.tensor([1, -2], dtype=torch.int16),
+    "float8": lambda: torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+    "complex": lambda: torch.tensor([1j, 2.0]),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "number": lambda: torch.tensor(5.0),
+    "nested": lambda: {"past": [torch.ones(2), "text", 7, None]},
+}
+
+
+def _shared() -> tuple[bool, bool, int]:
+    rank = Accelerator().process_index
+    torch.manual_seed(0)
+    first = {name: make() for name, make in _STATES.items()}
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = Plain(parameters, lr=0.1)
+    for parameter in parameters:
+        optimizer.state[parameter] = first if rank == 0 else {"rows": torch.zeros(2, 3)}
+    _share_state(optimizer)
+    got = [optimizer.state[parameter] for parameter in parameters]
+    is_equal = all(str(entry) == str(first) for entry in got)
+    has_layout = all(
+        entry[name].stride() == first[name].stride() for entry in got for name in ("rows", "channels last")
+    )
+    return is_equal, has_layout, len(got)
+
+
+def test_every_kind_of_state_arrives_as_it_is_on_rank_0() -> None:
+    assert run_ranks(2, _shared) == [(True, True, 2)] * 2
+
+
+class Wire:
+    """Stands in for the collectives of two ranks: what rank 0 sends object by object, and tensor by tensor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = 0
+        self.object: Any = None
+        self.devices: list[str] = []
+        monkeypatch.setattr(dist, "get_rank", lambda: self.rank)
+        monkeypatch.setattr(dist, "broadcast_object_list", self._objects)
+        monkeypatch.setattr(dist, "broadcast", lambda tensor, source: self.devices.append(str(tensor.device)))
+
+    def _objects(self, objects: list[Any], source: int) -> None:
+        if self.rank == 0:
+            (self.object,) = objects
+        objects[0] = self.object
+
+
+def _adam(device: str) -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.ones(1000, device=device))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.state[parameter] = {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+    return optimizer
+
+
+@pytest.mark.parametrize(("of_rank_0", "of_rank_1"), [("cpu", "meta"), ("meta", "cpu")])
+def test_tensors_of_a_device_are_received_on_the_ranks_own_and_are_in_no_pickle(
+    monkeypatch: pytest.MonkeyPatch, of_rank_0: str, of_rank_1: str
+) -> None:
+    wire = Wire(monkeypatch)
+    _share_state(_adam(of_rank_0))  # a tensor of the meta device could not be pickled by way of the host
+    assert wire.devices == [of_rank_0] * 2
+    assert len(wire.object) < 2000
+    wire.rank, wire.devices = 1, []
+    optimizer = _adam(of_rank_1)
+    _share_state(optimizer)
+    assert wire.devices == [of_rank_1] * 2
+    (entries,) = optimizer.state.values()
+    assert [str(entries[name].device) for name in ("exp_avg", "exp_avg_sq", "step")] == [of_rank_1, of_rank_1, "cpu"]
+    assert float(entries["step"]) == 3.0
+
+
+def test_a_rank_gives_its_own_state_up_before_it_receives_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    _share_state(_adam("cpu"))
+    wire.rank, optimizer = 1, _adam("cpu")
+    held: list[int] = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source: held.append(len(optimizer.state)))
+    _share_state(optimizer)
+    assert held == [0, 0]
+
+
+def test_an_optimizer_and_what_was_prepared_of_it_have_one_state_to_share() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    prepared = Accelerator().prepare(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    (found,) = rejoining._optimizers_of(_Holder(model))  # type: ignore[arg-type]
+    assert found in (optimizer, prepared)
+
+
+class _Holder:
+    """What is asked of a DDP module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
