@@ -95,7 +95,7 @@ class CudaCopier:
             copies.append((target, source))
             return target
         if isinstance(value, Tensor) or hasattr(value, "to"):
-            self._is_lent = True
+            self._is_lent |= not (isinstance(value, Tensor) and value.device.type == self._device.type)
             return to_device(value, self._device)
         return map_children(lambda child: self._place(child, copies), value)
 

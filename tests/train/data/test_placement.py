@@ -201,6 +201,13 @@ def test_a_batch_that_is_not_pinned_is_pinned_first_and_nobody_waits_until_it_is
     ]
 
 
+def test_a_batch_that_lies_on_the_device_already_is_waited_for_by_nobody(streams: Streams) -> None:
+    batch = torch.empty(1, device="meta")
+    (seen,) = _loop(streams, batch, device="meta")
+    assert seen is batch
+    assert streams.said == ["read", "side 1: wait for main", "main: wait for side 1", "use"]
+
+
 def test_where_no_memory_can_be_pinned_batches_are_copied_from_where_they_are(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
