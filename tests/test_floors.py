@@ -20,7 +20,7 @@ PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
     **dict.fromkeys(
-        ["configfile", "errors", "events", "failures", "gpu_driver", "hardware", "intervals", "settings"], 0
+        ["configfile", "errors", "events", "failures", "forkable", "gpu_driver", "hardware", "intervals", "settings"], 0
     ),
     **dict.fromkeys(["demand", "notices", "room", "storage", "tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),

@@ -32,8 +32,8 @@ _ONE_GPU_FOR_TWO = (
 )
 _NO_CODE = (
     "torch, or the extension that the traceback names, was built without code for this GPU; %accelerate doctor says "
-    "for which torch was. Install a build that has it (of torch: from https://download.pytorch.org/whl/cu126 for GPUs "
-    "older than the T4, from a newer cu* for the latest), or use --cpu."
+    "for which torch was. Install a build that has it (of torch: one for CUDA 12.6, cu126, for GPUs older than the T4, "
+    "one for a newer CUDA for the latest), or use --cpu."
 )
 _BUSY = (
     "The GPU takes one process at a time (exclusive mode) and another one holds it, or it takes none: `nvidia-smi` "

@@ -10,11 +10,12 @@ from __future__ import annotations
 import platform
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from nbaccel.forkable import CUDA_IS_INITIALISED, why_forks_fail
 from nbaccel.hardware import ComputeMode, Gpu, Platform, Survey, best_precision
 from nbaccel.launch.gpu_trouble import TorchBuild, holder_name, troubles
 from nbaccel.settings import CHECKPOINT_DIR
@@ -37,7 +38,8 @@ class Facts:
     """What is true of this process, beside the machine.
 
     versions: of the packages that are installed.  torch_is_imported: somebody here has imported it.
-    cuda_is_initialized: this process holds a CUDA context.  cuda_cell: where it came from, "cell [7]", if known.
+    why_forks_fail: what would break ranks that are forked from this process; None if nothing would.
+    since: where that came from, "cell [7]", if known.
     limits: name to value, already text.  holders: names of processes that hold GPU memory, by process id.
     saves_to: where a training that saves itself would write its checkpoints.
     build: for which GPUs torch was built; None where there are none, or nobody can tell.
@@ -46,8 +48,8 @@ class Facts:
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     torch_is_imported: bool = False
-    cuda_is_initialized: bool = False
-    cuda_cell: str | None = None
+    why_forks_fail: str | None = None
+    since: str | None = None
     limits: Mapping[str, str] = field(default_factory=dict)
     open_files: int = sys.maxsize
     holders: Mapping[int, str] = field(default_factory=dict)
@@ -55,17 +57,24 @@ class Facts:
     build: TorchBuild | None = None
 
     @classmethod
-    def of_this_process(cls, survey: Survey, cuda_cell: str | None = None, checkpoint_dir: str | None = None) -> Facts:
+    def of_this_process(
+        cls,
+        survey: Survey,
+        cell_of: Callable[[str | None], str | None] = lambda why: None,
+        checkpoint_dir: str | None = None,
+    ) -> Facts:
         """Collect them; imports nothing that is not imported yet.
 
-        checkpoint_dir: what was chosen; None for the default.
+        cell_of: the cell that a reason why forks fail comes from.  checkpoint_dir: what was chosen; None for the
+        default.
         """
+        why = why_forks_fail()
         return cls(
             python=f"{platform.python_version()} ({sys.executable})",
             versions=_versions(("nbaccel", "torch", *PACKAGES)),
             torch_is_imported="torch" in sys.modules,
-            cuda_is_initialized=_cuda_is_initialized(),
-            cuda_cell=cuda_cell,
+            why_forks_fail=why,
+            since=cell_of(why),
             limits={
                 "open files": _limit(resource.RLIMIT_NOFILE),
                 "locked memory": _limit(resource.RLIMIT_MEMLOCK, unit=1024, suffix=" kB"),
@@ -112,10 +121,14 @@ def _software(survey: Survey, facts: Facts) -> Iterator[str]:
 
 
 def _devices(survey: Survey, facts: Facts) -> Iterator[str]:
-    if facts.cuda_is_initialized:
-        yield _row("CUDA", f"initialised in this process{f' since {facts.cuda_cell}' if facts.cuda_cell else ''}")
-    else:
-        yield _row("CUDA", "not initialised in this process")
+    since = f" since {facts.since}" if facts.since else ""
+    match facts.why_forks_fail:
+        case None:
+            yield _row("CUDA", "not initialised in this process")
+        case why if why == CUDA_IS_INITIALISED:
+            yield _row("CUDA", f"initialised in this process{since}")
+        case why:
+            yield _row("CUDA", f"not initialised by torch, but {why}{since}")
     for name, value in survey.cuda_environ:
         yield _row("", f"{name}={value!r}")
     if not survey.gpus:
@@ -149,11 +162,16 @@ def _machine(survey: Survey, facts: Facts) -> Iterator[str]:
 
 
 def _warnings(survey: Survey, facts: Facts) -> Iterator[str]:
-    if facts.cuda_is_initialized:
+    if facts.why_forks_fail is not None:
         yield (
-            "CUDA is initialised here, so ranks cannot be forked: they start from a clean process and get copies "
+            f"{facts.why_forks_fail}, so ranks cannot be forked: they start from a clean process and get copies "
             "of the names the cell reads. Restart the kernel to fork again."
         )
+        if facts.why_forks_fail != CUDA_IS_INITIALISED:
+            yield (
+                "CUDA can be in use without a tensor on a GPU: for pinned memory, by cupy, numba or triton, and by "
+                "any backward on a machine with a GPU, also on the CPU."
+            )
     if survey.system == "Linux" and survey.kernel_version and survey.kernel_version < OLDEST_GOOD_KERNEL:
         yield f"Linux {survey.kernel_release} is older than 5.5: training processes are known to hang on it."
     if survey.shm_bytes is not None and survey.shm_bytes < SMALL_SHM_BYTES:
@@ -199,12 +217,6 @@ def _build() -> TorchBuild | None:
 
 def _is_unlike(gpus: tuple[Gpu, ...]) -> bool:
     return len({gpu.name for gpu in gpus}) > 1
-
-
-def _cuda_is_initialized() -> bool:
-    """Whether this process holds a CUDA context; asking makes none."""
-    cuda = sys.modules.get("torch.cuda")
-    return cuda is not None and bool(cuda.is_initialized())
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:

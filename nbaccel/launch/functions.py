@@ -118,7 +118,7 @@ def launch(
         start_method,
         world_size=chosen.num_processes,
         platform_can_fork=here.can_fork,
-        cuda_initialized=here.cuda_initialized,
+        why_forks_fail=here.why_forks_fail,
     )
     chosen = chosen.started_by(start)
     spec = LaunchSpec(

@@ -39,7 +39,7 @@ _FINISHING_NOTICE_S = 0.5
 
 
 class BadFork(Exception):
-    """A forked rank found that the kernel's CUDA state would break it; nothing of the user's has run."""
+    """Why forked ranks would fail, as half a sentence: a rank found out, and nothing of the user's has run."""
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class WorkerGroup:
         self._telemetry = Telemetry(crew.rings, listeners, notice)
         self._causes = Causes(crew.members, spec.task.debugged)
         self._open_files: list[str] = []
-        self._is_bad_fork = False
+        self._why_fork_fails: str | None = None
         self._is_stop_wanted = False  # by a rank
         self._is_timed_out = False
         self._is_own_limit = False
@@ -147,8 +147,8 @@ class WorkerGroup:
             )
             self._limits = TimeLimits(self._page, began, self._spec.timeout_s, self._spec.program_limit)
             self._loop(began)
-            if self._is_bad_fork:
-                raise BadFork
+            if self._why_fork_fails is not None:
+                raise BadFork(self._why_fork_fails)
             return self._ended(time.monotonic() - began)
 
     def _watch(self) -> None:
@@ -193,7 +193,7 @@ class WorkerGroup:
                     self._is_timed_out = True
                     self._is_own_limit = self._limits.is_programs
                     ending = Stopping(self._members, now, page)
-                elif self._is_bad_fork:
+                elif self._why_fork_fails is not None:
                     ending = Killing(self._members, now)
                 elif self._causes.are_known(now):
                     pids = [member.process.pid for member in self._members]
@@ -284,7 +284,7 @@ class WorkerGroup:
                 case "display":
                     member.displays[message["id"]] = message["message"]
                 case "bad_fork":
-                    self._is_bad_fork = True
+                    self._why_fork_fails = message["why"]
                 case "quit":
                     self._has_quit = True
                 case "post_mortem":
@@ -302,7 +302,7 @@ class WorkerGroup:
         self._selector.unregister(member.process.pidfd)
         self._on_message(member)
         member.has_ended = True
-        if member.report is None and not member.was_killed and not self._is_bad_fork:
+        if member.report is None and not member.was_killed and self._why_fork_fails is None:
             self._causes.add(member)
 
     # --- the end -----------------------------------------------------------------------------------------------

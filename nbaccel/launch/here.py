@@ -1,4 +1,4 @@
-"""What the launching process is like: can it fork, has it used CUDA. Asked in the kernel; touches no device."""
+"""What the launching process is like: can it fork, would its forks work. Asked in the kernel; touches no device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+from nbaccel.forkable import why_forks_fail
 from nbaccel.hardware import threads_asked_for
 
 __all__ = ["ProcessState"]
@@ -15,19 +16,17 @@ __all__ = ["ProcessState"]
 class ProcessState:
     """What preflight needs to know of this process.
 
-    can_fork: ranks can be separate processes here at all.  cuda_initialized: this process holds a CUDA context.
+    can_fork: ranks can be separate processes here at all.  why_forks_fail: what would break forks; None if nothing.
     threads: that it computes with, as its user, the environment or torch has it; None where nobody has said.
     """
 
     can_fork: bool
-    cuda_initialized: bool
+    why_forks_fail: str | None
     threads: int | None = None
 
     @classmethod
     def now(cls) -> ProcessState:
-        torch = sys.modules.get("torch")
-        cuda_initialized = torch is not None and bool(torch.cuda.is_initialized())
-        return cls(can_fork=_can_fork(), cuda_initialized=cuda_initialized, threads=_threads())
+        return cls(can_fork=_can_fork(), why_forks_fail=why_forks_fail(), threads=_threads())
 
 
 def _threads() -> int | None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.events import Restarted
+from nbaccel.forkable import why_forks_fail
 from nbaccel.hardware import Survey
 from nbaccel.launch.crew import Crew
 from nbaccel.launch.group import BadFork, Ended
@@ -102,8 +103,8 @@ class Launcher:
                 host, witness = HostMemory(), Witness()
                 try:
                     ended = attempt(spec, witness)
-                except BadFork:
-                    spec = replace(spec, start=_instead_of_fork(spec.start))
+                except BadFork as found:
+                    spec = replace(spec, start=_instead_of_fork(spec.start, str(found)))
                     ended = attempt(spec, witness)
                 match restarting.after(Attempt(spec, ended, witness, host)):
                     case Again(spec, line):
@@ -130,8 +131,10 @@ class Launcher:
             _load_once(spec)
             try:
                 residents = self._settle(spec, Watching(screen))
-            except BadFork:
-                residents = self._settle(replace(spec, start=_instead_of_fork(spec.start)), Watching(screen))
+            except BadFork as found:
+                residents = self._settle(
+                    replace(spec, start=_instead_of_fork(spec.start, str(found))), Watching(screen)
+                )
         self._residents = [each for each in self._residents if each.is_open] + [residents]
         return residents
 
@@ -161,6 +164,9 @@ class Launcher:
     def _method(self, start: Start) -> StartMethod:
         if start.method == "zygote":
             return ZygoteStart(self.keeper.zygote())
+        if (why := why_forks_fail()) is not None:
+            # Since the start was chosen: by modules that were loaded for it, or in the notebook before a restart.
+            raise BadFork(why)
         return ForkStart([*self.keeper.fds(), *(fd for residents in self._residents for fd in residents.fds)])
 
     def close(self) -> None:
@@ -170,14 +176,13 @@ class Launcher:
             self.keeper.close()
 
 
-def _instead_of_fork(start: Start) -> Start:
+def _instead_of_fork(start: Start, why: str) -> Start:
     if start.is_explicit:
         raise CannotFork(
-            "CUDA was already used in this process in a way that only a forked rank can see "
-            '(torch.cuda._is_in_bad_fork), so forked ranks could not use the GPU. start_method="fork" was asked for; '
+            f'{why[0].upper()}{why[1:]}, so forked ranks could not train. start_method="fork" was asked for; '
             "leave it out and the ranks start from a clean process instead, or restart the kernel."
         )
-    return Start("zygote", "CUDA was already used in the kernel, as a forked rank found out")
+    return Start("zygote", why)
 
 
 @functools.cache

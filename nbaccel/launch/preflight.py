@@ -142,15 +142,16 @@ def choose_start(
     *,
     world_size: int,
     platform_can_fork: bool,
-    cuda_initialized: bool,
-    cuda_cell: str | None = None,
+    why_forks_fail: str | None,
+    since: str | None = None,
     bytes_on_device: int = 0,
 ) -> Start:
     """How the ranks start.
 
     requested: "auto", or the method that the user insists on.
     platform_can_fork: false on macOS, and where MPS or XLA holds the device.
-    cuda_initialized: this process holds a CUDA context.  cuda_cell: where it came from, "cell [7]", if known.
+    why_forks_fail: what would break ranks that are forked from this process; None if nothing would.
+    since: where that came from, "cell [7]", if known.
     bytes_on_device: what the names that the cell reads hold on a device.
 
     Raises:
@@ -168,19 +169,19 @@ def choose_start(
         return Start("inline", "asked for", is_explicit=True)
     if not platform_can_fork:
         return _start_without_fork(requested, world_size)
-    if requested == "fork" and cuda_initialized:
+    if requested == "fork" and why_forks_fail is not None:
         raise CannotFork(
-            "CUDA is already initialised in this notebook, so forked ranks could not use the GPU.\n"
-            f'  First seen: {cuda_cell or "before nbaccel was loaded"}. start_method="fork" was asked for; '
+            f"{why_forks_fail[0].upper()}{why_forks_fail[1:]}, so forked ranks could not train.\n"
+            f'  First seen: {since or "before nbaccel was loaded"}. start_method="fork" was asked for; '
             "leave it out and the ranks start from a clean\n  process instead, or restart the kernel."
         )
     if requested != "auto":
         return Start(requested, "asked for", is_explicit=True)
-    if not cuda_initialized:
+    if why_forks_fail is None:
         return Start("fork", "the notebook has not used CUDA")
     if world_size == 1 and bytes_on_device > COPY_LIMIT_BYTES:
         return Start("inline", f"the names it reads hold {_gb(bytes_on_device)} on the device, too much to copy")
-    return Start("zygote", f"CUDA is initialised in the notebook{f' since {cuda_cell}' if cuda_cell else ''}")
+    return Start("zygote", f"{why_forks_fail}{f' since {since}' if since else ''}")
 
 
 def threads_per_rank(cores: int, ranks: int, own: int | None = None) -> int:

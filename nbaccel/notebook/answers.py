@@ -28,7 +28,7 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
         session.say("\n".join(filter(None, [line, session.background.status])))
 
     def doctor() -> None:
-        session.say(doctor_report(session.survey(), session.configured(), session.cuda.first_cell))
+        session.say(doctor_report(session.survey(), session.configured(), session.cuda.cell_of))
 
     def memory() -> None:
         held = memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names())

@@ -1,32 +1,35 @@
-"""CudaWatch: which cell initialised CUDA in the notebook. Runs in the kernel after every cell; never touches CUDA."""
+"""CudaWatch: which cell it was after which forks fail. Runs in the kernel after every cell; never touches CUDA."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
+
+from nbaccel.forkable import CUDA_IS_INITIALISED, why_forks_fail
 
 __all__ = ["CudaWatch"]
 
 
 class CudaWatch:
-    """Remembers the first cell after which this process held a CUDA context.
-
-    first_cell: "cell [7]"; None while there is no context, and when it is older than the watch.
-    """
+    """Remembers after which cell each reason why forks fail was there for the first time."""
 
     def __init__(self) -> None:
-        self.first_cell: str | None = None
-        self._is_over = _cuda_is_initialized()
+        self._cells: dict[str, str | None] = {}
+        self._look(None)
+        self._last_cell: str | None = None
+
+    def cell_of(self, why: str | None) -> str | None:
+        """Return "cell [7]"; None if `why` is none, or older than the watch."""
+        if why is None:
+            return None
+        return self._cells.setdefault(why, self._last_cell)  # what the last cell began may show a moment after its end
 
     def after_cell(self, result: Any) -> None:
         """IPython's `post_run_cell`."""
-        if self._is_over or not _cuda_is_initialized():
+        if CUDA_IS_INITIALISED in self._cells:  # it is named before all others
             return
-        self._is_over = True
-        if result.execution_count is not None:
-            self.first_cell = f"cell [{result.execution_count}]"
+        self._last_cell = None if result.execution_count is None else f"cell [{result.execution_count}]"
+        self._look(self._last_cell)
 
-
-def _cuda_is_initialized() -> bool:
-    cuda = sys.modules.get("torch.cuda")
-    return cuda is not None and bool(cuda.is_initialized())
+    def _look(self, cell: str | None) -> None:
+        if (why := why_forks_fail()) is not None:
+            self._cells.setdefault(why, cell)

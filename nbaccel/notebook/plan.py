@@ -51,8 +51,10 @@ class Plan:
     first_card: str = ""
 
     @classmethod
-    def of(cls, options: Options, task: Task, survey: Survey, here: ProcessState, cuda_cell: str | None) -> Plan:
+    def of(cls, options: Options, task: Task, survey: Survey, here: ProcessState, since: str | None) -> Plan:
         """What `options` come to on this machine, in this notebook.
+
+        since: the cell from which on forks fail, if they do and it is known.
 
         Raises:
             LaunchRefused: the machine or the notebook cannot do what was asked; the message says what can be.
@@ -64,10 +66,10 @@ class Plan:
             options.start or AUTO,
             world_size=devices.num_processes,
             platform_can_fork=here.can_fork,
-            cuda_initialized=here.cuda_initialized,
-            cuda_cell=cuda_cell,
+            why_forks_fail=here.why_forks_fail,
+            since=since,
             # What is set aside leaves room for the copies.
-            bytes_on_device=_bytes_on_device(names) if here.cuda_initialized and not options.free_kernel else 0,
+            bytes_on_device=_bytes_on_device(names) if here.why_forks_fail and not options.free_kernel else 0,
         )
         limit = options.limit
         if start.method == "inline" and limit is not None:

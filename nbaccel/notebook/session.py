@@ -112,7 +112,7 @@ class Session:
         self._setup = setup
         self._told: set[str] = set()
         self.stay = Stay(
-            shell.user_ns, lambda: self.launcher, lambda: self.survey(), lambda: self.cuda.first_cell, setup, self.say
+            shell.user_ns, lambda: self.launcher, lambda: self.survey(), self.cuda.cell_of, setup, self.say
         )
 
     @property
@@ -198,7 +198,8 @@ class Session:
         task = CellTask(source, self.shell.user_ns, options.names_back, options.inputs or (), debugged=options.pdb)
         if draws_as_here(options, task):
             task.draw_as_here()
-        return self.launcher, Plan.of(options, task, survey, ProcessState.now(), self.cuda.first_cell), task
+        here = ProcessState.now()
+        return self.launcher, Plan.of(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail)), task
 
     def _movable(self, plan: Plan) -> SetAside:
         """What the notebook could move away from the GPUs of a run."""

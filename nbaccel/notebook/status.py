@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.doctor import Facts, report
@@ -35,5 +37,5 @@ def next_cell(survey: Survey, config: Options) -> str:
     return f"{devices}, default precision {precision}{why}, accumulate {config.accumulate or 1}"
 
 
-def doctor_report(survey: Survey, config: Options, cuda_cell: str | None) -> str:
-    return report(survey, Facts.of_this_process(survey, cuda_cell, config.checkpoint_dir))
+def doctor_report(survey: Survey, config: Options, cell_of: Callable[[str | None], str | None]) -> str:
+    return report(survey, Facts.of_this_process(survey, cell_of, config.checkpoint_dir))

@@ -39,7 +39,8 @@ __all__ = ["Stay"]
 class Stay:
     """The ranks that stay in one notebook, if there are any.
 
-    names: the notebook's.  launcher, survey, cuda_cell: ask for what a start needs.  say: one line to the user.
+    names: the notebook's.  launcher, survey: ask for what a start needs.  say: one line to the user.
+    cell_of: the cell that a reason why forks fail comes from.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class Stay:
         names: dict[str, Any],
         launcher: Callable[[], Launcher],
         survey: Callable[[], Survey],
-        cuda_cell: Callable[[], str | None],
+        cell_of: Callable[[str | None], str | None],
         setup: str | None,
         say: Callable[[str], None],
     ) -> None:
         self._notebook = names
         self._launcher = launcher
         self._survey = survey
-        self._cuda_cell = cuda_cell
+        self._cell_of = cell_of
         self._setup = setup
         self._say = say
         self._residents: Residents | None = None
@@ -100,7 +101,8 @@ class Stay:
             )
         refuse_flags_of_a_cell(options)
         task = Residence(Home(self._notebook))
-        plan = Plan.of(options, task, self._survey(), ProcessState.now(), self._cuda_cell())
+        here = ProcessState.now()
+        plan = Plan.of(options, task, self._survey(), here, self._cell_of(here.why_forks_fail))
         if plan.start.method == "inline":
             raise LaunchRefused(
                 "ranks that stay are processes of their own, and here one would run in the notebook "

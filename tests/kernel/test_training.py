@@ -74,15 +74,15 @@ def test_a_kernel_without_cuda_is_forked(kernel: RealKernel) -> None:
 def pretending(kernel: RealKernel) -> Iterator[Callable[[str, str], None]]:
     """Replaces a function of torch.cuda in the kernel for the length of a test, as on a machine with a GPU."""
     kernel.do("import os, torch\ntrue = {}\nkernel_pid = os.getpid()")
-    kernel.do("import nbaccel.launch.rank.worker as _worker; _driver = _worker.has_gpu_driver")
-    kernel.do("_worker.has_gpu_driver = lambda: True")
+    kernel.do("import nbaccel.launch.rank.fork_probe as _probe; _driver = _probe.has_gpu_driver")
+    kernel.do("_probe.has_gpu_driver = lambda: True")
 
     def pretend(name: str, function: str) -> None:
         kernel.do(f"true[{name!r}] = torch.cuda.{name}\ntorch.cuda.{name} = {function}")
 
     yield pretend
     kernel.do("for name, function in true.items(): setattr(torch.cuda, name, function)")
-    kernel.do("_worker.has_gpu_driver = _driver")
+    kernel.do("_probe.has_gpu_driver = _driver")
 
 
 CUDA_IS_INITIALISED = ("is_initialized", "lambda: True")
@@ -115,3 +115,37 @@ def test_the_line_before_the_run_says_which_cell_initialised_cuda(new_kernel: Ke
     cell = kernel.do(accelerate("print('user code')", n=1))
     assert "zygote" in cell.stdout
     assert f"cell [{touched.number}]" in cell.stdout
+
+
+HAS_A_DEVICE = """
+import time
+from pathlib import Path
+import torch
+from torch.utils import backend_registration
+HAS = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+if HAS:
+    backend_registration._setup_privateuseone_for_python_backend("fake")
+%load_ext nbaccel
+"""
+
+GOES_BACKWARD_ON_THE_CPU = """
+torch.ones(3, requires_grad=True).sum().backward()
+while "pt_autograd_0" not in {task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")}:
+    time.sleep(0.001)  # it gets its name when it gets the interpreter's lock
+"""
+
+
+def test_a_backward_on_the_cpu_before_does_not_break_the_ranks_and_its_cell_is_named(new_kernel: Kernels) -> None:
+    """As on a machine with a GPU, where it starts a thread for the GPU; here the device is one of torch's in Python."""
+    kernel = new_kernel()
+    kernel.do(HAS_A_DEVICE)
+    if not kernel.value("HAS"):
+        pytest.skip("this torch has no devices that are written in Python")
+    number = kernel.do(GOES_BACKWARD_ON_THE_CPU).number
+    kernel.do("x = 1")
+    cell = kernel.do(accelerate(TRAINS, flags="--out losses,parent"))
+    assert f"zygote (autograd has device threads in the notebook since cell [{number}])" in cell.stdout
+    losses = kernel.value("losses")
+    assert losses[-1] < losses[0]
+    assert not was_forked_from_the_kernel(kernel)
+    assert f"since cell [{number}])" in kernel.do("%accelerate start -n 2 --cpu").stdout

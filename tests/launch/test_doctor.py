@@ -14,6 +14,7 @@ import pytest
 
 from fakes import GB, FakeGpu, FakeNvml, two_t4s, write_files
 from nbaccel.asking_cuda import CudaAnswer
+from nbaccel.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED
 from nbaccel.hardware import Memory, Platform, Survey, visible_gpus
 from nbaccel.launch.doctor import Facts, report
 from nbaccel.launch.gpu_trouble import TorchBuild
@@ -68,11 +69,21 @@ def test_a_healthy_machine_reads_like_this() -> None:
 
 
 def test_cuda_in_the_kernel_is_named_with_its_cell_and_what_follows() -> None:
-    facts = replace(FACTS, torch_is_imported=True, cuda_is_initialized=True, cuda_cell="cell [7]")
+    facts = replace(FACTS, torch_is_imported=True, why_forks_fail=CUDA_IS_INITIALISED, since="cell [7]")
     text = report(SURVEY, facts)
     assert "torch     2.10.0+cu128\n" in text
     assert "CUDA      initialised in this process since cell [7]\n" in text
+    assert "! CUDA is initialised in the notebook, so ranks cannot be forked: they start from a clean process" in text
     assert "Restart the kernel to fork again." in text
+
+
+def test_a_use_of_cuda_that_torch_does_not_know_is_named_too() -> None:
+    facts = replace(FACTS, why_forks_fail=AUTOGRAD_HAS_THREADS, since="cell [3]")
+    text = report(SURVEY, facts)
+    row = "CUDA      not initialised by torch, but autograd has device threads in the notebook since cell [3]\n"
+    assert row in text
+    assert "! autograd has device threads in the notebook, so ranks cannot be forked" in text
+    assert "! CUDA can be in use without a tensor on a GPU: for pinned memory, by cupy, numba or triton, and by" in text
 
 
 @pytest.mark.parametrize(("release", "warned"), [("5.4.0-150", True), ("4.19", True), ("5.5.0", False), ("", False)])
@@ -230,10 +241,10 @@ def test_asking_is_quick_imports_no_torch_and_tells_no_secret(monkeypatch: pytes
 def test_a_process_that_imported_torch_without_using_cuda_has_not_initialised_it() -> None:
     code = (
         "import torch; from nbaccel.hardware import Survey; from nbaccel.launch.doctor import Facts;"
-        "facts = Facts.of_this_process(Survey()); print(facts.torch_is_imported, facts.cuda_is_initialized)"
+        "facts = Facts.of_this_process(Survey()); print(facts.torch_is_imported, facts.why_forks_fail)"
     )
     result = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    assert result.stdout.split() == ["True", "False"]
+    assert result.stdout.split() == ["True", "None"]
 
 
 def test_a_batch_run_is_told_the_time_limit_that_saves_it() -> None:

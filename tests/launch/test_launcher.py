@@ -448,12 +448,22 @@ def test_a_fork_that_cuda_would_break_goes_on_by_the_zygote(monkeypatch: pytest.
 
     parent = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
-    monkeypatch.setattr("nbaccel.launch.rank.worker.has_gpu_driver", lambda: True)
+    monkeypatch.setattr("nbaccel.launch.rank.fork_probe.has_gpu_driver", lambda: True)
     run = launch(rank, 2)
     assert run.values == [0, 1]
     assert run.start_method == "zygote"
     assert "CUDA was already used" in run.start_reason
     with pytest.raises(LaunchRefused, match="leave it out"):
+        launch(rank, 2, start_method="fork")
+
+
+def test_a_kernel_that_used_cuda_since_the_start_was_chosen_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that are loaded for the ranks may have used it, or a cell while a run in the background starts again."""
+    monkeypatch.setattr("nbaccel.launch.launcher.why_forks_fail", lambda: "the CUDA driver is in use in the notebook")
+    run = launch(rank, 2)
+    assert run.values == [0, 1]
+    assert (run.start_method, run.start_reason) == ("zygote", "the CUDA driver is in use in the notebook")
+    with pytest.raises(LaunchRefused, match=r"^The CUDA driver is in use in the notebook, so forked .* leave it out"):
         launch(rank, 2, start_method="fork")
 
 
@@ -463,7 +473,7 @@ def test_a_build_for_cuda_forks_on_a_machine_without_a_gpu(monkeypatch: pytest.M
 
     parent = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
-    monkeypatch.setattr("nbaccel.launch.rank.worker.has_gpu_driver", lambda: False)
+    monkeypatch.setattr("nbaccel.launch.rank.fork_probe.has_gpu_driver", lambda: False)
     assert launch(rank, 2).start_method == "fork"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from fakes import FakeGpu, FakeNvml, two_t4s
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
+from nbaccel.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED, DRIVER_IS_IN_USE
 from nbaccel.hardware import Driver, Gpu, Survey, visible_gpus
 from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
@@ -182,7 +183,7 @@ def test_devices_read_as_a_sentence(devices: Devices, text: str) -> None:
 
 
 def start(requested: str = "auto", **facts: object) -> Start:
-    usual = {"world_size": 2, "platform_can_fork": True, "cuda_initialized": False}
+    usual = {"world_size": 2, "platform_can_fork": True, "why_forks_fail": None}
     return choose_start(requested, **{**usual, **facts})  # type: ignore[arg-type]
 
 
@@ -190,21 +191,25 @@ def start(requested: str = "auto", **facts: object) -> Start:
     ("facts", "text"),
     [
         ({}, "fork: the notebook has not used CUDA"),
-        ({"cuda_initialized": True}, "zygote: CUDA is initialised in the notebook"),
+        ({"why_forks_fail": CUDA_IS_INITIALISED}, "zygote: CUDA is initialised in the notebook"),
         (
-            {"cuda_initialized": True, "cuda_cell": "cell [7]"},
+            {"why_forks_fail": AUTOGRAD_HAS_THREADS, "since": "cell [3]"},
+            "zygote: autograd has device threads in the notebook since cell [3]",
+        ),
+        (
+            {"why_forks_fail": CUDA_IS_INITIALISED, "since": "cell [7]"},
             "zygote: CUDA is initialised in the notebook since cell [7]",
         ),
         (
-            {"world_size": 1, "cuda_initialized": True, "bytes_on_device": GB},
+            {"world_size": 1, "why_forks_fail": CUDA_IS_INITIALISED, "bytes_on_device": GB},
             "zygote: CUDA is initialised in the notebook",
         ),
         (
-            {"world_size": 1, "cuda_initialized": True, "bytes_on_device": 3 * GB},
+            {"world_size": 1, "why_forks_fail": CUDA_IS_INITIALISED, "bytes_on_device": 3 * GB},
             "inline: the names it reads hold 3.0 GB on the device, too much to copy",
         ),
         (
-            {"world_size": 2, "cuda_initialized": True, "bytes_on_device": 3 * GB},
+            {"world_size": 2, "why_forks_fail": CUDA_IS_INITIALISED, "bytes_on_device": 3 * GB},
             "zygote: CUDA is initialised in the notebook",
         ),
         ({"world_size": 1, "platform_can_fork": False}, "inline: this system cannot fork safely"),
@@ -222,16 +227,24 @@ def test_a_method_that_was_asked_for_is_taken(method: str) -> None:
 
 
 def test_inline_runs_one_rank() -> None:
-    assert start("inline", world_size=1, cuda_initialized=True) == Start("inline", "asked for", is_explicit=True)
+    assert start("inline", world_size=1, why_forks_fail=CUDA_IS_INITIALISED).reason == "asked for"
     with pytest.raises(LaunchRefused, match=r"--start inline .* cannot be 2 ranks: use -n 1, or leave --start out"):
         start("inline")
 
 
-def test_an_insisted_fork_of_a_kernel_with_cuda_is_refused_and_names_the_cell() -> None:
+@pytest.mark.parametrize(
+    ("why", "begins"),
+    [
+        (CUDA_IS_INITIALISED, "CUDA is initialised in the notebook"),
+        (AUTOGRAD_HAS_THREADS, "Autograd has device threads in the notebook"),
+        (DRIVER_IS_IN_USE, "The CUDA driver is in use in the notebook"),
+    ],
+)
+def test_an_insisted_fork_that_would_fail_is_refused_with_the_reason_and_names_the_cell(why: str, begins: str) -> None:
     with pytest.raises(CannotFork) as refused:
-        start("fork", cuda_initialized=True, cuda_cell="cell [7]")
+        start("fork", why_forks_fail=why, since="cell [7]")
     assert str(refused.value) == (
-        "CUDA is already initialised in this notebook, so forked ranks could not use the GPU.\n"
+        f"{begins}, so forked ranks could not train.\n"
         '  First seen: cell [7]. start_method="fork" was asked for; leave it out and the ranks start from a clean\n'
         "  process instead, or restart the kernel."
     )
@@ -239,7 +252,7 @@ def test_an_insisted_fork_of_a_kernel_with_cuda_is_refused_and_names_the_cell() 
 
 def test_an_unknown_culprit_is_not_invented() -> None:
     with pytest.raises(CannotFork, match="First seen: before nbaccel was loaded"):
-        start("fork", cuda_initialized=True)
+        start("fork", why_forks_fail=CUDA_IS_INITIALISED)
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fakes
+from nbaccel import forkable
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.hardware import Survey
 
@@ -239,6 +240,40 @@ def test_a_notebook_that_used_cuda_starts_ranks_by_zygote_and_names_the_cell(
     assert isinstance(error, CannotFork)
     assert "First seen: cell [2]." in str(error)
     assert "since cell [2]" in planned.run("%accelerate doctor").stdout
+
+
+def test_each_reason_why_forks_fail_is_given_with_the_cell_that_it_came_with(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(forkable, "has_gpu_driver", lambda: True)
+    planned.names["backward"] = lambda: monkeypatch.setattr(forkable, "_autograd_has_threads", lambda: True)
+    planned.names["pin"] = lambda: monkeypatch.setattr(forkable, "_driver_is_in_use", lambda: True)
+    planned.names["touch"] = lambda: monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for cell, why in {
+        "backward()": "autograd has device threads in the notebook since cell [1]",
+        "pin()": "the CUDA driver is in use in the notebook since cell [3]",
+        "touch()": "CUDA is initialised in the notebook since cell [5]",
+    }.items():
+        planned.run(cell)
+        assert f"zygote ({why})" in planned.run("%%accelerate\nx = 1").stdout
+    assert "initialised in this process since cell [5]" in planned.run("%accelerate doctor").stdout
+
+
+def test_threads_that_show_a_moment_after_their_cell_are_still_those_of_that_cell(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkable, "has_gpu_driver", lambda: True)
+    planned.run("loss_backward = 1")
+    monkeypatch.setattr(forkable, "_autograd_has_threads", lambda: True)  # between the cells
+    error = planned.run("%accelerate start -n 2 --cpu --start fork").error
+    assert isinstance(error, CannotFork)
+    assert str(error).startswith("Autograd has device threads in the notebook, so forked ranks could not train.")
+    assert "First seen: cell [1]." in str(error)
+    assert "since cell [1]" in planned.run("%%accelerate\nx = 1").stdout
+    doctor = planned.run("%accelerate doctor").stdout
+    assert "not initialised by torch, but autograd has device threads in the notebook since cell [1]" in doctor
 
 
 @pytest.mark.usefixtures("cuda_is_initialized")

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import Loss, outlet
-from nbaccel.gpu_driver import has_gpu_driver
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
 from nbaccel.launch.rank.debugger import debugging
@@ -35,6 +34,7 @@ from nbaccel.launch.rank.foreign.one_file import write_one_file
 from nbaccel.launch.rank.foreign.one_run import write_one_run
 from nbaccel.launch.rank.foreign.oneprocess import forget_one_process
 from nbaccel.launch.rank.foreign.own_card import let_the_local_rank_be_the_only_card
+from nbaccel.launch.rank.fork_probe import why_this_fork_fails
 from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
@@ -155,9 +155,8 @@ class _Rank:
 
     def live(self, make_task: Callable[[], Task]) -> int:
         """Run the task and report, again while the kernel has more; then say farewell; returns the exit code."""
-        if self.is_fork and _cuda_is_broken():
-            # The kernel touched CUDA in a way that only a child can see. Nothing of the user's has run yet.
-            self.channel.send({"op": "bad_fork"})
+        if self.is_fork and (why := why_this_fork_fails()) is not None:
+            self.channel.send({"op": "bad_fork", "why": why})  # nothing of the user's has run yet
             return 0
         with outlet(self.reporter):
             status, home = self._work(make_task, self.boot.setup)
@@ -373,12 +372,3 @@ def _limit_threads(threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
-
-
-def _cuda_is_broken() -> bool:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda._is_in_bad_fork():
-        return False
-    # On a machine without a GPU, a build for CUDA says so too once it was asked for devices, by is_available() or, from
-    # torch 2.15 on, by the step of an optimizer; there it breaks nothing.
-    return has_gpu_driver() or torch.version.hip is not None

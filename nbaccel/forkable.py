@@ -1,0 +1,105 @@
+"""Why forks of this process would fail: what CUDA and autograd leave in it. Asked in the kernel; touches no device.
+
+`torch.cuda.is_initialized()` knows of torch's own contexts alone. Pinned memory, cupy, numba or triton may have called
+the driver before; so has a backward on the CPU, which counts the devices that there are, and starts a thread of
+autograd for each. Nothing of it lives on in a fork: there CUDA cannot be initialised again, and the first backward is
+refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+from nbaccel.gpu_driver import has_gpu_driver
+
+__all__ = [
+    "AUTOGRAD_HAS_THREADS",
+    "CUDA_ERROR_NOT_INITIALIZED",
+    "CUDA_IS_INITIALISED",
+    "DRIVER_IS_IN_USE",
+    "has_other_devices",
+    "loaded_driver",
+    "why_forks_fail",
+]
+
+CUDA_IS_INITIALISED = "CUDA is initialised in the notebook"
+DRIVER_IS_IN_USE = "the CUDA driver is in use in the notebook"
+AUTOGRAD_HAS_THREADS = "autograd has device threads in the notebook"
+
+CUDA_ERROR_NOT_INITIALIZED = 3
+"""What the driver answers before cuInit, and to cuInit in a fork of a process that had called it."""
+
+_CUDA_SUCCESS = 0
+_OPENED_BY_CUINIT = "/dev/nvidia-uvm"
+_AUTOGRADS_THREADS = b"pt_autograd_"
+_UNNAMED_BACKEND = "privateuseone"
+_PROC = Path("/proc")
+
+
+def why_forks_fail() -> str | None:
+    """What would break ranks that are forked from this process, as half a sentence; None if nothing would.
+
+    Of several, that which all the others come with is named.
+    Costs microseconds where torch was built for the CPU and there is no driver, else some tenths of a millisecond.
+    """
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and cuda.is_initialized():
+        return CUDA_IS_INITIALISED
+    may_have_cuda = has_gpu_driver() or _torch_is_built_for("cuda")
+    if may_have_cuda and _driver_is_in_use():
+        return DRIVER_IS_IN_USE
+    return AUTOGRAD_HAS_THREADS if (may_have_cuda or has_other_devices()) and _autograd_has_threads() else None
+
+
+def loaded_driver() -> ctypes.CDLL | None:
+    """CUDA's driver if somebody has loaded it into this process; it is not loaded for the question."""
+    try:
+        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+
+
+def has_other_devices() -> bool:
+    """Whether torch may have devices that are not CUDA's: AMD's, Intel's, or a back-end that was added to it."""
+    if _torch_is_built_for("hip", "xpu"):
+        return True
+    torch = sys.modules.get("torch")
+    backend_name = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
+    return backend_name is not None and backend_name() != _UNNAMED_BACKEND
+
+
+def _torch_is_built_for(*kinds: str) -> bool:
+    version = getattr(sys.modules.get("torch"), "version", None)  # None while another thread imports it
+    return any(getattr(version, kind, None) for kind in kinds)
+
+
+def _driver_is_in_use() -> bool:
+    """Whether anybody here has called cuInit: the driver says so, or what it opens then is open."""
+    driver = loaded_driver()
+    if driver is not None and driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS:
+        return True
+    descriptors = f"{_PROC}/self/fd"
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(descriptors):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                if os.readlink(f"{descriptors}/{descriptor}") == _OPENED_BY_CUINIT:
+                    return True
+    return False
+
+
+def _autograd_has_threads() -> bool:
+    """Whether autograd keeps threads for devices here, by their names (torch's engine.cpp, `thread_init`).
+
+    They get them some moments after the backward that starts them.
+    """
+    tasks = f"{_PROC}/self/task"
+    with contextlib.suppress(OSError):
+        for task in os.listdir(tasks):
+            with contextlib.suppress(OSError), open(f"{tasks}/{task}/comm", "rb", buffering=0) as name:
+                if name.read().startswith(_AUTOGRADS_THREADS):
+                    return True
+    return False
