@@ -106,7 +106,7 @@ class Fails:
 
 
 def take_part(fails: Fails) -> bool:
-    return isinstance(Part(fails, None, 1.0, lambda loss: loss, lambda: None).run(), Shortage)
+    return isinstance(Part(fails, None, lambda: 1.0, 1.0, lambda loss: loss, lambda: None).run(), Shortage)
 
 
 def take_step(fails: Fails) -> bool:

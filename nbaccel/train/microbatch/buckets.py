@@ -1,9 +1,9 @@
 """Buckets: gradients that are exchanged with peers, in a sequence that is the same in every attempt. Runs in ranks.
 
-Flat tensors, allocated once; ``parameter.grad`` is a view into them. Every attempt of every rank adds up bucket 0, 1,
-... B-1 in this order, whatever happened locally: a rank that failed sends what it has. The last bucket also carries
-the rank's `Report`, which parameters took part, and rank 0's running statistics, so nothing else is exchanged.
-Finishing the sequence allocates nothing on the device. Who may repeat what is the engine's business.
+Flat tensors, allocated once; ``parameter.grad`` is a view into them, at an aligned address. Every attempt of every
+rank adds up bucket 0, 1, ... B-1 in this order, whatever happened locally: a rank that failed sends what it has. The
+last bucket also carries the rank's `Report`, which parameters took part, and rank 0's running statistics, so nothing
+else is exchanged. Finishing the sequence allocates nothing on the device. Who may repeat what is the engine's business.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
 
 from nbaccel.train.microbatch.gradients import Gradients, Report, copies_of
+from nbaccel.train.microbatch.words import make_words
 from nbaccel.train.talk.collectives import Collectives
 
 __all__ = ["Buckets"]
 
 _WORDS = len(Report().numbers)
+
+_ALIGNMENT = 128
+"""Bytes. Kernels that take several elements at once want addresses that 16 bytes divide, and go slower over a whole
+list of tensors if one of them has none; 128 are a line of a GPU's cache."""
 
 _EXACT = (torch.float32, torch.float64)
 """Dtypes in which counts of tokens are still exact when they are added."""
@@ -78,22 +83,21 @@ class Buckets(Gradients):
         self._bucket_of = [0] * len(self.parameters)
         for bucket, (indices, share) in enumerate(zip(groups, shares, strict=True)):
             first = self.parameters[indices[0]]
-            size = sum(self.parameters[index].numel() for index in indices)
+            size = sum(_room(self.parameters[index]) for index in indices)
             flat = torch.zeros(size + share, dtype=first.dtype, device=first.device)
             offset = 0
             for index in indices:
                 self._views[index] = _view(flat, offset, self.parameters[index])
                 self._bucket_of[index] = bucket
-                offset += self.parameters[index].numel()
+                offset += _room(self.parameters[index])
             self._flats.append(flat)
         self._sizes = [len(indices) for indices in groups]
         if not shares[-1]:
             self._flats.append(torch.zeros(extra, dtype=torch.float32, device=last.device))
             self._sizes.append(0)
         self._tail = self._flats[-1][-extra:]
-        self._words, self._marks, sent = self._tail.split(
-            [_WORDS, len(self.parameters), extra - _WORDS - len(self.parameters)]
-        )
+        words, sent = self._tail.tensor_split([_WORDS + len(self.parameters)])
+        self._words = make_words(words, _WORDS, self._collectives.device)
         lengths = [buffer.numel() for buffer in self._statistics]
         self._sent_statistics = [
             part.view_as(buffer) for part, buffer in zip(sent.split(lengths), self._statistics, strict=True)
@@ -197,25 +201,20 @@ class Buckets(Gradients):
 
     def exchange(self, report: Report) -> Report:
         self._overlaps = False
-        self._words.copy_(torch.tensor(report.numbers, dtype=torch.float64, device="cpu"))
-        self._mark()
+        self._words.write(report.numbers, self._used)
+        self._fill_statistics()
         while self._launched < len(self._flats):
             self._launch()
-        self._collectives.finish_sums("forward_backward", self._works)
+        *others, last = self._works
+        self._collectives.finish_sums("forward_backward", [*others, self._words.arrival(last)])
         self._works = []
-        said = Report(*self._words.tolist())  # waits for the device
-        self._unused = (
-            [mark == 0 for mark in self._marks.tolist()] if not all(self._used) else [False] * len(self._used)
-        )
+        said = Report(*self._words.read())
+        self._unused = [False] * len(self._used) if all(self._used) else self._words.unused()
         if self._statistics and not (said.poisoned or said.unfit or said.failed):
             torch._foreach_copy_(self._statistics, self._sent_statistics)
         return said
 
-    def _mark(self) -> None:
-        if all(self._used):
-            self._marks.fill_(1.0)
-        else:
-            self._marks.copy_(torch.tensor(self._used, dtype=torch.float32, device="cpu"))
+    def _fill_statistics(self) -> None:
         if self._statistics:
             if self._is_main:
                 torch._foreach_copy_(self._sent_statistics, self._statistics)
@@ -229,7 +228,7 @@ class Buckets(Gradients):
         for hook in self._hooks:
             hook.remove()
         self._flats, self._views, self._aside_flats, self._works = [], [], [], []
-        del self._tail, self._words, self._marks, self._sent_statistics
+        del self._tail, self._words, self._sent_statistics
 
     def give_back(self) -> None:
         super().give_back()
@@ -244,7 +243,7 @@ def _grouped(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[int]]
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         kind = parameter.dtype, parameter.device
-        size_bytes = parameter.numel() * parameter.element_size()
+        size_bytes = _room(parameter) * parameter.element_size()
         if kind in open_groups and sizes[kind] + size_bytes > cap_bytes:
             done.append(open_groups.pop(kind))
         if kind not in open_groups:
@@ -252,6 +251,12 @@ def _grouped(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[int]]
         open_groups[kind].append(index)
         sizes[kind] += size_bytes
     return done + sorted(open_groups.values(), key=lambda indices: parameters[indices[0]].dtype in _EXACT)
+
+
+def _room(parameter: Tensor) -> int:
+    """Elements between the beginning of one gradient and that of the next; what nobody writes stays zero."""
+    step = _ALIGNMENT // parameter.element_size()
+    return -(-parameter.numel() // step) * step
 
 
 def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:

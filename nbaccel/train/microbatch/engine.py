@@ -228,20 +228,21 @@ class StepEngine:
         if stop - start < work.count:
             self._warn_of_batch_norm(stop - start, work.count)
         micro_batch, weight = work.part(start, stop)
-        if weight == 0:  # a mean over nothing, which is NaN, has no say
+        if work.weights.is_known and weight() == 0:  # the forward is spared
             return torch.zeros((), device=self._strategy.device), 0.0
         sends_early = overlaps and stop == work.count and self.sizes.is_proven(stop - start, work.shapes)
         part = Part(
             task.loss_fn if self._has_listened else silenced(task.loss_fn),
             micro_batch,
-            weight / (self._unit * task.divisor),
+            weight,
+            self._unit * task.divisor,
             self._precision.scale,
             gradients.overlap if sends_early else _nothing,
         )
         self._has_listened = True
         gradients.is_busy = True
         try:
-            return part.run(), weight
+            return part.run(), weight()
         finally:
             gradients.is_busy = False
 
@@ -351,5 +352,6 @@ def _mean(losses: Sequence[tuple[Tensor, float]], device: torch.device) -> tuple
     if not total:
         return torch.zeros((), device=device), 0.0
     values = torch.stack([loss.reshape(()) for loss, _ in losses])
-    shares = torch.tensor([weight / total for _, weight in losses], dtype=values.dtype, device=values.device)
-    return (values * shares).sum(), total
+    shares = [weight / total for _, weight in losses]
+    sent = torch.tensor(shares, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)  # else the copy waits
+    return (values * sent.to(values.device, non_blocking=True)).sum(), total

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nbaccel.room import is_shortage
@@ -72,10 +74,10 @@ class Work:
         """That of the whole batch."""
         return self.weights.of(0, self.samples.count, self.samples.batch)
 
-    def part(self, start: int, stop: int) -> tuple[Any, float]:
-        """The samples `start` to `stop`, and their weight."""
+    def part(self, start: int, stop: int) -> tuple[Any, Callable[[], float]]:
+        """The samples `start` to `stop`, and what tells their weight."""
         micro_batch = self.samples.take(start, stop)
-        return micro_batch, self.weights.of(start, stop, micro_batch)
+        return micro_batch, partial(self.weights.of, start, stop, micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,16 @@ class Shortage:
 class Part:
     """One micro-batch on its way.
 
-    factor: what its loss is multiplied by.  scale: the precision's scaling, for fp16.
+    weight: tells how much it counts; asked once, when its forward has fitted. A part that counts nothing has no say:
+    its mean loss, over nothing, is NaN.
+    unit: the weight of a loss that counts as it is.  scale: the precision's scaling, for fp16.
     before_backward: called when its forward has fitted.
     """
 
     loss_fn: LossFunction
     micro_batch: Any
-    factor: float
+    weight: Callable[[], float]
+    unit: float
     scale: Callable[[Tensor], Tensor]
     before_backward: Callable[[], None]
     phase: str = "forward"
@@ -119,8 +124,11 @@ class Part:
     def _run(self) -> Tensor:
         loss = mean_loss(self.loss_fn, self.micro_batch)
         seen = loss.detach()
-        if self.factor != 1.0:
-            loss = loss * self.factor
+        weight = self.weight()
+        if weight == 0:
+            return torch.zeros_like(seen)
+        if weight != self.unit:
+            loss = loss * (weight / self.unit)
         loss = self.scale(loss)
         self.before_backward()
         self.phase = "backward"

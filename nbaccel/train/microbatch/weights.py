@@ -1,8 +1,9 @@
-"""Weights: how much each part of a batch counts in its mean loss. Runs in ranks; may wait for the device once a batch.
+"""Weights: how much each part of a batch counts in its mean loss. Runs in ranks.
 
 A loss function returns the mean over its units. With w units in a part, the gradient of the whole batch is
 sum(w * grad(part)) / sum(w) over all parts of all ranks, whatever their sizes: the step that one process would take
-on everything at once. This file only counts.
+on everything at once. This file only counts. What is counted on CUDA is asked for when a batch comes and read once,
+after the first forward: by then the device has something to do while this rank waits for the number.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from nbaccel.train.microbatch.slicing import Samples
+from nbaccel.train.readings import Reading
 
 __all__ = ["IGNORED_LABEL", "Weight", "Weights", "make_weights", "shifts_labels"]
 
@@ -28,6 +30,9 @@ IGNORED_LABEL = -100
 
 class Weights(ABC):
     """The weights of one batch's parts."""
+
+    is_known = True
+    """Whether `of` answers without waiting for what is computed before."""
 
     @abstractmethod
     def of(self, start: int, stop: int, part: Any) -> float:
@@ -65,11 +70,24 @@ class _Samples(Weights):
 class _Tokens(Weights):
     def __init__(self, labels: Tensor, is_shifted: bool) -> None:
         counted = labels[..., 1:] if is_shifted else labels
-        is_unit = counted.ne(IGNORED_LABEL)
-        self._units: list[int] = is_unit.reshape(len(labels), -1).sum(1).tolist()  # one wait, for the whole batch
+        units = counted.ne(IGNORED_LABEL).reshape(len(labels), -1).sum(1)
+        self._coming = Reading({"units": units}) if _waits(units) else None
+        self._units: list[int] = units.tolist() if self._coming is None else []
+
+    @property
+    def is_known(self) -> bool:  # type: ignore[override]
+        return self._coming is None
 
     def of(self, start: int, stop: int, part: Any) -> float:
+        if self._coming is not None:
+            units, self._coming = self._coming.values()["units"], None
+            self._units = units.tolist() if isinstance(units, Tensor) else [units]  # a single one comes as a number
         return sum(self._units[start:stop])
+
+
+def _waits(units: Tensor) -> bool:
+    """Whether reading `units` waits for what was computed before, and can be put off."""
+    return units.is_cuda
 
 
 class _Called(Weights):
