@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.finite import LossWatch
 from nbaccel.train.microbatch.guard import guarded_step
-from nbaccel.train.precision import Precision
+from nbaccel.train.precision import Precision, Taken
 from nbaccel.train.raw import Freshness, RawSteps
 from nbaccel.train.strategies.base import Strategy
 from nbaccel.train.talk.nested import map_children
@@ -35,7 +35,6 @@ class PreparedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation window.
 
     optimizer: the user's own.
-    step_was_skipped: the last step was left out, because its gradients were infinite (fp16) or not finite (on_nan).
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class PreparedOptimizer(Optimizer):
     ) -> None:
         # No super().__init__(): parameters, state and hooks are the wrapped optimizer's.
         self.optimizer = optimizer
-        self.step_was_skipped = False
         self.accumulation = accumulation
         self._precision = precision
         self._strategy = strategy
@@ -57,7 +55,19 @@ class PreparedOptimizer(Optimizer):
         self._raw_steps = raw_steps
         self._freshness = Freshness()
         self._backwards = accumulation.backwards  # those of ours that had run at its last step
+        self._was_skipped = False
         self._skips_in_a_row = 0
+        self._tells: Callable[[], bool] | None = None  # whether the last step was taken, if that has not been read
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out: its gradients were infinite (fp16) or not finite (on_nan).
+
+        Waits for the device where the optimizer is fused, and skips by itself.
+        """
+        if self._tells is not None:
+            self._note(self._tells())
+        return self._was_skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         window = self.accumulation.window
@@ -65,12 +75,15 @@ class PreparedOptimizer(Optimizer):
             if window.comes_in_parts:
                 window.withheld_step(closure)
             return None
+        if self._tells is not None:  # the step before: read only now, the device is in the next one already
+            self._note(self._tells())
         is_ours = self.accumulation.backwards != self._backwards
         if is_ours and self.accumulation.block is not None:
             self.accumulation.block.rescale()  # a window that ends with a batch that had no backward
         if not is_ours and closure is None and self._freshness.has_new(self.optimizer):
             self._raw_steps.enter(self.optimizer)
-        value, taken = None, False
+        value: Any = None
+        taken: Taken = False
         if not self._watch.judges_steps or self._watch.lets_step(self.optimizer):
             if closure is None and self._strategy.recovers:
                 value, taken = self._take_guarded()
@@ -81,11 +94,10 @@ class PreparedOptimizer(Optimizer):
             self._freshness.is_cleared, self._freshness.stepped_with = False, None
         else:
             self._end_without_ours(closure)
-        if taken:
-            self.step_was_skipped = False
-            self._skips_in_a_row = 0
+        if isinstance(taken, bool):
+            self._note(taken)
         else:
-            self._skip()
+            self._tells = taken
         return value
 
     def refuse_unscaled(self) -> None:
@@ -101,15 +113,17 @@ class PreparedOptimizer(Optimizer):
         self._backwards = self.accumulation.backwards
         self._freshness.note(self.optimizer)
 
-    def _take_guarded(self) -> tuple[Any, bool]:
+    def _take_guarded(self) -> tuple[Any, Taken]:
         take = partial(self._strategy.step, self.optimizer, self._precision, None)
         world = self._strategy.world
         place = f"rank {world.rank} of {world.world_size}"
         return guarded_step(self.optimizer, take, place, self.accumulation.clock.step)
 
-    def _skip(self) -> None:
-        self.step_was_skipped = True
-        self._skips_in_a_row += 1
+    def _note(self, taken: bool) -> None:
+        """The last step was `taken`, or skipped. Called by what the program calls."""
+        self._tells = None
+        self._was_skipped = not taken
+        self._skips_in_a_row = 0 if taken else self._skips_in_a_row + 1
         world = self._strategy.world
         if self._skips_in_a_row == SKIPS_IN_A_ROW and world.is_main_process:  # all ranks skip alike
             step = self.accumulation.clock.step
@@ -169,6 +183,8 @@ class PreparedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._tells is not None:
+            self._note(self._tells())
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -16,9 +16,13 @@ from torch.optim import Optimizer
 
 from nbaccel.settings import PRECISIONS
 from nbaccel.train.handlers import AutocastKwargs, Handlers
+from nbaccel.train.readings import Reading
 from nbaccel.train.talk.nested import map_children
 
-__all__ = ["Bf16", "Fp16", "Precision", "make_precision", "restore_forward", "to_fp32"]
+__all__ = ["Bf16", "Fp16", "Precision", "Taken", "make_precision", "restore_forward", "to_fp32"]
+
+Taken = bool | Callable[[], bool]
+"""Whether a step was taken; a function that waits for the device, where nobody else knows."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -60,7 +64,7 @@ class Precision:
         parameters: only of the optimizers that own one of these.
         """
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
         """Step `optimizer`: what it returned, and whether it took the step."""
         return (optimizer.step() if closure is None else optimizer.step(closure)), True
 
@@ -116,6 +120,7 @@ class Fp16(Bf16):
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self._has_skipped = False  # since the last update of the scale
+        self._found: list[Tensor] = []  # not 0 where the device has skipped; since then too
         self._is_scaled_by_hand = False
 
     def _make_scaler(self) -> torch.amp.GradScaler:
@@ -160,7 +165,7 @@ class Fp16(Bf16):
                 self.scaler.unscale_(optimizer)
                 self._unscaled.add(id(optimizer))
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
         if closure is not None:
             raise ValueError("fp16 cannot step with a closure (LBFGS): use mixed_precision='bf16' or 'no'")
         if not _has_gradients(optimizer):  # torch's scaler refuses what plain torch takes as a step of nothing
@@ -173,18 +178,31 @@ class Fp16(Bf16):
             value = self.scaler.step(optimizer)
         finally:
             hook.remove()
+        self._stepped.add(id(optimizer))
         if taken and getattr(optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers are always called and skip inside their kernel; only the scaler knows.
-            found = self.scaler._found_inf_per_device(optimizer).values()
+            found = list(self.scaler._found_inf_per_device(optimizer).values())
+            if any(map(_waits, found)):
+                return value, self._read_later(found)
             taken = [] if any(flag.item() for flag in found) else taken
-        self._stepped.add(id(optimizer))
         self._has_skipped |= not taken
         return value, bool(taken)
 
+    def _read_later(self, found: list[Tensor]) -> Callable[[], bool]:
+        self._found += found
+        reading = Reading({"found": found})  # a copy: the scaler's update adds them up in place
+        return lambda: not any(reading.values()["found"])
+
     def _update(self) -> None:
+        found, self._found = self._found, []
         self.scaler.update()
         min_scale = self.handlers.scaler.min_scale
-        if self._has_skipped and self.scaler.get_scale() < min_scale:  # read only then: it waits for the device
+        if found:  # on the device, which need not be waited for
+            scale = torch.amp.GradScaler.scale(self.scaler, torch.ones((), device=self.device))
+            flags = [flag.to(scale.device, non_blocking=True).reshape(()) for flag in found]
+            has_skipped = torch.stack(flags).any() | self._has_skipped
+            self.scaler.update(torch.where(has_skipped, scale.clamp(min=min_scale), scale))
+        elif self._has_skipped and self.scaler.get_scale() < min_scale:  # read only then: it waits for the device
             self.scaler.update(min_scale)
         self._has_skipped = False
         self._stepped.clear()
@@ -220,6 +238,11 @@ class _Scaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         return self._precision.scale_by_hand(outputs)
+
+
+def _waits(flag: Tensor) -> bool:
+    """Whether reading `flag` waits for what was computed before."""
+    return flag.is_cuda
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

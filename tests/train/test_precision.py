@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
+from nbaccel.train import precision
 from nbaccel.train.handlers import AutocastKwargs, GradScalerKwargs
+from nbaccel.train.optimizer import SKIPS_IN_A_ROW
+from nbaccel.train.readings import Reading
 from peers import TOOLKITS, toolkit
 
 Pair = namedtuple("Pair", "left right")
@@ -412,3 +416,76 @@ def test_a_scaler_that_is_switched_off_leaves_losses_as_they_are() -> None:
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0).item() == 0.25
     optimizer.step()
     assert not optimizer.step_was_skipped
+
+
+class Asked(Reading):
+    """Notes when somebody waits for a value."""
+
+    waits = 0
+
+    def values(self) -> dict[str, Any]:
+        Asked.waits += 1
+        return super().values()
+
+
+def _fused(scales: list[float], **scaling: Any) -> tuple[Any, Any, Callable[[float], None]]:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**scaling)])
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.125, fused=True))
+    accelerator._watch.see = torch.detach  # type: ignore[method-assign]  # it would warn of infinite losses
+
+    def step(factor: float) -> None:
+        accelerator.backward(model(torch.ones(1, 1)).sum() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(torch.amp.GradScaler.scale(accelerator.scaler, torch.ones(())).item())
+
+    return accelerator, optimizer, step
+
+
+def _fused_steps(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> tuple[list[float], list[bool], list[float]]:
+    """Scales, skipped steps and weights of a training whose steps are skipped by the device."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(precision, "_waits", lambda flag: is_late)
+    scales: list[float] = []
+    _, optimizer, step = _fused(scales, init_scale=8.0, min_scale=2.0)
+    skipped, weights = [], []
+    for factor in (1.0, float("inf"), float("nan"), 1.0, float("inf"), 1.0):
+        step(factor)
+        skipped.append(optimizer.step_was_skipped)
+        weights.append(optimizer.param_groups[0]["params"][0].item())
+    step(1.0)  # the scale is updated when the next loss is scaled
+    return scales, skipped, weights
+
+
+def test_what_a_fused_optimizer_skipped_is_the_same_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales, skipped, weights = _fused_steps(monkeypatch, True)
+    assert (scales, skipped, weights) == _fused_steps(monkeypatch, False)
+    assert scales == [8.0, 8.0, 4.0, 2.0, 2.0, 2.0, 2.0]  # 1 without the floor
+    assert skipped == [False, True, True, False, True, False]
+
+
+def test_a_step_of_a_fused_optimizer_is_read_in_the_next_one_or_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_waits", lambda flag: True)
+    monkeypatch.setattr(precision, "Reading", Asked)
+    accelerator, optimizer, step = _fused([])
+    monkeypatch.setattr(Asked, "waits", 0)
+    step(1.0)
+    assert Asked.waits == 0
+    step(float("inf"))
+    assert Asked.waits == 1  # for the first step
+    assert [accelerator.optimizer_step_was_skipped for _ in range(2)] == [True, True]
+    assert Asked.waits == 2
+    step(1.0)
+    assert Asked.waits == 2
+    assert not pickle.loads(pickle.dumps(optimizer)).step_was_skipped
+    assert Asked.waits == 3
+
+
+def test_skips_in_a_row_are_counted_also_if_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_waits", lambda flag: True)
+    _, _, step = _fused([])
+    for _ in range(SKIPS_IN_A_ROW):
+        step(float("inf"))
+    with pytest.warns(UserWarning, match=f"{SKIPS_IN_A_ROW} optimizer steps in a row were skipped"):
+        step(1.0)

@@ -103,7 +103,7 @@ def test_a_step_is_taken_and_answers_for_itself(run: Callable[..., list[Any]]) -
         strategy.backward(model(torch.full((1, 1), 4.0)).sum())
         norm = strategy.clip_grad_norm_(list(model.parameters()), 0.5, 2.0).item()
         _, taken = strategy.step(optimizer, Precision(strategy.device), None)
-        return taken, norm, round(next(model.parameters()).item(), 4)
+        return taken is True, norm, round(next(model.parameters()).item(), 4)
 
     assert set(run(step)) == {(True, 4.0, 0.5)}
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from nbaccel.train.handlers import Handlers
 from nbaccel.train.microbatch.gradients import Gradients
-from nbaccel.train.precision import Precision
+from nbaccel.train.precision import Precision, Taken
 from nbaccel.train.talk.collectives import Collectives
 from nbaccel.world import World
 
@@ -78,7 +78,7 @@ class Strategy:
         """
         return Gradients([self.unwrap(model) for model in models])
 
-    def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+    def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
         """Step `optimizer`: what it returned, and whether it took the step."""
         return precision.step(optimizer, closure)
 
