@@ -5,15 +5,20 @@ Less communication, other numerics (Stich 2018, arXiv:1805.09767). Optimizer sta
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 from nbaccel.train.accelerator import Accelerator
 
 __all__ = ["LocalSGD"]
+
+_GROUP_BYTES = 64 << 20
+"""Large enough for the full speed of a sum, and little beside the model, of which an average is a whole copy."""
 
 
 class LocalSGD:
@@ -67,7 +72,32 @@ class LocalSGD:
 
     def _average(self) -> None:
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        averaged = self.accelerator.reduce([parameter.detach() for parameter in parameters], "mean")
+        groups = list(_grouped(parameters))
         with torch.no_grad():
-            for parameter, value in zip(parameters, averaged, strict=True):
-                parameter.copy_(value)
+            # All averages are there before the first parameter changes, should the wait for one of them be broken off.
+            averages = [self._mean_of(group) for group in groups]
+            for group, average in zip(groups, averages, strict=True):
+                parts = average.split([parameter.numel() for parameter in group])
+                for parameter, part in zip(group, parts, strict=True):
+                    parameter.copy_(part.view_as(parameter))
+
+    def _mean_of(self, group: list[Parameter]) -> Tensor:
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in group])
+        mean: Tensor = self.accelerator.reduce(flat, "mean")
+        return mean
+
+
+def _grouped(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+    """Parameters of one dtype and device that are averaged at once, and at most `_GROUP_BYTES` of them unless alone."""
+    open_groups: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in parameters:
+        kind = parameter.dtype, parameter.device
+        size_bytes = parameter.numel() * parameter.element_size()
+        if kind in open_groups and sizes[kind] + size_bytes > _GROUP_BYTES:
+            yield open_groups.pop(kind)
+        if kind not in open_groups:
+            open_groups[kind], sizes[kind] = [], 0
+        open_groups[kind].append(parameter)
+        sizes[kind] += size_bytes
+    yield from open_groups.values()

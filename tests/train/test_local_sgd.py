@@ -7,8 +7,10 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
+from nbaccel.train import local_sgd
 from nbaccel.train.local_sgd import LocalSGD
 from peers import toolkit
+from shortages import Collected
 
 
 def _weights(name: str, every: int | None, steps: int = 1, batches: int = 5) -> list[float]:
@@ -85,3 +87,41 @@ def test_a_distance_of_zero_steps_is_refused() -> None:
     accelerator = Accelerator()
     with pytest.raises(ValueError, match="local_sgd_steps must be at least 1, got 0"):
         LocalSGD(accelerator, torch.nn.Linear(1, 1), 0)
+
+
+class Two(torch.nn.Module):
+    """Parameters of two dtypes, of which one is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)])
+        self.half = torch.nn.Linear(3, 3).to(torch.bfloat16)
+        self.across = torch.nn.Parameter(torch.zeros(4, 2).t())
+        self.unused = torch.nn.Parameter(torch.zeros(0, 2))
+
+
+def _averaged(limit: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """A model's weights on this rank, their averages, and how many sums those took."""
+    if limit is not None:
+        local_sgd._GROUP_BYTES = limit
+    accelerator = Accelerator()
+    model = Two()  # not prepared: the ranks have weights of their own
+    torch.manual_seed(accelerator.process_index)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    averaging = LocalSGD(accelerator, model, 1)
+    accelerator.reduce(torch.ones(1))
+    with Collected() as collected:
+        averaging._average()
+    return before, [parameter.detach() for parameter in model.parameters()], collected.calls["allreduce_"]
+
+
+@pytest.mark.parametrize(("limit", "sums"), [(None, 2), (1, 10), (100, 3)])
+def test_an_average_takes_one_sum_for_each_dtype_and_some_megabytes(limit: int | None, sums: int) -> None:
+    (first, one, calls), (second, other, _) = run_ranks(2, _averaged, limit)
+    assert calls == sums
+    for mine, theirs, average, again in zip(first, second, one, other, strict=True):
+        assert torch.equal(average, (mine + theirs) / 2)
+        assert torch.equal(average, again)
+        assert average.stride() == mine.stride()
