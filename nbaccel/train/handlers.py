@@ -62,7 +62,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Options of torch's `DistributedDataParallel`; used with more than one process.
 
     dim, broadcast_buffers, bucket_cap_mb (MiB), find_unused_parameters, check_reduction, gradient_as_bucket_view,
-    static_graph: as torch documents them.
+    static_graph: as torch documents them. `gradient_as_bucket_view` spares a copy of all gradients, in programs that
+    keep no ``parameter.grad`` beyond the next backward, which overwrites it in place.
     comm_hook: how gradients are sent.  comm_wrapper: NO, FP16 or BF16, in which `comm_hook` sends what it sends.
     comm_state_option: arguments of torch's `PowerSGDState`, such as ``{"matrix_approximation_rank": 2}``.
 

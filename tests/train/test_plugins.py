@@ -53,6 +53,33 @@ def _ddp(handler: KwargsHandler) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names} | {"bucket_bytes": model.bucket_bytes_cap}
 
 
+def _kept(*handlers: KwargsHandler) -> list[bool]:
+    """For three steps, whether gradients that were kept are what they were after the next backward."""
+    accelerator = Accelerator(kwargs_handlers=list(handlers))
+    net = torch.nn.Linear(3, 2)
+    model = accelerator.prepare(net)
+    is_kept = []
+    for step in range(3):
+        accelerator.backward(model(torch.ones(4, 3)).sum() * (step + 1))
+        gradients = [parameter.grad for parameter in net.parameters()]
+        values = [gradient.clone() for gradient in gradients]  # type: ignore[union-attr]
+        net.zero_grad()
+        accelerator.backward(model(torch.ones(4, 3)).sum() * -7)
+        net.zero_grad()
+        is_kept.append(all(map(torch.equal, gradients, values)))  # type: ignore[arg-type]
+    return is_kept
+
+
+def test_a_gradient_that_a_program_keeps_is_not_overwritten_unless_it_chose_that() -> None:
+    """As in one process: programs that combine the gradients of two losses would train wrongly, and nobody would see
+    it. So `gradient_as_bucket_view`, which spares a copy of the gradients, is for the program to choose.
+    """
+    assert run_ranks(2, _kept) == [[True] * 3] * 2
+    assert (
+        run_ranks(2, _kept, DistributedDataParallelKwargs(gradient_as_bucket_view=True)) == [[True, False, False]] * 2
+    )
+
+
 def test_options_reach_ddp() -> None:
     plain = run_ranks(2, _ddp, DistributedDataParallelKwargs())[0]
     assert plain["bucket_bytes"] == 25 * 2**20
