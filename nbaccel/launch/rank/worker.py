@@ -321,8 +321,12 @@ def _sequence_number() -> int | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
+    group = distributed.distributed_c10d._get_default_group()
+    kinds = {pair.rpartition(":")[2] for pair in distributed.get_backend_config().split(",")}
+    # Of "cpu:gloo,cuda:nccl" the group itself counts one only.
+    counted = [group] if len(kinds) == 1 else [group._get_backend(device) for device in group._device_types]
     try:
-        return int(distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group())
+        return sum(int(one._get_sequence_number_for_group()) for one in counted)
     except RuntimeError:  # a backend that does not count
         return None
 

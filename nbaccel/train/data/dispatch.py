@@ -21,6 +21,7 @@ from nbaccel.train.data.order import SharedOrder, tell_epoch
 from nbaccel.train.data.position import DatasetStates, Position
 from nbaccel.train.data.shard import NOTHING, StreamShard
 from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
+from nbaccel.train.talk.hosts import host_transport
 from nbaccel.train.talk.transport import Transport
 from nbaccel.world import World
 
@@ -45,7 +46,7 @@ class DispatchSource(Source):
 
     length: batches of rank 0's loader; None where unknown.
     device: where the process group's backend can send from.
-    keeps_on_host: the batches are wanted on the CPU.
+    keeps_on_host: the batches are wanted on the CPU. They arrive there too where the group sends from host to host.
     """
 
     def __init__(
@@ -207,11 +208,13 @@ class _Wire:
     """Objects with tensors in them, from rank 0 to each rank, over the process group. Collective.
 
     The header is the collective that may wait long, for rank 0 to read: the `Transport` keeps looking up meanwhile,
-    so the rank can be interrupted, and hears of a rank 0 that has left. The bytes follow at once.
+    so the rank can be interrupted, and hears of a rank 0 that has left. The bytes follow at once. Where the group can,
+    both go from host to host: no rank waits for what its device has yet to compute, and no device holds the batches of
+    all ranks.
     """
 
     def __init__(self, device: torch.device, world: World, keeps_on_host: bool) -> None:
-        self._device = device
+        self._rank_device = device
         self._world = world
         self._keeps_on_host = keeps_on_host
         self._rounds = 0
@@ -221,27 +224,26 @@ class _Wire:
         head = max(len(parcel.structure) for parcel in packed)
         head += -head % _ALIGNMENT
         size = head + max(parcel.tensor_bytes for parcel in packed)
-        self._header([kind, is_last, remainder, head, size])
-        sent = [torch.empty(size, dtype=torch.uint8, device="cpu"), *(parcel.as_bytes(head, size) for parcel in packed)]
-        own = torch.empty(size, dtype=torch.uint8, device=self._device)
-        dist.scatter(own, [parcel.to(self._device) for parcel in sent], 0)
+        _, device = self._header([kind, is_last, remainder, head, size])
+        own = torch.empty(size, dtype=torch.uint8, device=device)
+        dist.scatter(own, [torch.empty_like(own), *(parcel.as_bytes(head, size).to(device) for parcel in packed)], 0)
 
     def receive(self) -> tuple[int, Any, bool, int]:
         """On another rank: kind, part, whether it is the last one, remainder."""
-        kind, is_last, remainder, head, size = self._header([_BATCH, 0, -1, 0, 0])
-        arrived = torch.empty(size, dtype=torch.uint8, device=self._device)
+        (kind, is_last, remainder, head, size), device = self._header([_BATCH, 0, -1, 0, 0])
+        arrived = torch.empty(size, dtype=torch.uint8, device=device)
         dist.scatter(arrived, None, 0)
         part = _unpack(arrived.cpu() if self._keeps_on_host else arrived, head)
         return kind, part, bool(is_last), remainder
 
-    def _header(self, numbers: list[int]) -> list[int]:
-        """Rank 0's numbers, on every rank."""
+    def _header(self, numbers: list[int]) -> tuple[list[int], torch.device]:
+        """Rank 0's numbers, on every rank, and from where the bytes are sent."""
         self._rounds += 1
-        transport = Transport(self._world.world_size, self._device)
+        transport = host_transport(Transport(self._world.world_size, self._rank_device))
         transport.call = "the loop over a loader that rank 0 reads for all ranks"
         transport.calls = self._rounds
         of_rank_0: list[int] = transport.read_all(torch.tensor(numbers, dtype=torch.int64, device="cpu"))[0].tolist()
-        return of_rank_0
+        return of_rank_0, transport.device
 
 
 class _Parcel(pickle.Pickler):

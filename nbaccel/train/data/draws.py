@@ -12,16 +12,15 @@ import dis
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from nbaccel.errors import CollectiveMismatch
 from nbaccel.train.data.position import Position
+from nbaccel.train.talk.hosts import collective_counter
 from nbaccel.world import World
 
 __all__ = ["Comparison", "Meetings", "takes_one_batch"]
@@ -75,7 +74,7 @@ class Meetings:
     __slots__ = ("_before", "_count", "are_counted", "were_held")
 
     def __init__(self, world: World, counts_anyway: bool) -> None:
-        self._count = _collective_counter() if world.is_distributed else None
+        self._count = collective_counter() if world.is_distributed else None
         self.are_counted = self._count is not None
         self.were_held = counts_anyway or not self.are_counted
         self._before = -1 if self._count is None else self._count()
@@ -100,7 +99,7 @@ class Comparison:
     """
 
     def __init__(self, name: str, world: World) -> None:
-        count = _collective_counter() if world.is_distributed else None
+        count = collective_counter() if world.is_distributed else None
         self.is_possible = count is not None
         # Preparing is collective, so this number is the same on all ranks, and another for each loader.
         self._key = f"nbaccel/draws/{-1 if count is None else count()}"
@@ -156,15 +155,3 @@ def _said(position: Position) -> str:
 def _times(draw: int) -> int:
     """How often a loader was begun, with the iteration of this draw."""
     return draw + 1 if draw >= 0 else -draw
-
-
-def _collective_counter() -> Callable[[], int] | None:
-    """Tells how many collectives this rank has begun in the default group; None where the backend does not count."""
-    if not dist.is_initialized():
-        return None
-    count: Callable[[], int] = dist.group.WORLD._get_sequence_number_for_group  # type: ignore[union-attr]
-    try:
-        count()
-    except RuntimeError:
-        return None
-    return count

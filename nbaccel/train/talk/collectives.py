@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbaccel.train.talk.fingerprints import CHECKED_CALLS, Fingerprints, Shape
+from nbaccel.train.talk.hosts import host_transport
 from nbaccel.train.talk.nested import leaves, map_children
 from nbaccel.train.talk.objects import join, pack, unpack
 from nbaccel.train.talk.transport import Transport
@@ -100,6 +101,10 @@ class Collectives:
 class GroupCollectives(Collectives):
     """The ranks of torch's default process group.
 
+    What the host alone knows, and what it wants to know, goes from host to host where the group can do that: no rank
+    waits then for what a device has yet to compute. Tensors that the program hands over go by the device's backend
+    wherever they are, since one rank's may be on the CPU and another one's not.
+
     device: this rank's.  debug: compare every call, not only the first ones.
     """
 
@@ -108,7 +113,8 @@ class GroupCollectives(Collectives):
         self._device = device
         self._debug = debug
         self._transport = Transport(world.world_size, device)
-        self._fingerprints = Fingerprints(self._transport, debug)
+        self._host = host_transport(self._transport)
+        self._fingerprints = Fingerprints(self._host, debug, {self._host, self._transport})
         self._check = self._fingerprints.check
 
     def anew(self) -> GroupCollectives:
@@ -135,7 +141,7 @@ class GroupCollectives(Collectives):
         self._check("gather_object")
         data, is_sent = _packed(value)
         (sizes,) = self._sizes([len(data) if is_sent else -len(data)])
-        received = self._gather_rows(_as_tensor(data), [abs(size) for size in sizes]).numpy().tobytes()
+        received = self._gather_rows(_as_tensor(data), [abs(size) for size in sizes], self._host).numpy().tobytes()
         ends = [sum(map(abs, sizes[: rank + 1])) for rank in range(len(sizes))]
         parts = [received[end - abs(size) : end] for end, size in zip(ends, sizes, strict=True)]
         _refuse_unsent("gather_object", {rank: parts[rank] for rank, size in enumerate(sizes) if size < 0})
@@ -157,9 +163,9 @@ class GroupCollectives(Collectives):
         self._check(f"{call} of {len(values)} from {source}")
         is_source = self._world.rank == source
         data, is_sent = _packed(values) if is_source else (b"", True)
-        size = int(self._transport.broadcast(torch.tensor(len(data) if is_sent else -len(data), device="cpu"), source))
+        size = int(self._host.broadcast(torch.tensor(len(data) if is_sent else -len(data), device="cpu"), source))
         sent = _as_tensor(data) if is_source else torch.empty(abs(size), dtype=torch.uint8, device="cpu")
-        received = self._transport.broadcast(sent, source).numpy().tobytes()
+        received = self._host.broadcast(sent, source).numpy().tobytes()
         _refuse_unsent(call, {source: received} if size < 0 else {})
         if not is_source:
             values[:] = unpack(received, self._device)
@@ -177,7 +183,7 @@ class GroupCollectives(Collectives):
 
     def any(self, flag: bool, call: str = "any") -> bool:
         self._check(call)
-        return bool(self._transport.read_all(torch.tensor(int(flag), device="cpu")).any())
+        return bool(self._host.read_all(torch.tensor(int(flag), device="cpu")).any())
 
     def announce(self, call: str, text: str = "") -> list[str]:
         self._check(call)
@@ -187,12 +193,16 @@ class GroupCollectives(Collectives):
         self._check(call, always=True)
 
     def barrier(self) -> None:
-        if not self._check("wait_for_everyone"):  # else the comparison was a barrier
+        if self._check("wait_for_everyone"):
+            return  # the comparison was a barrier
+        if self._host is self._transport:
             self._transport.barrier()
+        else:  # torch's own would be the device's
+            self._host.read_all(torch.zeros(1, device="cpu"))
 
     def tell(self, call: str, numbers: Tensor) -> Tensor:
         self._fingerprints.enter(call)
-        return self._transport.read_all(numbers)
+        return self._host.read_all(numbers)
 
     @property
     def device(self) -> torch.device:
@@ -205,18 +215,18 @@ class GroupCollectives(Collectives):
         self._fingerprints.enter(call)
         self._transport.finish_sums(sums)
 
-    def _gather_one(self, tensor: Tensor) -> Tensor:
+    def _gather_one(self, tensor: Tensor, by: Transport | None = None) -> Tensor:
         rows = tensor.detach() if tensor.requires_grad else tensor
-        return self._transport.all_gather(rows.contiguous() if rows.ndim else rows[None])
+        return (by or self._transport).all_gather(rows.contiguous() if rows.ndim else rows[None])
 
-    def _gather_rows(self, tensor: Tensor, sizes: list[int]) -> Tensor:
+    def _gather_rows(self, tensor: Tensor, sizes: list[int], by: Transport | None = None) -> Tensor:
         """`_gather_one` for first dimensions of `sizes`, by rank."""
         rows = tensor if tensor.ndim else tensor[None]
         longest = max(sizes)
         if min(sizes) == longest:
-            return self._gather_one(rows)
+            return self._gather_one(rows, by)
         padded = _pad(rows, 0, longest - rows.shape[0], 0, False) if rows.shape[0] < longest else rows
-        parts = self._gather_one(padded).split(longest)
+        parts = self._gather_one(padded, by).split(longest)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def _reduce_one(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
@@ -234,7 +244,7 @@ class GroupCollectives(Collectives):
 
     def _sizes(self, sizes: list[int]) -> list[list[int]]:
         """For each of this rank's `sizes`, what it is on every rank."""
-        by_rank: list[list[int]] = self._transport.read_all(torch.tensor(sizes, device="cpu")).tolist()
+        by_rank: list[list[int]] = self._host.read_all(torch.tensor(sizes, device="cpu")).tolist()
         return [list(size) for size in zip(*by_rank, strict=True)]
 
     def _refuse_unknown_rank(self, source: int) -> None:

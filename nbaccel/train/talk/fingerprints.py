@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Collection
 from enum import Enum
 from typing import Any
 
@@ -39,11 +40,13 @@ class Shape(Enum):
 class Fingerprints:
     """Counts the calls of one process group, and compares them.
 
-    debug: compare every call, not only the first ones.
+    transport: by which they are compared.  debug: compare every call, not only the first ones.
+    told: the transports of the group, which are told of each call.
     """
 
-    def __init__(self, transport: Transport, debug: bool) -> None:
+    def __init__(self, transport: Transport, debug: bool, told: Collection[Transport]) -> None:
         self._transport = transport
+        self._told = tuple(told)
         self._compared = sys.maxsize if debug else CHECKED_CALLS
 
     def check(self, operation: str, value: Any = None, shape: Shape = Shape.ALL, always: bool = False) -> bool:
@@ -57,7 +60,9 @@ class Fingerprints:
         transport = self._transport
         if transport.calls > self._compared and not always:
             return False
-        mine = transport.call = operation if value is None else f"{operation} {_describe(value, shape)}"
+        mine = operation if value is None else f"{operation} {_describe(value, shape)}"
+        for each in self._told:
+            each.call = mine
         everyone = self._exchange(mine)
         if any(theirs != everyone[0] for theirs in everyone):
             raise CollectiveMismatch(self._mismatch([text for text, _ in everyone]))
@@ -66,8 +71,9 @@ class Fingerprints:
     def enter(self, operation: str) -> None:
         """Count a collective that is not compared."""
         emit(CollectiveEntered(operation))
-        self._transport.call = operation
-        self._transport.calls += 1
+        for each in self._told:
+            each.call = operation
+            each.calls += 1
 
     def exchange(self, text: str) -> list[str]:
         """What every rank says, cut to half a kilobyte."""

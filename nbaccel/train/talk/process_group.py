@@ -30,7 +30,8 @@ _LOOK_UP = timedelta(seconds=0.5)
 class GroupOptions:
     """What a program wants of its process group.
 
-    backend: "gloo", "nccl", ...; by default what fits the device.
+    backend: "gloo", "nccl", ...; by default what fits the device. Ranks with GPUs in one machine have two of them, nccl
+    for tensors of the device and gloo for those of the host, which then wait for nothing that the device computes.
     timeout: how long a collective may take; by default torch's.
     init_method: where the ranks meet, as an address of torch's; by default where their launcher said.
     """
@@ -160,7 +161,10 @@ class ProcessGroup:
 
     def warn_of_others(self, options: GroupOptions) -> None:
         """Say which of `options` a group that exists already does not have."""
-        asked = [("backend", options.backend, dist.get_backend()), ("timeout", options.timeout, self._options.timeout)]
+        backend: str = dist.get_backend()
+        if options.backend in _kinds(backend):  # as one of two
+            backend = options.backend
+        asked = [("backend", options.backend, backend), ("timeout", options.timeout, self._options.timeout)]
         unmet = [f"{name}={wanted!s}" for name, wanted, has in asked if wanted is not None and wanted != has]
         if unmet:
             warnings.warn(
@@ -179,8 +183,7 @@ class ProcessGroup:
         self._options = options
         store = dist.PrefixStore(f"nbaccel/{self._formed}", self._store)
         _meet(store, world, timeout)
-        backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
-        _init(backend, store, world.rank, world.world_size, timeout, device)
+        _init(options.backend or _fitting(device, world), store, world.rank, world.world_size, timeout, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +220,34 @@ def _init(
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if backend == "nccl" else None,
+        device_id=device if _connects_early(backend, device) else None,
     )
     if backend == "gloo":
         # gloo returns on each rank when that rank's connections stand. One that is done quickly could leave while
         # a peer still connects, and the peer would fail.
         dist.barrier()
+    elif backend is not None and "gloo" in _kinds(backend):
+        dist.all_reduce(torch.zeros(1, device="cpu"))  # the same; torch's barrier would be the device's
+
+
+def _fitting(device: torch.device, world: World) -> str:
+    """The backend for ranks with such a `device`, in torch's words."""
+    if device.type != "cuda":
+        return "gloo"
+    # Between machines gloo needs names or an interface by which they find each other, and nccl may not.
+    return "cpu:gloo,cuda:nccl" if world.local_world_size == world.world_size else "nccl"
+
+
+def _kinds(backend: str) -> list[str]:
+    """The backends in ``"cpu:gloo,cuda:nccl"``; of a single name, that one."""
+    return [pair.rpartition(":")[2] for pair in backend.split(",")]
+
+
+def _connects_early(backend: str | None, device: torch.device | None) -> bool:
+    """Whether the group is told its device, so that nccl connects when it is formed and not in the first collective."""
+    if backend is None or device is None:
+        return False
+    return backend == "nccl" or (device.type == "cuda" and "nccl" in _kinds(backend))
 
 
 def _timeout() -> timedelta | None:
