@@ -88,6 +88,7 @@ UNGUARDED = {
     "_workers": "sets(dataloader._MultiProcessingDataLoaderIter, '_workers')",
     # torch.distributed
     "_world": "(c10d._world.pg_map, c10d._world.pg_backend_config)",
+    "_device_types": "torch.distributed.ProcessGroup._device_types",
     "_get_default_group": "c10d._get_default_group",
     "_get_default_store": "c10d._get_default_store",
     "_get_sequence_number_for_group": "torch.distributed.ProcessGroup._get_sequence_number_for_group",
@@ -103,6 +104,8 @@ GUARDED = {
     "_comm_hooks": ("2.6", "sets(torch.nn.parallel.DistributedDataParallel, '_comm_hooks')"),
     "_ddp_params_and_buffers_to_ignore": ("2.6", "ignoring._ddp_params_and_buffers_to_ignore"),
     "_get_backend": ("2.6", "torch.distributed.ProcessGroup._get_backend"),
+    "_cuda_getArchFlags": ("2.6", "torch._C._cuda_getArchFlags if torch.version.cuda else None"),
+    "_update_default_pg": ("2.6", "c10d._update_default_pg"),
     "_timeout": ("2.6", "torch._C._distributed_c10d.ProcessGroupGloo._Options._timeout"),
     "_get_current_function_mode_stack": ("2.6", "torch.overrides._get_current_function_mode_stack()"),
     "_device": ("2.6", "device.DeviceContext"),
@@ -148,7 +151,7 @@ OTHERS = {
         _run_callback _shell_channel_to_main _showtraceback _topic _view_count""",
     "numpy, pandas, matplotlib, scipy": "_core _indices _ndarray _reconstruct _update_inplace",
     "transformers, accelerate, peft": """
-        _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu _original_forward _setup_devices
+        _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu _original_forward _setup_devices
         _shared_state _train_batch_size""",
     "Lightning": """
         _AcceleratorConnector _Connector _IS_INTERACTIVE _MultiProcessingLauncher _SubprocessScriptLauncher

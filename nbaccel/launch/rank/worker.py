@@ -24,6 +24,7 @@ from nbaccel.events import Loss, outlet
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
 from nbaccel.launch.rank.debugger import debugging
+from nbaccel.launch.rank.ended_groups import keep_ended_groups
 from nbaccel.launch.rank.farewell import Farewell
 from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
 from nbaccel.launch.rank.foreign.existing_world import join_existing_world
@@ -129,6 +130,7 @@ class _Rank:
         refuse_launchers(boot.world)
         forget_one_process(boot.world)
         join_existing_world(boot.world)
+        keep_ended_groups()
         if boot.sees_one_card:
             let_the_local_rank_be_the_only_card(boot.world)
         refuse_logins(self.rank)

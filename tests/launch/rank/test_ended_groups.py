@@ -1,0 +1,46 @@
+"""Process groups that a program has ended are kept, where torch's destructor could wait for ever."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.torch_version import TorchVersion
+
+from nbaccel.launch.rank import ended_groups
+
+
+class Group:
+    """Something that a weak reference can watch."""
+
+
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended_groups, "_kept", [])
+
+
+def _ended(version: str) -> tuple[Any, Any]:
+    """A group after the program has ended it, and what torch then has for the default one."""
+    default: list[Any] = [Group()]
+    world = SimpleNamespace(pg_map={default[0]: None})
+    c10d = SimpleNamespace(torch=SimpleNamespace(__version__=TorchVersion(version)), _world=world)
+    c10d._update_default_pg = lambda group: default.__setitem__(0, group)
+    ended_groups._keep(c10d)
+    watched = weakref.ref(default[0])
+    c10d._update_default_pg(None)  # as destroy_process_group() does
+    world.pg_map.clear()
+    return watched(), default[0]
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.7.1+cu126"])
+def test_a_group_whose_destructor_could_hang_is_kept(version: str) -> None:
+    group, default = _ended(version)
+    assert isinstance(group, Group)
+    assert default is None, "and torch does what it does"
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.0", "2.13.0+cpu"])
+def test_other_groups_end_with_their_last_reference(version: str) -> None:
+    assert _ended(version) == (None, None)
