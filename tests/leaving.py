@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 __all__ = ["CELLS", "IMPORTS", "NETWORK", "SEED", "described", "made"]
@@ -222,6 +223,8 @@ class Alone:
 def made(code: str) -> dict[str, Any]:
     """The names of a notebook that has run `code`."""
     namespace: dict[str, Any] = {"__name__": "__main__", "accelerator": Alone()}
+    if "pandas" in code:
+        pytest.importorskip("pandas")
     exec(IMPORTS + code, namespace)
     return namespace
 

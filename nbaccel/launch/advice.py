@@ -143,6 +143,8 @@ def _dead_worker(end: WorkerEnd, host: HostMemory) -> str:
             f"{who} was killed by {name}: {host.explain_kill()}. Each worker has a copy of what the data set holds: "
             "fewer of them (num_workers) need less memory."
         )
+    if -end.exit_code == signal.SIGBUS:  # what a write to a full /dev/shm comes to in some versions of torch
+        return f"{who} crashed with {name}. Most likely {_LITTLE_SHARED_MEMORY}"
     if -end.exit_code in _CRASHES:
         return (
             f"{who} crashed with {name}, in compiled code that reads the data. num_workers=0 shows whether it crashes "

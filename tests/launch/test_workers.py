@@ -49,6 +49,7 @@ def test_memory_is_blamed_for_a_killed_worker_where_the_control_group_counted_th
         (WorkerEnd(7, 0, "fork"), "(process 7) ended with exit code 0"),
         (WorkerEnd(7, -signal.SIGTERM), "(process 7) was ended by SIGTERM, which code of the data set or another pro"),
         (WorkerEnd(7, -signal.SIGSEGV), "(process 7) crashed with SIGSEGV, in compiled code"),
+        (WorkerEnd(7, -signal.SIGBUS), "(process 7) crashed with SIGBUS. Most likely /dev/shm is full"),
         (WorkerEnd(7, -50), "(process 7) was ended by signal 50"),
         (WorkerEnd(), "worker of this rank ended while it handed over a batch; how is not known"),
         (WorkerEnd(7, 1, "spawn", "Numbers"), "are started by spawn, so they cannot know Numbers, which is defined"),
