@@ -11,7 +11,6 @@ from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED, DRIVER_IS_IN_USE
 from nbaccel.hardware import Driver, Gpu, Survey, visible_gpus
 from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
 
 GB = 10**9
 
@@ -72,9 +71,9 @@ def test_device_numbers_count_what_is_visible() -> None:
 
 
 def test_devices_without_a_certain_name_are_left_to_cuda() -> None:
-    assert Devices(1, (Gpu(0, "", "NVIDIA A100 MIG 1g.5gb", 5 * GB),)).environ() == {}
-    spec = LaunchSpec(FunctionTask(print), 2, Start("fork", ""), own_devices=True)
-    assert "CUDA_VISIBLE_DEVICES" not in spec.environ_of(1)
+    nameless = Devices(1, (Gpu(0, "", "NVIDIA A100 MIG 1g.5gb", 5 * GB),))
+    assert nameless.environ() == {}
+    assert not nameless.can_be_told_apart
 
 
 SILENT = Survey(driver=Driver(silence="Driver/library version mismatch", refusal="unknown error"))
