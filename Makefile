@@ -11,7 +11,7 @@ INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 
-.PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench bench-gpu screenshot clean
+.PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu screenshot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -94,12 +94,24 @@ bench: $(VENV)/.dev
 	@mkdir -p $(dir $(BENCH_JSON))
 	PYTHONPATH=tests $(VENV)/bin/python -m benchmarks --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_JSON)
 
-# The same on a CUDA device: steps in every precision, batches on their way to it, memory. Ends with 2 where there is none.
-BENCH_GPU_JSON ?= build/bench-gpu.json
+# On a machine with a CUDA device, by the Python that has torch for it: nothing is installed, and what is missing is named
+# with the pip line that leaves torch alone. Both end with 2, at once, where there is no card. `make gpu` is the tests of
+# tests/gpu, by estimate 8 minutes on a large card and 10 on two T4: `make gpu GPU_TESTS="-k nccl" GPU_PYTHON=python3.12`.
+GPU_PYTHON ?= python3
+GPU_OUT ?= $(or $(OUT),build)
+GPU_TESTS ?=
+WITH_GPU_PYTHON = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(GPU_PYTHON)
 
-bench-gpu: $(VENV)/.dev
+gpu:
+	@$(WITH_GPU_PYTHON) -m gpu --facts $(GPU_OUT)/gpu-facts.jsonl $(GPU_TESTS)
+
+# The benchmark there: steps in every precision, batches on their way, first steps, saves, recovery, the planner's search.
+BENCH_GPU_JSON ?= $(GPU_OUT)/bench-gpu.json
+
+bench-gpu:
+	@$(WITH_GPU_PYTHON) -m gpu.machine benchmarks
 	@mkdir -p $(dir $(BENCH_GPU_JSON))
-	PYTHONPATH=tests $(VENV)/bin/python -m benchmarks.gpu --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_GPU_JSON)
+	$(WITH_GPU_PYTHON) -m benchmarks.gpu --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_GPU_JSON)
 
 # The picture in the README, by a real browser.
 screenshot: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium

@@ -6,7 +6,6 @@ runs the same on the host, which proves this program and says nothing about a ca
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gpu.facts import tell_cases
 from nbaccel import launch
 from nbaccel.hardware import Survey
 from nbaccel.testing import run_ranks
@@ -213,10 +213,11 @@ def carried(device: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    device, name = sys.argv[1:]
-    print(json.dumps(carried(device) if name == "carried" else compared(device, name)))
+CASES: dict[str, Callable[[str], Any]] = {
+    **{name: partial(compared, name=name) for name in LOOPS},
+    "carried": carried,
+}
 
 
 if __name__ == "__main__":
-    main()
+    tell_cases(CASES, sys.argv[1:])

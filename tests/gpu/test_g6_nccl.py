@@ -1,0 +1,90 @@
+"""G6: two ranks by NCCL, one of which fails, dies, sleeps or runs out of memory while the other waits for it.
+
+On two cards, or on one that NCCL takes for two machines'. NCCL's waits end otherwise than gloo's: a kernel that spins
+on the card notices no peer that has left, and after an abort it is done, with half a sum and without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from environments import REPOSITORY
+from gpu import launches
+from gpu.conftest import PROGRAMS
+from kernel.harness import RealKernel
+
+GROUP = "G6"
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nccl2, pytest.mark.slow, pytest.mark.timeout(150)]
+
+ENDS = ("finally", "killed", "hang")
+
+NO_STEP = ("forward", "backward")
+"""Where rank 1 fails before its gradients are in the sum: rank 0 must not step on what it has of that."""
+
+
+@pytest.mark.takes(21)
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_peer_raises_before_it_steps_when_a_rank_runs_out_of_memory(
+    program: Callable[..., Any], two_ranks: str, when: str
+) -> None:
+    for place, told in program("pair.py", when).items():
+        assert len(told) == 2, (place, told)
+        peer, cause = told
+        assert (peer["fired"], cause["fired"]) == (0, 1), place
+        assert peer["weights"] == cause["weights"], place
+        assert (peer["sum"], cause["sum"]) == (2, 2), place
+        first = peer["attempts"][0]
+        if place != "after peers have finished":
+            assert first["raised"], (place, peer)
+        if place in NO_STEP:
+            assert first["steps"] == 1, (place, peer)
+
+
+@pytest.mark.takes(22)
+def test_a_rank_that_ends_its_training_in_a_finally_ends(program: Callable[..., Any], two_ranks: str) -> None:
+    found = program("pair.py", "finally", among=ENDS)
+    assert found["error"].startswith("ValueError: on purpose"), found
+    assert found["took_s"] < 25, found
+
+
+@pytest.mark.takes(0.5)
+def test_a_rank_that_is_killed_in_a_sum_ends_the_run(program: Callable[..., Any], two_ranks: str) -> None:
+    found = program("pair.py", "killed", among=ENDS)
+    assert "rank 1 of 2 was killed by SIGKILL" in found["error"], found
+    assert found["took_s"] < 25, found
+
+
+@pytest.mark.takes(0.5)
+def test_a_hang_says_which_rank_holds_up_the_other(program: Callable[..., Any], two_ranks: str) -> None:
+    found = program("pair.py", "hang", among=ENDS)
+    assert "rank 1 seems to hold up the others" in found["error"], found
+    assert "in _never_comes: time.sleep(1000)" in found["error"], found
+
+
+@pytest.mark.takes(15)
+def test_two_hundred_steps_with_too_little_memory_are_those_of_one_process(
+    program: Callable[..., Any], two_ranks: str
+) -> None:
+    found = program("pair.py", "soak")
+    assert min(found["ooms"]) >= 10, found
+    assert found["digests"][0] == found["digests"][1], found
+    assert found["off"] <= 1e-4, found
+
+
+@pytest.mark.takes(30)
+def test_ranks_that_stay_outlive_a_peer_that_fails_and_interrupts_reach_a_rank_that_waits_for_its_device(
+    kernel: RealKernel, two_ranks: str, tell: Callable[..., None]
+) -> None:
+    kernel.do(f"import sys; sys.path[:0] = [{str(PROGRAMS)!r}, {str(REPOSITORY)!r}]")
+    told = launches.staying(kernel, "cuda", tell=tell)
+    assert all("on purpose" in error for error in told["errors"])
+    assert max(told["took_s"]) < 15, told
+    assert told["pulled"] == [[0.0] * 6, [1.0] * 6], told
+    assert all("loss" in text for text in told["losses"]), told
+    interrupted = launches.interrupted(kernel, "cuda", tell=tell)
+    assert interrupted["took_s"] < 12, interrupted
+    assert "loss" in interrupted["anew"]
