@@ -16,14 +16,16 @@ from benchmarks.gpu.rows import GROUPS, Steps
 from benchmarks.gpu.work import REAL, SMALL
 from benchmarks.harness import Row, measure
 from benchmarks.party import Bout
+from benchmarks.rows import saves
 from nbaccel.hardware import Survey
 
 HOST = replace(PLACES["cpu"], steps=2)
 
 
 def _cut(row: Row) -> Row:
-    """Raw and ours alone, one turn: peers take seconds to import, and guard themselves whenever the command runs."""
-    return replace(row, contenders={name: row.contenders[name] for name in ("raw", "nbaccel")}, targets={}, turns=1)
+    """Raw and one of ours, one turn: peers take seconds to import, and guard themselves whenever the command runs."""
+    ours = next(name for name in row.contenders if name.startswith("nbaccel"))
+    return replace(row, contenders={name: row.contenders[name] for name in ("raw", ours)}, targets={}, turns=1)
 
 
 def test_without_a_device_it_says_so_and_ends(
@@ -35,13 +37,17 @@ def test_without_a_device_it_says_so_and_ends(
     assert capsys.readouterr().err.startswith("no CUDA device: NVML finds none here, and these numbers need one.")
     with pytest.raises(SystemExit):
         main(["--device", "cpu", "--rows", "stepps"])
-    assert "no rows called 'stepps'; there are steps, transfers, ranks, line, memory" in capsys.readouterr().err
+    assert (
+        "no rows called 'stepps'; there are steps, transfers, first, saves, recovery, ranks, line, memory"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_rows_of_a_card_are_made_without_touching_one() -> None:
     names = [row.name for group in GROUPS.values() for row in group(PLACES["cuda"])]
-    assert "step on cuda, transformer, fp16" in names
-    assert len(names) == len(set(names)) == 9
+    assert {f"step on cuda, transformer, {precision}" for precision in ("no", "tf32", "bf16", "fp16")} <= set(names)
+    assert {"first step on cuda", "save of 600 MB from cuda", "recovery, 1 rank on cuda"} <= set(names)
+    assert len(names) == len(set(names)) == 14
     assert not torch.cuda.is_initialized()
 
 
@@ -71,6 +77,19 @@ def _hoarding(steps: Steps) -> Bout:
     return steps.bout(model, epoch)
 
 
+def test_tf32_is_a_switch_of_torch_and_toolkits_are_told_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    switched: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", switched.append)
+    for precision in ("no", "tf32", "bf16"):
+        Steps(HOST, REAL, precision).enter()
+    assert switched == ["highest", "high", "highest"]
+    assert [Steps(HOST, REAL, precision).mixed_precision for precision in ("no", "tf32", "bf16")] == [
+        "no",
+        "no",
+        "bf16",
+    ]
+
+
 @pytest.mark.slow
 def test_a_wrong_step_is_refused_and_ours_train_as_raw_does() -> None:
     ways = {"raw": rows.raw, "hoarding": _hoarding, "nbaccel": rows.nbaccel, "nbaccel, too": rows.recovering}
@@ -79,16 +98,30 @@ def test_a_wrong_step_is_refused_and_ours_train_as_raw_does() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_on_one_device_and_moved_batches_come_to_raws_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "rows_of",
+    [
+        {
+            "transfers": ["batches moved to cpu"],
+            "ranks": ["step of 2 gloo ranks on one cpu, transformer"],
+            "line": ["unmodified loop, 2 ranks on two cpus, transformer"],
+        },
+        {"first": ["first step on cpu"], "saves": ["save of 6 MB from cpu"]},
+        pytest.param({"recovery": ["recovery, 1 rank", "recovery, 2 ranks"]}, marks=pytest.mark.full),
+    ],
+    ids=lambda rows_of: ",".join(rows_of),
+)
+def test_rows_come_to_raws_result(
+    rows_of: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(saves, "_DISK", tmp_path)
     cut = {name: (lambda place, group=group: [_cut(row) for row in group(HOST)]) for name, group in GROUPS.items()}  # type: ignore[misc]
     monkeypatch.setattr(command, "GROUPS", cut)
     arguments = [
         "--device",
         "cpu",
         "--rows",
-        "transfers,ranks,line",
+        ",".join(rows_of),
         "--rounds",
         "1",
         "--json",
@@ -96,11 +129,7 @@ def test_two_ranks_on_one_device_and_moved_batches_come_to_raws_result(
     ]
     assert main(arguments) == 0
     told = json.loads((tmp_path / "told.json").read_text())
-    assert [row["row"] for row in told["rows"]] == [
-        "batches moved to cpu",
-        "step of 2 gloo ranks on one cpu, transformer",
-        "unmodified loop, 2 ranks on two cpus, transformer",
-    ]
+    assert [row["row"] for row in told["rows"]] == [name for names in rows_of.values() for name in names]
     assert not any(row["refused"] for row in told["rows"])
     assert told["machine"]["device"] == "cpu"
 

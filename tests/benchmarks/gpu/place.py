@@ -15,10 +15,11 @@ class Place:
     """The host, where cells are small and prove their code.
 
     width, depth, context, batch: of the transformer.  steps: of a turn.  block: rows and columns of a moved batch.
+    saved_mb: of a training that is saved.
     """
 
     device_type: str = "cpu"
-    precisions: tuple[str, ...] = ("no", "bf16")
+    precisions: tuple[str, ...] = ("no", "tf32", "bf16")
     width: int = 32
     depth: int = 2
     context: int = 16
@@ -26,6 +27,7 @@ class Place:
     steps: int = 4
     block: tuple[int, int] = (64, 64)
     limit_bytes: int = 20_000_000
+    saved_mb: int = 6
 
     def enter(self) -> torch.device:
         """In each process, before a toolkit is imported: the device."""
@@ -40,7 +42,7 @@ class Card(Place):
     """A CUDA device. limit_bytes: about what a T4 leaves to a program."""
 
     device_type: str = "cuda"
-    precisions: tuple[str, ...] = ("no", "bf16", "fp16")
+    precisions: tuple[str, ...] = ("no", "tf32", "bf16", "fp16")
     width: int = 512
     depth: int = 8
     context: int = 256
@@ -48,6 +50,7 @@ class Card(Place):
     steps: int = 20
     block: tuple[int, int] = (4096, 4096)
     limit_bytes: int = 15_000_000_000
+    saved_mb: int = 600
 
     def enter(self) -> torch.device:
         os.environ.pop("ACCELERATE_USE_CPU", None)  # a party's, for the rows that run on the host

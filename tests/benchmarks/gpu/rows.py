@@ -1,14 +1,17 @@
-"""The rows of ``make bench-gpu``: steps in every precision, two ranks on one card, batches that are moved, and a loop
-that prepares nothing. In wall time, up to the moment when the device has done everything.
+"""The rows of ``make bench-gpu``: steps in every precision, batches that are moved, first steps, saves, recovery, two
+ranks on one card, and a loop that prepares nothing. In wall time, up to the moment when the device has done everything.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +24,16 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.work import REAL, SMALL, Work
 from benchmarks.harness import Row, installed
 from benchmarks.party import Bout, Sample
+from benchmarks.rows import recovery
+from benchmarks.rows.saves import OURS, Store, available
+from benchmarks.rows.starts import LAUNCHES, Function, Launch, bout
 from nbaccel.hardware import Survey
 
 __all__ = ["GROUPS", "Steps"]
 
 _NEEDS = {"Accelerate": "accelerate", "Fabric": "lightning"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_TOLERANCE = {"no": 1e-4, "bf16": 2e-3, "fp16": 2e-3}
+_TOLERANCE = {"no": 1e-4, "tf32": 2e-3, "bf16": 2e-3, "fp16": 2e-3}
 _FASTER = 1 / 1.7
 _PATIENCE_S = 250.0  # that of a party is 300
 _SETUP = "nbaccel.train.setup:setup_rank"  # as a cell has it
@@ -42,6 +48,11 @@ class Steps:
     precision: str = "no"
     ranks: int = 1
 
+    @property
+    def mixed_precision(self) -> str:
+        """What the toolkits are told; TF32 is a switch of torch."""
+        return "no" if self.precision == "tf32" else self.precision
+
     def things(self) -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
         model, optimizer = self.work.make(self.place)
         samples = self.work.samples(self.place, self.place.steps * self.place.batch * self.ranks)
@@ -51,6 +62,7 @@ class Steps:
     def enter(self) -> torch.device:
         """In each process. Two ranks on one card exchange by gloo: NCCL would refuse them."""
         device = self.place.enter()
+        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if self.ranks > 1:
             os.environ["LOCAL_RANK"] = "0"
             dist.init_process_group("gloo")
@@ -107,7 +119,7 @@ def _is_cpu(steps: Steps) -> bool:
 
 def accelerate(steps: Steps) -> Bout:
     steps.enter()
-    return _prepared(_accelerates(steps.place, mixed_precision=steps.precision), steps)
+    return _prepared(_accelerates(steps.place, mixed_precision=steps.mixed_precision), steps)
 
 
 def _accelerates(place: Place, **options: Any) -> Any:
@@ -123,7 +135,7 @@ def nbaccel(steps: Steps) -> Bout:
     steps.enter()
     from nbaccel import Accelerator
 
-    return _prepared(Accelerator(steps.precision, cpu=_is_cpu(steps)), steps)
+    return _prepared(Accelerator(steps.mixed_precision, cpu=_is_cpu(steps)), steps)
 
 
 def recovering(steps: Steps) -> Bout:
@@ -131,7 +143,7 @@ def recovering(steps: Steps) -> Bout:
     steps.enter()
     from nbaccel import Accelerator
 
-    accelerator = Accelerator(steps.precision, cpu=_is_cpu(steps))
+    accelerator = Accelerator(steps.mixed_precision, cpu=_is_cpu(steps))
     model, optimizer, loader = accelerator.prepare(*steps.things())
 
     def loss_fn(batch: Tensor) -> Tensor:
@@ -151,7 +163,7 @@ def fabric(steps: Steps) -> Bout:
     steps.enter()
     from lightning.fabric import Fabric
 
-    precision = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[steps.precision]
+    precision = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[steps.mixed_precision]
     one = Fabric(accelerator=steps.place.device_type, devices=1, precision=precision)
     bare, optimizer, loader = steps.things()
     model, optimizer = one.setup(bare, optimizer)
@@ -364,4 +376,86 @@ def line(place: Place) -> Sequence[Row]:
     ]
 
 
-GROUPS = {"steps": steps, "transfers": transfers, "ranks": ranks, "line": line}
+# The first step, saves, recovery --------------------------------------------------------------------------------------
+
+
+def _first_step(way: Way, steps: Steps) -> Function:
+    """In a fresh process: a device is made ready, a model prepared, and trained for one step."""
+
+    def function() -> float:
+        training = way(steps)
+        training.turn()
+        return float(training.result().double().sum())
+
+    return function
+
+
+def _launched(start_method: str, place: Place) -> Launch:
+    def start(function: Callable[[Path], None], folder: Path, ranks: int) -> None:
+        from nbaccel import launch
+
+        launch(function, ranks, (folder,), start_method=start_method, cpu=place.device_type == "cpu")
+
+    return start
+
+
+def _first_bout(package: str, begin: Launch, function: Function) -> Bout:
+    """package: loaded beforehand: how long that takes is another matter."""
+    importlib.import_module(package)
+    return bout(begin, function, 1, until_mark=True)
+
+
+def first(place: Place) -> Sequence[Row]:
+    """From the start of a process to the end of its first step; raw's, and those of the peers, are forks."""
+    steps = Steps(replace(place, steps=1), SMALL)
+    raw_launch = LAUNCHES["raw"]
+    ways: dict[str, tuple[str, Launch, Way]] = {
+        "raw": ("torch", raw_launch, raw),
+        "Accelerate": ("accelerate", raw_launch, accelerate),
+        "Fabric": ("lightning.fabric", raw_launch, fabric),
+        "nbaccel": ("nbaccel.train", raw_launch, nbaccel),
+        "nbaccel, launched": ("nbaccel.launch", _launched("fork", place), nbaccel),
+        "nbaccel, by the zygote": ("nbaccel.launch", _launched("zygote", place), nbaccel),
+    }
+    present = installed({name: lambda: Bout(lambda: None, lambda: torch.zeros(0)) for name in ways}, _NEEDS)
+    makes: dict[str, Callable[[], Bout]] = {
+        name: partial(_first_bout, package, begin, _first_step(way, steps))
+        for name, (package, begin, way) in ways.items()
+        if name in present
+    }
+    targets = _targets(place, {"nbaccel": 1.1})
+    name = f"first step on {place.device_type}"
+    return [Row(name, makes, unit="ms", turns=5, judged="wall", targets=targets, tolerance=_TOLERANCE["no"])]
+
+
+def saved(place: Place) -> Sequence[Row]:
+    """Saves of what lies on the device; "in background" is how long a training is held up."""
+
+    def saving(make: Callable[[int], Store]) -> Bout:
+        place.enter()
+        store = make(place.saved_mb)
+        return Bout(store.save, store.loaded, store.close)
+
+    makes: dict[str, Callable[[], Bout]] = {
+        name: partial(saving, make) for name, make in available(place.device_type).items()
+    }
+    name = f"save of {place.saved_mb} MB from {place.device_type}"
+    targets = _targets(place, {OURS: 1.15})
+    return [Row(name, makes, unit="ms", turns=5, judged="wall", targets=targets)]
+
+
+def recoveries(place: Place) -> Sequence[Row]:
+    """From running out of memory, on purpose, to the next step that is done; two ranks where there are two devices."""
+    has_two = place.device_type == "cpu" or len(Survey.take().gpus) > 1
+    return [recovery.row(ranks, place.device_type) for ranks in ((1, 2) if has_two else (1,))]
+
+
+GROUPS = {
+    "steps": steps,
+    "transfers": transfers,
+    "first": first,
+    "saves": saved,
+    "recovery": recoveries,
+    "ranks": ranks,
+    "line": line,
+}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness import Row, installed
 from benchmarks.party import Bout, Sample
 
-__all__ = ["rows"]
+__all__ = ["row", "rows"]
 
 _STEPS, _FAILS_AT = 6, 4
 _SAMPLES, _WIDTH = 64, 512
@@ -36,16 +37,16 @@ _SAMPLES, _WIDTH = 64, 512
 Things = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
-def _things() -> Things:
+def _things(device: str = "cpu") -> Things:
     torch.manual_seed(0)
     layers = torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.ReLU(), torch.nn.Linear(_WIDTH, 1)
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*layers).to(device)
     return model, torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
-def _sample(step: int) -> Tensor:
+def _sample(step: int, device: str = "cpu") -> Tensor:
     """What all samples of the batch of `step` are; all ranks have the same."""
-    return torch.randn(_WIDTH, generator=torch.Generator().manual_seed(step))
+    return torch.randn(_WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
 
 
 def _loss(output: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def _loss(output: Tensor) -> Tensor:
 
 
 def _parameters(model: torch.nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten()[:1000] for parameter in model.parameters()])
+    return torch.cat([parameter.detach().flatten()[:1000].cpu() for parameter in model.parameters()])
 
 
 class _Clock:
@@ -102,17 +103,28 @@ class _Clock:
 
 @dataclass(frozen=True)
 class _Scene:
-    """What the ranks of a turn share.  folder: for checkpoints."""
+    """What the ranks of a turn share.  folder: for checkpoints.  device: "cpu", or "cuda" for a card of each rank."""
 
     clock: _Clock
     ranks: int
     folder: Path
+    device: str = "cpu"
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == "cpu"
 
     def enter(self) -> tuple[int, bool]:
         """In each process, once the group is there: its rank, and whether it goes on after another."""
         torch.set_num_threads(1)
         rank = dist.get_rank() if dist.is_initialized() else 0
         return rank, self.clock.enter(rank)
+
+    def end(self, rank: int) -> None:
+        """A step is done, also on the device."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.clock.end(rank)
 
     def fail(self, step: int, rank: int) -> None:
         """At the beginning of `step`: run out of memory, on the last rank, the first time."""
@@ -121,26 +133,28 @@ class _Scene:
 
 
 def _raw(scene: _Scene) -> Tensor:
-    model, optimizer = _things()
+    if scene.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    model, optimizer = _things(scene.device)
     if scene.ranks > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if scene.device == "cuda" else "gloo")
         model = DistributedDataParallel(model)
     rank, _ = scene.enter()
     for step in range(_STEPS):
         if step == _FAILS_AT:
             scene.clock.begin(rank)
-        _loss(model(_sample(step).expand(_SAMPLES, -1))).backward()
+        _loss(model(_sample(step, scene.device).expand(_SAMPLES, -1))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        scene.clock.end(rank)
+        scene.end(rank)
     return _parameters(model)
 
 
 def _within_the_step(scene: _Scene) -> Tensor:
     from nbaccel import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(*_things())
+    accelerator = Accelerator(cpu=scene.is_cpu)
+    model, optimizer = accelerator.prepare(*_things(scene.device))
     rank, _ = scene.enter()
 
     for step in range(_STEPS):
@@ -150,10 +164,10 @@ def _within_the_step(scene: _Scene) -> Tensor:
             return _loss(model(batch))
 
         with accelerator.accumulate(model):
-            accelerator.forward_backward(loss_fn, _sample(step).expand(_SAMPLES, -1))
+            accelerator.forward_backward(loss_fn, _sample(step, scene.device).expand(_SAMPLES, -1))
             optimizer.step()
             optimizer.zero_grad()
-        scene.clock.end(rank)
+        scene.end(rank)
     return _parameters(model)
 
 
@@ -163,13 +177,13 @@ def _in_the_function(scene: _Scene, search: Callable[..., Any], accelerator: Any
 
     def train(batch_size: int) -> Tensor:
         accelerator.free_memory()
-        model, optimizer = accelerator.prepare(*_things())
+        model, optimizer = accelerator.prepare(*_things(scene.device))
         for step in range(_STEPS):
             scene.fail(step, rank)
-            accelerator.backward(_loss(model(_sample(step).expand(batch_size, -1))))
+            accelerator.backward(_loss(model(_sample(step, scene.device).expand(batch_size, -1))))
             optimizer.step()
             optimizer.zero_grad()
-            scene.clock.end(rank)
+            scene.end(rank)
         return _parameters(model)
 
     trained: Tensor = search(train, starting_batch_size=_SAMPLES)()
@@ -179,14 +193,14 @@ def _in_the_function(scene: _Scene, search: Callable[..., Any], accelerator: Any
 def _by_the_function(scene: _Scene) -> Tensor:
     from nbaccel import Accelerator, find_executable_batch_size
 
-    return _in_the_function(scene, find_executable_batch_size, Accelerator(cpu=True))
+    return _in_the_function(scene, find_executable_batch_size, Accelerator(cpu=scene.is_cpu))
 
 
 def _by_accelerates(scene: _Scene) -> Tensor:
     from accelerate import Accelerator
     from accelerate.utils import find_executable_batch_size
 
-    return _in_the_function(scene, find_executable_batch_size, Accelerator(cpu=True))
+    return _in_the_function(scene, find_executable_batch_size, Accelerator(cpu=scene.is_cpu))
 
 
 class _Batches(torch.utils.data.Dataset[Tensor]):
@@ -205,9 +219,11 @@ class _Batches(torch.utils.data.Dataset[Tensor]):
 def _by_the_launcher(scene: _Scene) -> Tensor:
     from nbaccel import Accelerator
 
-    accelerator = Accelerator(cpu=True, checkpoint_every=f"{_FAILS_AT}steps", checkpoint_dir=scene.folder, resume=True)
+    accelerator = Accelerator(
+        cpu=scene.is_cpu, checkpoint_every=f"{_FAILS_AT}steps", checkpoint_dir=scene.folder, resume=True
+    )
     loader = torch.utils.data.DataLoader(_Batches(scene.ranks), batch_size=_SAMPLES)
-    model, optimizer, loader = accelerator.prepare(*_things(), loader)
+    model, optimizer, loader = accelerator.prepare(*_things(scene.device), loader)
     (rank, goes_on), steps = scene.enter(), 0
     for _ in accelerator.epochs(1):
         for x in loader:
@@ -220,24 +236,25 @@ def _by_the_launcher(scene: _Scene) -> Tensor:
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 steps += 1
-                scene.clock.end(rank)
+                scene.end(rank)
     if goes_on and steps != _STEPS - _FAILS_AT:
         raise RuntimeError(f"{steps} steps were done after the restart, which had a checkpoint of step {_FAILS_AT}")
     return _parameters(model)
 
 
-def _bout(train: Callable[[_Scene], Tensor], ranks: int) -> Bout:
+def _bout(train: Callable[[_Scene], Tensor], ranks: int, device: str = "cpu") -> Bout:
     """In the contender's process: each turn is a launch of `train`."""
     from nbaccel.launch.functions import launch
 
+    if device == "cuda":
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # a party's, for the rows that run on the host
     clock, results = _Clock(ranks), []
 
     def turn() -> Sample:
         clock.reset()
         with tempfile.TemporaryDirectory(prefix="nbaccel-bench-") as folder, _quiet():
-            run = launch(
-                train, ranks, (_Scene(clock, ranks, Path(folder)),), start_method="fork", cpu=True, oom="shrink"
-            )
+            scene = _Scene(clock, ranks, Path(folder), device)
+            run = launch(train, ranks, (scene,), start_method="fork", cpu=scene.is_cpu, oom="shrink")
         results[:] = [run.value]
         return clock.sample()
 
@@ -251,7 +268,8 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _row(ranks: int) -> Row:
+def row(ranks: int, device: str = "cpu") -> Row:
+    """Of so many ranks, each with a device of its own."""
     trainings: dict[str, Callable[[_Scene], Tensor]] = {
         "raw": _raw,
         "nbaccel, in the step": _within_the_step,
@@ -260,9 +278,9 @@ def _row(ranks: int) -> Row:
     }
     if ranks == 1:
         trainings["Accelerate, the function"] = _by_accelerates
-    makes = {name: (lambda train=train: _bout(train, ranks)) for name, train in trainings.items()}  # type: ignore[misc]
+    makes = {name: (lambda train=train: _bout(train, ranks, device)) for name, train in trainings.items()}  # type: ignore[misc]
     return Row(
-        f"recovery, {ranks} rank{'s' if ranks > 1 else ''}",
+        f"recovery, {ranks} rank{'s' if ranks > 1 else ''}{'' if device == 'cpu' else f' on {device}'}",
         installed(makes, {"Accelerate, the function": "accelerate"}),
         unit="ms",
         turns=5,
@@ -271,4 +289,4 @@ def _row(ranks: int) -> Row:
 
 
 def rows() -> Sequence[Row]:
-    return [_row(ranks) for ranks in (1, 2)]
+    return [row(ranks) for ranks in (1, 2)]

@@ -38,17 +38,18 @@ _DISK = Path(__file__).parents[3] / "build"
 """On a disk: in memory, where temporary files may lie, fsync costs nothing."""
 
 
-def _things(megabytes: int) -> tuple[Module, torch.optim.Optimizer]:
+def _things(megabytes: int, device: str) -> tuple[Module, torch.optim.Optimizer]:
     """Parameters and their two averages, `megabytes` all together."""
     torch.manual_seed(0)
     width = int((megabytes * 1e6 / 4 / 3 / _LAYERS) ** 0.5)
-    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(_LAYERS)])
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(_LAYERS)]).to(device)
     return model, torch.optim.AdamW(model.parameters(), foreach=True)
 
 
 def _train(model: Module, optimizer: Any) -> None:
     """One step, after which the optimizer has its state."""
-    model(torch.ones(1, model[0].in_features)).sum().backward()  # type: ignore[operator,index]
+    weight = model.get_parameter("0.weight")
+    model(torch.ones(1, weight.shape[1], device=weight.device)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -92,8 +93,8 @@ def _holder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="saves-", dir=_DISK)
 
 
-def _raw(megabytes: int) -> Store:
-    model, optimizer = _things(megabytes)
+def _raw(device: str, megabytes: int) -> Store:
+    model, optimizer = _things(megabytes, device)
     _train(model, optimizer)
     holder = _holder()
     path = Path(holder.name, "state.pt")
@@ -113,11 +114,11 @@ def _raw(megabytes: int) -> Store:
     return Store(model, optimizer, save, load, holder)
 
 
-def _distributed(blocking: bool, megabytes: int) -> Store:
+def _distributed(blocking: bool, device: str, megabytes: int) -> Store:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model, optimizer = _things(megabytes)
+    model, optimizer = _things(megabytes, device)
     _train(model, optimizer)
     holder = _holder()
     path = Path(holder.name, "state")
@@ -144,11 +145,11 @@ def _distributed(blocking: bool, megabytes: int) -> Store:
     return Store(model, optimizer, save, load, holder)
 
 
-def _fabric(megabytes: int) -> Store:
+def _fabric(device: str, megabytes: int) -> Store:
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=1)
-    bare, inner = _things(megabytes)
+    fabric = Fabric(accelerator=device, devices=1)
+    bare, inner = _things(megabytes, device)
     model, optimizer = fabric.setup(bare, inner)
     _train(bare, optimizer)
     holder = _holder()
@@ -157,11 +158,11 @@ def _fabric(megabytes: int) -> Store:
     return Store(bare, inner, lambda: fabric.save(path, state), lambda: fabric.load(path, state), holder)
 
 
-def _accelerate(megabytes: int) -> Store:
+def _accelerate(device: str, megabytes: int) -> Store:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    bare, inner = _things(megabytes)
+    accelerator = Accelerator(cpu=device == "cpu")
+    bare, inner = _things(megabytes, device)
     _, optimizer = accelerator.prepare(bare, inner)
     _train(bare, optimizer)
     holder = _holder()
@@ -173,11 +174,11 @@ def _accelerate(megabytes: int) -> Store:
     return Store(bare, inner, save, lambda: accelerator.load_state(path), holder)
 
 
-def _nbaccel(blocking: bool, megabytes: int) -> Store:
+def _nbaccel(blocking: bool, device: str, megabytes: int) -> Store:
     from nbaccel import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    bare, inner = _things(megabytes)
+    accelerator = Accelerator(cpu=device == "cpu")
+    bare, inner = _things(megabytes, device)
     _, optimizer = accelerator.prepare(bare, inner)
     _train(bare, optimizer)
     holder = _holder()
@@ -193,16 +194,16 @@ def _nbaccel(blocking: bool, megabytes: int) -> Store:
     return Store(bare, inner, save, lambda: accelerator.load_state(path), holder)
 
 
-def available() -> Mapping[str, Callable[[int], Store]]:
-    """All ways whose toolkit is installed; each makes a store of so many megabytes."""
+def available(device: str = "cpu") -> Mapping[str, Callable[[int], Store]]:
+    """All ways whose toolkit is installed; each makes a store of so many megabytes, which lie on `device`."""
     makes: dict[str, Callable[[int], Store]] = {
-        "raw": _raw,
-        "DCP": partial(_distributed, True),
-        f"DCP{_BEHIND}": partial(_distributed, False),
-        "Accelerate, not durable": _accelerate,
-        "Fabric, not durable": _fabric,
-        OURS: partial(_nbaccel, True),
-        OURS_BEHIND: partial(_nbaccel, False),
+        "raw": partial(_raw, device),
+        "DCP": partial(_distributed, True, device),
+        f"DCP{_BEHIND}": partial(_distributed, False, device),
+        "Accelerate, not durable": partial(_accelerate, device),
+        "Fabric, not durable": partial(_fabric, device),
+        OURS: partial(_nbaccel, True, device),
+        OURS_BEHIND: partial(_nbaccel, False, device),
     }
     return installed(makes, {"Accelerate, not durable": "accelerate", "Fabric, not durable": "lightning"})
 
