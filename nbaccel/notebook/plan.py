@@ -91,7 +91,7 @@ class Plan:
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
             # A program of one process may say "cuda:0" somewhere, and one for several ranks counts cards by rank.
             own_devices=devices.can_be_told_apart and (not task.knows_ranks or bool(task.first_card)),
-            first_card=task.first_card,
+            first_card=task.first_card if devices.can_be_told_apart else "",
         )
 
     def spec(self, task: Task, setup: str | None, wants_results: bool = False) -> LaunchSpec:

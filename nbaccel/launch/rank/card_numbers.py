@@ -145,7 +145,8 @@ def _tokens(code: types.CodeType) -> Iterator[_Token]:
         if kind in ("LOAD_CONST", "LOAD_SMALL_INT"):
             yield _CONSTANT, value
         elif kind.startswith(("LOAD_", "IMPORT_")):
-            yield from ((_NAME, name) for name in (value if isinstance(value, tuple) else (value,)))
+            names = value if isinstance(value, tuple) else (value,)
+            yield from ((_NAME, name) for name in names if isinstance(name, str))  # LOAD_BUILD_CLASS has none
         elif kind not in _SILENT:
             yield _END, None
     for constant in code.co_consts:

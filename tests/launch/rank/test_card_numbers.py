@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import enum
+import inspect
 import types
+import typing
 from typing import Any
 
 import pytest
 import torch
 
-from nbaccel.launch.rank.card_numbers import first_card_in
+from nbaccel.launch.rank.card_numbers import first_card_in, says_first_card
 from nbaccel.launch.rank.cell import CellSource, CellTask
 
 CFG = "class CFG:\n    lr = 0.1\n    device = torch.device('cuda:0')"
@@ -83,3 +88,14 @@ def test_of_cells_to_come_only_the_notebooks_values_are_known() -> None:
     assert first_card_in(notebook) == "device"
     assert first_card_in(notebook | {"pl": types.ModuleType("pytorch_lightning")}) == ""
     assert first_card_in(notebook | {"second": "cuda:1"}) == ""
+
+
+@pytest.mark.parametrize("module", [argparse, dataclasses, enum, typing, torch.nn.modules.transformer, inspect])
+def test_no_code_is_beyond_it(module: types.ModuleType) -> None:
+    code = compile(inspect.getsource(module), module.__name__, "exec")
+    assert says_first_card([code], vars(module)) == ""
+
+
+def test_a_cell_that_defines_classes_is_read_too() -> None:
+    source = "class Net(Base, metaclass=Meta):\n    def on(self, x):\n        return x.to('cuda:0')\n    y: int = 1\n"
+    assert says_first_card([compile(source, "", "exec")], {}) == '"cuda:0"'
