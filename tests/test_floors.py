@@ -20,9 +20,9 @@ PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
     **dict.fromkeys(
-        ["configfile", "errors", "events", "failures", "forkable", "gpu_driver", "hardware", "intervals", "settings"], 0
+        ["aborting", "configfile", "errors", "events", "failures", "forkable", "gpu_driver", "hardware", "intervals"], 0
     ),
-    **dict.fromkeys(["demand", "notices", "room", "storage", "tracking", "view", "world"], 0),
+    **dict.fromkeys(["demand", "notices", "room", "settings", "storage", "tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from nbaccel.aborting import refuse_if_aborted
 from nbaccel.train.checkpoint.folder import sayable
 from nbaccel.train.checkpoint.packing import pack
 from nbaccel.train.checkpoint.weights import write_then_rename
@@ -54,6 +55,7 @@ def write_object(obj: Any, f: Any, safe_serialization: bool = False) -> None:
             save_file(packed.tensors, file, metadata={"format": "pt", **packed.aliases})
         else:
             torch.save(obj, file)
+        refuse_if_aborted(f"the file {f}")  # only now: what is copied from a device waits for what is queued there
 
     if isinstance(f, (str, os.PathLike)):
         with sayable(Path(f)):

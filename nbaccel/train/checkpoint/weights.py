@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
+from nbaccel.aborting import refuse_if_aborted
 from nbaccel.train.checkpoint.files import sync
 from nbaccel.train.checkpoint.folder import sayable
 from nbaccel.train.checkpoint.frozen import frozen_file
@@ -178,10 +179,16 @@ def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _writer(tensors: dict[str, Tensor], aliases: dict[str, str], safe: bool) -> Callable[[Path], object]:
-    if safe:
-        return lambda path: save_file(tensors, path, metadata={"format": "pt", **aliases})
-    whole = tensors | {alias: tensors[kept] for alias, kept in aliases.items()}
-    return lambda path: torch.save(whole, path)
+    def write(path: Path) -> None:
+        if safe:
+            save_file(tensors, path, metadata={"format": "pt", **aliases})
+        else:
+            torch.save(tensors | {alias: tensors[kept] for alias, kept in aliases.items()}, path)
+        refuse_if_aborted(
+            f"the weights in {path.parent}"
+        )  # only now: what is copied from a device waits for what is queued there
+
+    return write
 
 
 def _cut(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

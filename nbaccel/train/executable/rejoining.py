@@ -25,11 +25,11 @@ from nbaccel.train.talk.objects import pack, unpack
 __all__ = ["rejoin_at_next_forward"]
 
 
-def rejoin_at_next_forward(module: DistributedDataParallel) -> None:
+def rejoin_at_next_forward(module: DistributedDataParallel, source: int = 0) -> None:
     """Let `module` join the default group as it is at its next forward. Collective there.
 
-    Rank 0's weights and buffers count then, and its optimizers' state: a rank may have taken a step more than the
-    others before the group was lost.
+    The weights and buffers of rank `source` count then, and its optimizers' state: a rank may have taken a step more
+    than the others before the group was lost.
     """
     if "forward" in vars(module):  # it is waiting already, or the program replaced its forward and knows why
         return
@@ -39,41 +39,41 @@ def rejoin_at_next_forward(module: DistributedDataParallel) -> None:
         # Every rank comes here once, at its first forward, so this is also sound within forward_backward, which
         # refuses collectives of a loss function because a rank may repeat that alone.
         with _disable_current_modes():
-            _rejoin(module)
+            _rejoin(module, source)
         return module.forward(*inputs, **kwargs)
 
     vars(module)["forward"] = forward
 
 
-def _rejoin(module: DistributedDataParallel) -> None:
+def _rejoin(module: DistributedDataParallel, source: int) -> None:
     if "reducer" in vars(module):  # else its gradients are lent, and it makes one when it gets them back
         _make_reducer(module)
     for tensor in [*module.module.parameters(), *module.module.buffers()]:
-        dist.broadcast(tensor.detach(), 0)
+        dist.broadcast(tensor.detach(), source)
     for optimizer in _optimizers_of(module):
-        _share_state(optimizer)
+        _share_state(optimizer, source)
 
 
-def _share_state(optimizer: Optimizer) -> None:
-    """Take rank 0's state, each tensor where this rank's parameter lies. Collective.
+def _share_state(optimizer: Optimizer, source: int) -> None:
+    """Take the state of rank `source`, each tensor where this rank's parameter lies. Collective.
 
-    Tensors travel one by one and by themselves. In a pickle they would be rank 0's in every rank, on its GPU, and all
+    Tensors travel one by one and by themselves. In a pickle they would lie on the GPU of `source` in every rank, and all
     at once, when memory has just run out.
     """
     state = optimizer.state_dict()
     places = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
-    if dist.get_rank() == 0:
+    if dist.get_rank() == source:
         parts: list[Tensor] = []
         outline = _map_state(partial(_outline, parts), state, places)
-        dist.broadcast_object_list([pack(outline)], 0)
+        dist.broadcast_object_list([pack(outline)], source)
         for part in parts:
-            dist.broadcast(_bytes_of(part), 0)
+            dist.broadcast(_bytes_of(part), source)
     else:
         received: list[Any] = [None]
-        dist.broadcast_object_list(received, 0)
+        dist.broadcast_object_list(received, source)
         state = {}
         optimizer.state.clear()  # makes room for what comes
-        state = _map_state(_receive, unpack(received[0], places[0]), places)
+        state = _map_state(partial(_receive, source), unpack(received[0], places[0]), places)
     optimizer.load_state_dict(state)
 
 
@@ -118,14 +118,14 @@ def _outline(parts: list[Tensor], device: torch.device, value: Any) -> Any:
     return _Outline(tuple(part.shape), part.stride(), part.dtype)
 
 
-def _receive(device: torch.device, value: Any) -> Any:
-    """`value` with tensors of rank 0 on `device` instead of their outlines. Collective for each."""
+def _receive(source: int, device: torch.device, value: Any) -> Any:
+    """`value` with tensors of rank `source` on `device` instead of their outlines. Collective for each."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, _Outline):
-        return map_children(partial(_receive, device), value)
+        return map_children(partial(_receive, source, device), value)
     part = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-    dist.broadcast(_bytes_of(part), 0)
+    dist.broadcast(_bytes_of(part), source)
     return part
 
 

@@ -16,6 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from nbaccel.aborting import DEVICE_BACKENDS
 from nbaccel.train.executable.rejoining import rejoin_at_next_forward
 from nbaccel.train.executable.watcher import backends
 from nbaccel.train.memory import release_unused
@@ -24,8 +25,6 @@ from nbaccel.train.strategies.lending import is_sharded
 from nbaccel.train.talk.process_group import process_group
 
 __all__ = ["Survivors"]
-
-_CAN_BE_CUT = frozenset({"gloo", "nccl"})
 
 
 class Survivors:
@@ -57,11 +56,16 @@ class Survivors:
                 f"{self._own_groups} process group(s) were made outside of the function (new_group, a device mesh), "
                 "and only the default one can be formed again; make them inside"
             )
-        if foreign := backends() - _CAN_BE_CUT:
+        if foreign := backends() - {"gloo", *DEVICE_BACKENDS}:
             return f"the process group uses {', '.join(sorted(foreign))}, and only gloo and nccl can be interrupted"
         if self._sharded:
             return f"{', '.join(sorted(self._sharded))} was sharded (FSDP) outside of the function; shard it inside"
         return ""
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether DDP modules are still there that were made outside of the function. To be asked after `clean_up`."""
+        return any(reference() is not None for reference in self._replicas)
 
     def clean_up(self) -> None:
         """Let go of what was prepared, half accumulated and half stepped in the attempt that failed; free its memory.
@@ -85,16 +89,17 @@ class Survivors:
         self._replicas = [weakref.ref(thing) for thing in living if isinstance(thing, DistributedDataParallel)]
         self._sharded = {type(thing).__name__ for thing in living if is_sharded(thing)}
 
-    def go_on(self, step: int) -> None:
+    def go_on(self, step: int, source: int = 0) -> None:
         """The next attempt begins, in the new process group where there are several ranks.
 
         step: training steps to count from, equal on all ranks, so that a run that is stopped stops at the same one.
+        source: the rank whose weights count.
         """
         for accelerator in process_group.users:
             accelerator._count_steps_from(step)
         for reference in self._replicas:
             if (module := reference()) is not None:
-                rejoin_at_next_forward(module)
+                rejoin_at_next_forward(module, source)
 
 
 def _prepared() -> list[Any]:

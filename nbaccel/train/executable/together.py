@@ -8,23 +8,28 @@ Every wait in here is in the store, never in a collective: some peer has left th
    for the others to be done.
 2. Each rank forgets its attempt and posts what it would do next.
 3. Once all have posted, all know the same, form the process group again and go on.
+
+On a device the host runs ahead: when a rank is woken, steps may be queued there behind a sum that was cut short, and
+run on what is left of it. So the rank that failed first lets its device finish before it raises the flag. What it then
+has is what its last whole step left, and in the next attempt the others get that, whatever they have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbaccel.aborting import abort_device_groups, is_aborted, settle, uses_device
 from nbaccel.errors import CollectiveMismatch, NbaccelError, PeerFailed
 from nbaccel.events import Event, Sink, Waiting, outlet
-from nbaccel.train.executable.attempt import Attempt
+from nbaccel.train.executable.attempt import Attempt, Place, Shortage
 from nbaccel.train.executable.board import Board, Failed
-from nbaccel.train.executable.watcher import Watcher, backends
+from nbaccel.train.executable.watcher import Watcher
 from nbaccel.train.talk.collectives import Collectives
 from nbaccel.train.talk.process_group import process_group
 
@@ -36,6 +41,9 @@ _DEVICE_PATIENCE_S = 10.0
 _PATIENCE_S = 1800.0
 """How long a peer may compute before it comes to its next collective: torch's own time limit for gloo."""
 
+_SETTLE_S = 10.0
+"""How long the device of a rank that failed may still work; a peer may be late for a sum that it has begun."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -44,12 +52,17 @@ class Report:
     size: the batch size that it would try next; 0 to give up.  step: training steps that its Accelerators have done.
     shortage: its error, in words; empty for a rank that was only interrupted.
     obstacle: why it cannot try again; empty if it can.
+    keeps: whether there are replicas that were made outside of the function.
+    is_sound: whether these are as its last whole step left them.  source: the first rank for which that holds.
     """
 
     size: int
     step: int = 0
     shortage: str = ""
     obstacle: str = ""
+    keeps: bool = False
+    is_sound: bool = True
+    source: int = 0
 
 
 class Alone:
@@ -98,6 +111,7 @@ class Together(Alone):
         self._call = name
         self._attempts = self._inner_calls = 0
         self._watcher: Watcher | None = None
+        self._is_sound = True
         process_group.recoveries.append(self)
 
     def agreed(self, batch_size: int) -> int:
@@ -118,11 +132,13 @@ class Together(Alone):
 
     def is_done(self, attempt: Attempt) -> bool:
         error = attempt.error
+        self._is_sound = not uses_device()
         if error is None:
             self._board.post("done", _calls())
             if self._board.wait("done", f"the end of {self._call}", lambda _: self._is_given_up):
                 return True
         elif attempt.shortage is not None:
+            self._is_sound = self._is_sound or self._is_settled(attempt.shortage)
             self._board.raise_flag()
         elif not self._is_consequence(error):
             if not isinstance(error, KeyboardInterrupt):  # that one comes to each rank by itself
@@ -134,10 +150,13 @@ class Together(Alone):
         return False
 
     def regroup(self, report: Callable[[], Report]) -> Report:
-        mine = self._made(report)
+        mine = replace(self._made(report), is_sound=self._is_sound)
+        if not abort_device_groups(_DEVICE_PATIENCE_S):
+            stuck = f"its device did not let go of the process group within {_DEVICE_PATIENCE_S:g} s"
+            mine = replace(mine, obstacle=mine.obstacle or stuck)
         self._board.post("report", asdict(mine))
         call = f"memory that ran out in {self._call}: waiting for the other ranks to be ready for the next attempt"
-        patience_s = _DEVICE_PATIENCE_S if "nccl" in backends() else _PATIENCE_S
+        patience_s = 2 * _DEVICE_PATIENCE_S if uses_device() else _PATIENCE_S
         is_complete = self._board.wait("report", call, lambda waited_s: self._is_failed or waited_s > patience_s)
         self._heed_errors(None)
         if not is_complete:
@@ -149,16 +168,27 @@ class Together(Alone):
         for rank, each in enumerate(reports):
             if each.obstacle:
                 raise self._cannot_go_on(mine, f"{each.obstacle} (rank {rank})")
+        sound = [rank for rank, each in enumerate(reports) if each.is_sound]
+        if not sound and any(each.keeps for each in reports):
+            raise self._cannot_go_on(mine, _NOBODY_IS_SOUND)
         process_group.drop()
         process_group.renew(self._place.within(f"attempt{self._attempts}/group").store)
         self._collectives = process_group.talk or self._collectives
         shortages = [each.shortage for each in reports if each.shortage]
-        return Report(min(each.size for each in reports), max(each.step for each in reports), shortages[0])
+        size, step = min(each.size for each in reports), max(each.step for each in reports)
+        return Report(size, step, shortages[0], source=min(sound, default=0))
 
     def close(self) -> None:
         process_group.recoveries.remove(self)
         if self._watcher is not None:
             self._watcher.stop()
+
+    def _is_settled(self, shortage: Shortage) -> bool:
+        """Whether this rank's tensors are as its last whole step left them, now that its device has nothing to do.
+
+        Of a step that ran out of memory itself nobody knows how far it came.
+        """
+        return settle(_SETTLE_S) and shortage.place is not Place.OPTIMIZER
 
     def _wake(self) -> None:
         """Wake the peers, if it is this attempt that is over, and not only the one around it."""
@@ -184,13 +214,16 @@ class Together(Alone):
         """Whether `error` only says that this rank was woken: it comes after the flag, and from torch.
 
         An error of the program's own that happens to come after the flag is most likely raised again in the next
-        attempt; one that torch cannot have raised is not put off.
+        attempt; one that torch cannot have raised is not put off. On a device any error may come of what an abort has
+        left: a loss that is not finite, an index that is out of range.
         """
         if not self._is_given_up:
             return False
         failed = self._board.failed  # asked for after the flag, which a peer that fails raises after its error
         if failed is not None and failed.text == _text(error):
             return False  # all ranks may fail alike: then each has its own error
+        if is_aborted() and isinstance(error, Exception):
+            return True
         return any(isinstance(link, RuntimeError | OSError | PeerFailed) for link in _handled(error)) and not (
             isinstance(error, NbaccelError) and not isinstance(error, PeerFailed)
         )
@@ -224,6 +257,12 @@ class Together(Alone):
         if mine.shortage:
             return torch.OutOfMemoryError(f"{mine.shortage}\n  {text}")
         return PeerFailed(f"another rank ran out of memory, and {text}")
+
+
+_NOBODY_IS_SOUND = (
+    "a model that was made outside of the function may hold half a sum on every rank, for the device of no rank that "
+    f"ran out of memory was done with its work within {_SETTLE_S:g} s; make the model inside"
+)
 
 
 class _Ear:

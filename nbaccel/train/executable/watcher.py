@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from nbaccel.aborting import abort_device_groups, uses_device
 from nbaccel.train.executable.board import Board
 from nbaccel.train.executable.wires import Wires
 
@@ -21,6 +22,7 @@ __all__ = ["Watcher", "backends"]
 
 _POLL_S = 0.05
 _PEERS_ANSWER_S = 2.0
+_ABORT_S = 2.0
 _ANSWER_POLL_S = 0.005
 
 
@@ -41,7 +43,7 @@ class Watcher:
     def wake_everybody(self) -> None:
         """The flag is up: return once this rank's connections are cut, and with them the peers awake."""
         self._look.set()
-        self._thread.join(2 * _PEERS_ANSWER_S)
+        self._thread.join(2 * _PEERS_ANSWER_S + _ABORT_S)
 
     def stop(self) -> None:
         """The attempt is over without a flag."""
@@ -60,21 +62,24 @@ class Watcher:
                     self._look.clear()
 
     def _cut(self) -> None:
-        kinds = backends()
-        if "nccl" in kinds:
-            for group in list(c10d._world.pg_map):
-                with contextlib.suppress(RuntimeError, AttributeError):
-                    group.abort()  # blocks until the communicator's kernels have ended
-        if "gloo" in kinds:
+        if uses_device():
+            # All at about the same time: a peer on another machine that sees a connection of NCCL's close before it
+            # has begun to abort takes that for an error, and torch's watchdog ends its process for it.
+            self._board.post("abort", True)
+            self._await_peers("abort")
+            abort_device_groups(_ABORT_S)
+        if "gloo" in backends():
             with Wires(self._store_port) as wires:
                 self._board.post("wires", wires.ends)
-                deadline = time.monotonic() + _PEERS_ANSWER_S
-                # A rank that died cannot answer, and what it was connected by is cut already.
-                while len(answered := self._board.posted("wires")) < self._board.world_size:
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(_ANSWER_POLL_S)
+                answered = self._await_peers("wires")
                 wires.cut(tuple(ends) for ends in self._ends(answered))
+
+    def _await_peers(self, kind: str) -> list[int]:
+        """The ranks that have posted `kind`: all of them, or in time. One that died cannot answer."""
+        deadline = time.monotonic() + _PEERS_ANSWER_S
+        while len(answered := self._board.posted(kind)) < self._board.world_size and time.monotonic() < deadline:
+            time.sleep(_ANSWER_POLL_S)
+        return answered
 
     def _ends(self, ranks: list[int]) -> list[Any]:
         return [ends for rank in ranks if rank != self._board.rank for ends in self._board.read("wires", rank)]

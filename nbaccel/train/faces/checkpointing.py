@@ -13,7 +13,7 @@ import os
 import warnings
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from nbaccel.aborting import refuse_if_aborted
 from nbaccel.errors import CannotSave
 from nbaccel.train.checkpoint import generators
 from nbaccel.train.checkpoint.content import Content
@@ -29,6 +30,7 @@ from nbaccel.train.checkpoint.folder import may_write_below, sayable
 from nbaccel.train.checkpoint.foreign import read_foreign, restore_foreign_generators
 from nbaccel.train.checkpoint.generators import Stamp
 from nbaccel.train.checkpoint.manifest import Manifest
+from nbaccel.train.checkpoint.parts import Part
 from nbaccel.train.checkpoint.place import SUBFOLDER
 from nbaccel.train.checkpoint.save import Save, Writer
 from nbaccel.train.checkpoint.shelf import Choice, Shelf
@@ -274,6 +276,7 @@ class Checkpointing(Exporting):
 
     def _save(self, target: Path, stamp: Stamp, blocking: bool, shelf: Shelf | None) -> None:
         """This rank's share of a checkpoint.  shelf: what tidies up, in rank 0, once it is complete."""
+        refuse_if_aborted(f"the checkpoint {target}")
         training = self._training()
         if self._writes:
             self._write(target, training, stamp, blocking, shelf)
@@ -303,7 +306,7 @@ class Checkpointing(Exporting):
         content = training.content(weights, self._registered.objects)
         if shelf is not None and (news := shelf.shortage(target, content.nbytes)):
             self.print(news)
-        parts = content.ready(staging)
+        parts = _whole(content.ready(staging), target)
         save = Save(
             target,
             parts if staging is None else list(parts),
@@ -460,3 +463,9 @@ def _news(folder: Path, manifest: Manifest, world_size: int, place: str, reorder
             f"one process has an order of its own (plain PyTorch's), so what is left of epoch {manifest.epoch + 1} may "
             "repeat samples and miss others; DataLoaderConfiguration(use_seedable_sampler=True) has one order for all"
         )
+
+
+def _whole(parts: Iterable[Part], target: Path) -> Iterator[Part]:
+    """`parts`, which come from the device one by one; at their end an error, if they waited there for an abort."""
+    yield from parts
+    refuse_if_aborted(f"the checkpoint {target}")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from nbaccel.aborting import forget_abort
 from nbaccel.events import CollectiveEntered, GroupRenewed, Waiting, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.talk.collectives import GroupCollectives
@@ -144,6 +145,7 @@ class ProcessGroup:
             self._base = c10d._get_default_store()
         self._retired = dist.group.WORLD  # see leave
         dist.destroy_process_group()
+        forget_abort()
 
     def renew(self, store: Any) -> None:
         """Form the default group again as it was before `drop`, meeting in `store`. Collective."""

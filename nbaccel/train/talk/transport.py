@@ -16,12 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbaccel.aborting import DEVICE_BACKENDS, abort_device_groups, refuse_if_aborted
 from nbaccel.events import Waiting, emit
 
 __all__ = ["Transport"]
 
 _LOOK_UP = timedelta(seconds=0.5)
 _DEVICE_POLL_S = 50e-6
+_ABORT_S = 1.0
+"""How long a rank that leaves a wait stays for its abort, which may have to wait for the peers' own."""
 
 # torch 2.13 gave it a new name; the old one warns there.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,8 +52,9 @@ class Transport:
         self.call = ""
         self.calls = 0
         self._is_on_host = self.device.type == "cpu"
-        self._wait = self._wait_on_host if self._is_on_host else self._wait_for_device
-        self._finish = self._wait_on_host if self._is_on_host else _let_the_device_wait
+        is_polled = not self._is_on_host or dist.get_backend() in DEVICE_BACKENDS
+        self._wait = self._wait_for_device if is_polled else self._wait_on_host
+        self._finish = self._let_the_device_wait if is_polled else self._wait_on_host
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """`rows` of all ranks, joined along the first dimension; their shapes must be equal."""
@@ -129,13 +133,23 @@ class Transport:
         """The same for NCCL, which aborts its communicator when a wait with a time limit expires; so it is polled."""
         began = time.monotonic()
         due_s = _LOOK_UP.total_seconds()
-        while not work.is_completed():
-            time.sleep(_DEVICE_POLL_S)
-            waited_s = time.monotonic() - began
-            if waited_s > due_s:
-                due_s += _LOOK_UP.total_seconds()
-                self._look_up(waited_s)
+        try:
+            while not work.is_completed():
+                time.sleep(_DEVICE_POLL_S)
+                waited_s = time.monotonic() - began
+                if waited_s > due_s:
+                    due_s += _LOOK_UP.total_seconds()
+                    self._look_up(waited_s)
+        except BaseException:
+            # The kernel would wait on, and whatever this rank asks of its device next would wait behind it.
+            abort_device_groups(_ABORT_S)
+            raise
+        self._let_the_device_wait(work)
+
+    def _let_the_device_wait(self, work: Any) -> None:
+        """On a device, what is computed next waits for the collective, and the program goes on."""
         work.wait()
+        refuse_if_aborted(self._where())  # it counts as complete then, with whatever is in its buffers
 
     def _end(self, work: Any) -> None:
         """Raise what went wrong in a collective that is over, if anything did, and say which one it was."""
@@ -150,11 +164,6 @@ class Transport:
 
     def _where(self) -> str:
         return f"{self.call} (call {self.calls} of this process group)"
-
-
-def _let_the_device_wait(work: Any) -> None:
-    """On a device, what is computed next waits for the collective, and the program goes on."""
-    work.wait()
 
 
 def _like(sent: Tensor, original: Tensor) -> Tensor:

@@ -1,0 +1,217 @@
+"""Aborting: what ends a rank's wait inside its device, and what keeps the leftovers from being used. Runs in ranks.
+
+A kernel of NCCL's that waits for a peer hears no interrupt, and does not notice that the peer has gone. Only aborting
+its communicator ends it. Work of an aborted communicator then counts as complete, without an error, though its buffers
+hold parts of sums (torch's ``WorkNCCL::isCompleted``); and what was queued behind it, an optimizer's step for one,
+runs on these. So that it was aborted is one fact of the process, set before anything is aborted: while it is set nobody
+steps, saves or reads on. It ends when the groups are formed anew.
+
+gloo has none of this: its work fails with an error. Groups of the CPU are never touched here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nbaccel.errors import PeerFailed
+
+__all__ = [
+    "DEVICE_BACKENDS",
+    "abort_device_groups",
+    "device_parts",
+    "forget_abort",
+    "is_aborted",
+    "refuse_if_aborted",
+    "settle",
+    "uses_device",
+]
+
+DEVICE_BACKENDS = {"nccl", "xccl"}
+"""Backends whose work runs on a device and ends by an abort only."""
+
+_ABORT_S = 10.0
+"""How long an abort may take; NCCL's comes back only when the peers of the same machine have aborted too."""
+
+_POLL_S = 0.005
+
+
+class _Abort:
+    """The fact, for this process, and the threads that make it true."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._world: Any = None  # the default group that was aborted
+        self._parts: list[tuple[Any, threading.Thread]] = []
+        self._hook: Any = None
+        self._lock = threading.RLock()  # an interrupt may come in here, and who handles it may abort too
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is set, and the program has not formed its groups anew by itself."""
+        if self.is_set and (world := _world()) is not None and world is not self._world:
+            self.forget()
+        return self.is_set
+
+    def begin(self) -> None:
+        """Set the fact, then begin to abort what is not being aborted yet."""
+        with self._lock:
+            self.is_set, self._world = True, _world()
+            if self._hook is None:
+                self._hook = _hold_steps()
+            for part in device_parts():
+                if not any(part is known for known, _ in self._parts):
+                    # One thread for each: a communicator's abort waits for its kernels, which may be queued behind
+                    # those of another one (pytorch #119797).
+                    thread = threading.Thread(target=_abort, args=(part,), name="nbaccel-abort", daemon=True)
+                    self._parts.append((part, thread))
+                    thread.start()
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether all of them have ended, within `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        for _, thread in list(self._parts):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for _, thread in self._parts)
+
+    def forget(self) -> None:
+        with self._lock:
+            self.is_set, self._world = False, None
+            self._parts.clear()
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+
+_abort_of_this_process = _Abort()
+
+
+def is_aborted() -> bool:
+    """Whether this rank's device groups were aborted, and not formed anew since."""
+    return _abort_of_this_process.holds
+
+
+def abort_device_groups(limit_s: float = _ABORT_S) -> bool:
+    """End what this rank waits for in its device, in all of its process groups; of any thread, and any number of times.
+
+    Never raises. Returns whether all aborts have come back within `limit_s`; the others go on in threads of their own.
+    Nothing happens without a group of `DEVICE_BACKENDS`.
+    """
+    if not uses_device():
+        return True
+    _abort_of_this_process.begin()
+    return _abort_of_this_process.wait(limit_s)
+
+
+def forget_abort() -> None:
+    """Record that the groups which were aborted are no longer in use."""
+    _abort_of_this_process.forget()
+
+
+def refuse_if_aborted(what: str) -> None:
+    """Raise PeerFailed where this rank's groups were aborted.  what: that would use what is left, in words."""
+    if _abort_of_this_process.holds:
+        raise PeerFailed(
+            f"this rank's exchange with its peers was cut short, since one of them failed or ran out of memory: {what} "
+            "would use sums that are not complete. The error of that rank says what happened."
+        )
+
+
+def uses_device() -> bool:
+    """Whether any process group of this process works on a device."""
+    return any(True for _ in _places())
+
+
+def device_parts() -> list[Any]:
+    """The backends of all process groups that work on a device; of a mixed group, ``cpu:gloo,cuda:nccl``, its part."""
+    return list({id(part): part for part in map(_part, _places())}.values())
+
+
+def settle(limit_s: float) -> bool:
+    """Return whether this rank's device is done with all that it was given, in time, and nothing of it was aborted.
+
+    Without a group on a device there is nothing to wait for. The wait ends at `limit_s`, or by an abort.
+    """
+    if not uses_device():
+        return True
+    synchronize = _synchronizer()
+    done: list[bool] = []
+    thread = threading.Thread(target=lambda: done.append(synchronize()), name="nbaccel-settle", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + limit_s
+    while thread.is_alive() and not is_aborted() and time.monotonic() < deadline:
+        thread.join(_POLL_S)
+    return done == [True] and not is_aborted()
+
+
+def _world() -> Any:
+    """The default group as it is; None without one."""
+    distributed = sys.modules.get("torch.distributed")
+    return None if distributed is None or not distributed.is_available() else distributed.group.WORLD
+
+
+def _places() -> Iterator[tuple[Any, str]]:
+    """Each process group that works on a device, and the type of that device."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    for group, config in list(distributed.distributed_c10d._world.pg_backend_config.items()):
+        for device in _devices_in(str(config)):
+            yield group, device
+
+
+def _devices_in(config: str) -> list[str]:
+    """The devices of a group on which it works by one of `DEVICE_BACKENDS`.  config: as torch keeps it.
+
+    >>> _devices_in("cpu:gloo,cuda:nccl"), _devices_in("cpu:gloo,cuda:gloo"), _devices_in("nccl")
+    (['cuda'], [], ['cuda'])
+    """
+    entries = [entry.rpartition(":") for entry in config.split(",")]
+    return [device or "cuda" for device, _, backend in entries if backend in DEVICE_BACKENDS]
+
+
+def _part(place: tuple[Any, str]) -> Any:
+    group, device = place
+    try:
+        # Not `ProcessGroup.abort`, which is of torch 2.7 and would abort the group's part on the CPU too.
+        part = group._get_backend(sys.modules["torch"].device(device))
+    except (RuntimeError, AttributeError):  # a group of a backend that is a ProcessGroup itself
+        return group
+    return getattr(part, "wrapped_pg", part)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def _abort(part: Any) -> None:
+    try:
+        part.abort()
+    except Exception:  # it has done what it could; that it failed shows in the next collective
+        return
+
+
+def _hold_steps() -> Any:
+    """Have every optimizer of torch's refuse its step, also one that the program steps itself; `remove` ends it."""
+    optim = sys.modules.get("torch.optim.optimizer")
+    return None if optim is None else optim.register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    refuse_if_aborted(f"a step of {type(optimizer).__name__}")
+
+
+def _synchronizer() -> Callable[[], bool]:
+    """What waits for the devices that are current in this thread, which another thread does not know."""
+    torch = sys.modules["torch"]
+    modules = [module for name in ("cuda", "xpu") if (module := getattr(torch, name, None)) is not None]
+    devices = [(module, module.current_device()) for module in modules if module.is_initialized()]
+
+    def synchronize() -> bool:
+        try:
+            for module, device in devices:
+                module.synchronize(device)
+        except RuntimeError:  # an error of the device: what it was computing is lost
+            return False
+        return True
+
+    return synchronize
