@@ -21,8 +21,10 @@ from nbaccel.errors import PeerFailed
 
 __all__ = [
     "DEVICE_BACKENDS",
+    "Settling",
     "abort_device_groups",
     "device_parts",
+    "end_device_groups",
     "forget_abort",
     "is_aborted",
     "refuse_if_aborted",
@@ -56,12 +58,12 @@ class _Abort:
             self.forget()
         return self.is_set
 
-    def begin(self) -> None:
+    def begin(self, spoils: bool) -> None:
         """Set the fact, then begin to abort what is not being aborted yet."""
         with self._lock:
-            self.is_set, self._world = True, _world()
-            if self._hook is None:
-                self._hook = _hold_steps()
+            if spoils:
+                self.is_set, self._world = True, _world()
+                self._hook = self._hook or _hold_steps()
             for part in device_parts():
                 if not any(part is known for known, _ in self._parts):
                     # One thread for each: a communicator's abort waits for its kernels, which may be queued behind
@@ -94,15 +96,16 @@ def is_aborted() -> bool:
     return _abort_of_this_process.holds
 
 
-def abort_device_groups(limit_s: float = _ABORT_S) -> bool:
+def abort_device_groups(limit_s: float = _ABORT_S, *, spoils: bool = True) -> bool:
     """End what this rank waits for in its device, in all of its process groups; of any thread, and any number of times.
 
     Never raises. Returns whether all aborts have come back within `limit_s`; the others go on in threads of their own.
     Nothing happens without a group of `DEVICE_BACKENDS`.
+    spoils: False if nothing was under way, so that all this rank has is whole.
     """
     if not uses_device():
         return True
-    _abort_of_this_process.begin()
+    _abort_of_this_process.begin(spoils)
     return _abort_of_this_process.wait(limit_s)
 
 
@@ -135,16 +138,44 @@ def settle(limit_s: float) -> bool:
 
     Without a group on a device there is nothing to wait for. The wait ends at `limit_s`, or by an abort.
     """
-    if not uses_device():
-        return True
-    synchronize = _synchronizer()
-    done: list[bool] = []
-    thread = threading.Thread(target=lambda: done.append(synchronize()), name="nbaccel-settle", daemon=True)
-    thread.start()
+    return not uses_device() or Settling().wait(limit_s)
+
+
+class Settling:
+    """Waits for this rank's device, in a thread of its own: CUDA's wait hears no interrupt and has no limit."""
+
+    def __init__(self) -> None:
+        self._synchronize = _synchronizer()
+        self._is_settled = False
+        self._thread = threading.Thread(target=self._run, name="nbaccel-settle", daemon=True)
+        self._thread.start()
+
+    def wait(self, limit_s: float) -> bool:
+        """Return whether it is done, and nothing was aborted; after `limit_s`, or an abort, at the latest."""
+        deadline = time.monotonic() + limit_s
+        while self._thread.is_alive() and not is_aborted() and time.monotonic() < deadline:
+            self._thread.join(_POLL_S)
+        return self._is_settled and not is_aborted()
+
+    def _run(self) -> None:
+        self._is_settled = self._synchronize()
+
+
+def end_device_groups(limit_s: float) -> bool:
+    """End the groups on a device of which nothing is under way; whether they have ended, within `limit_s`.
+
+    Regularly if the peers come for that too, as those of one machine have to; else by an abort, which spoils nothing.
+    """
+    parts = device_parts()
+    threads = [threading.Thread(target=_shut, args=(part,), name="nbaccel-shut", daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
     deadline = time.monotonic() + limit_s
-    while thread.is_alive() and not is_aborted() and time.monotonic() < deadline:
-        thread.join(_POLL_S)
-    return done == [True] and not is_aborted()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if not any(thread.is_alive() for thread in threads):
+        return True
+    return abort_device_groups(limit_s, spoils=False)
 
 
 def _world() -> Any:
@@ -181,6 +212,13 @@ def _part(place: tuple[Any, str]) -> Any:
     except (RuntimeError, AttributeError):  # a group of a backend that is a ProcessGroup itself
         return group
     return getattr(part, "wrapped_pg", part)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def _shut(part: Any) -> None:
+    try:
+        (getattr(part, "shutdown", None) or part._shutdown)()  # the latter by torch before 2.7
+    except Exception:  # what is left of it ends with the process
+        return
 
 
 def _abort(part: Any) -> None:

@@ -63,6 +63,7 @@ class DeviceLike(dist.ProcessGroup):
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._aborted = threading.Event()
         self.is_stuck = False  # whether an abort does not come back
+        self.ends_with_peers = False  # whether a regular end waits for the peers', who do not come
         self.abort_waits_for: DeviceLike | None = None  # a group whose abort this one's needs
         self.issued = 0
         threading.Thread(target=self._run, name="devicelike", daemon=True).start()
@@ -110,6 +111,8 @@ class DeviceLike(dist.ProcessGroup):
     def shutdown(self) -> None:
         """As `ncclCommFinalize`: returns when all that is queued has ended."""
         self.drain()
+        if self.ends_with_peers:
+            self.wait_for_abort()
 
     # -- the queue
 

@@ -42,6 +42,7 @@ READS_ENVIRONMENT = {
     "launch/start.py": "sets a variable around the start, unless the user has",
     "launch/rank/foreign/oneprocess.py": "the variables by which transformers and accelerate speak to each other",
     "launch/rank/foreign/one_run.py": "the variables by which wandb's user chooses a mode and a group",
+    "train/talk/process_group.py": "the variable by which torch's watchdog is told to leave errors to the program",
     "train/logs.py": "the level that programs written for Accelerate choose",
 }
 

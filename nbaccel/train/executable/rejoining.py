@@ -57,8 +57,8 @@ def _rejoin(module: DistributedDataParallel, source: int) -> None:
 def _share_state(optimizer: Optimizer, source: int) -> None:
     """Take the state of rank `source`, each tensor where this rank's parameter lies. Collective.
 
-    Tensors travel one by one and by themselves. In a pickle they would lie on the GPU of `source` in every rank, and all
-    at once, when memory has just run out.
+    Tensors travel one by one and by themselves. In a pickle they would be of `source`'s GPU in every rank, and all at
+    once, when memory has just run out.
     """
     state = optimizer.state_dict()
     places = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]

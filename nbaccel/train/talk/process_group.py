@@ -6,6 +6,8 @@ a rank ran out of memory, is formed anew among the same ranks.
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -16,7 +18,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from nbaccel.aborting import forget_abort
+from nbaccel.aborting import (
+    Settling,
+    abort_device_groups,
+    device_parts,
+    end_device_groups,
+    forget_abort,
+    is_aborted,
+    settle,
+    uses_device,
+)
 from nbaccel.events import CollectiveEntered, GroupRenewed, Waiting, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.talk.collectives import GroupCollectives
@@ -25,6 +36,12 @@ from nbaccel.world import World
 __all__ = ["GroupOptions", "process_group"]
 
 _LOOK_UP = timedelta(seconds=0.5)
+
+_SETTLE_S = 1.0
+"""How long a rank that ends its group with an error on its way waits for its device, and again for an abort."""
+
+_END_S = 5.0
+"""How long the end of a group may take in which nothing is under way, or its abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +143,8 @@ class ProcessGroup:
             # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
             # drop the last collective's tensors (a hang, now and then). At the next end they are idle.
             self._retired = self._group
-            dist.destroy_process_group()
+            if not uses_device() or _end_on_device():
+                dist.destroy_process_group()
         self._group = self._talk = None
 
     def meeting_place(self) -> MeetingPlace:
@@ -155,7 +173,7 @@ class ProcessGroup:
         self._renewed += 1
         emit(GroupRenewed(self._renewed))
         _meet(store, World(lost.rank, lost.world_size, lost.rank, lost.world_size), timeout)
-        _init(lost.backend, store, lost.rank, lost.world_size, timeout, self._device)
+        _init(lost.backend, store, lost.rank, lost.world_size, lost.timeout, self._device)
         self._renewed_group = dist.group.WORLD
         if self._talk is not None:
             self._group = dist.group.WORLD
@@ -185,7 +203,13 @@ class ProcessGroup:
         self._options = options
         store = dist.PrefixStore(f"nbaccel/{self._formed}", self._store)
         _meet(store, world, timeout)
-        _init(options.backend or _fitting(device, world), store, world.rank, world.world_size, timeout, device)
+        backend = options.backend or _fitting(device, world)
+        if world.local_world_size < world.world_size and backend != "gloo":
+            # When ranks abort because one ran out of memory, a peer on another machine may see a connection close
+            # before it has begun to. Torch's watchdog ends the process for that, a minute later; with 0 it is an error
+            # where somebody waits. A collective that hangs still ends the process, by the monitor of the watchdog.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        _init(backend, store, world.rank, world.world_size, options.timeout, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +220,28 @@ class _Lost:
     timeout: timedelta | None
     rank: int
     world_size: int
+
+
+def _end_on_device() -> bool:
+    """End the groups on this rank's device, as far as they have to be waited for; whether that could be done.
+
+    NCCL's own end waits for all that is enqueued, deaf to interrupts. While an error is on its way that may be for
+    ever, and this rank has not told anybody of its error yet. Otherwise it is for peers who are late: that wait looks
+    up, and whoever knows that they will not come ends it.
+    """
+    if sys.exception() is not None:
+        return end_device_groups(_END_S) if settle(_SETTLE_S) else abort_device_groups(_SETTLE_S)
+    settling, waited_s = Settling(), 0.0
+    try:
+        while not settling.wait(_LOOK_UP.total_seconds()):
+            if is_aborted():
+                return abort_device_groups(_END_S)
+            waited_s += _LOOK_UP.total_seconds()
+            emit(Waiting("the end of the process group", waited_s))
+    except BaseException:
+        abort_device_groups(_END_S)
+        raise
+    return end_device_groups(_END_S)
 
 
 def another(store: Any) -> Any:
@@ -214,8 +260,9 @@ def _root(store: Any) -> Any:
 
 
 def _init(
-    backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device | None
+    backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta | None, device: torch.device | None
 ) -> None:
+    """timeout: None for torch's own, which is 10 minutes for NCCL and 30 for the others."""
     dist.init_process_group(
         backend,
         store=store,
@@ -224,6 +271,10 @@ def _init(
         timeout=timeout,
         device_id=device if _connects_early(backend, device) else None,
     )
+    if timeout is None and backend is not None and ":" in backend:
+        for part in device_parts():  # torch gives both parts of "cpu:gloo,cuda:nccl" the longer one
+            if hasattr(part, "_set_default_timeout") and c10d.default_pg_nccl_timeout is not None:
+                part._set_default_timeout(c10d.default_pg_nccl_timeout)
     if backend == "gloo":
         # gloo returns on each rank when that rank's connections stand. One that is done quickly could leave while
         # a peer still connects, and the peer would fail.

@@ -1,0 +1,180 @@
+"""The end of a process group on a device: regular, late, with an error on its way, or never coming."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import devicelike
+from nbaccel import Accelerator, InitProcessGroupKwargs
+from nbaccel.aborting import is_aborted
+from nbaccel.events import Event, Waiting, outlet
+from nbaccel.testing import run_ranks
+from nbaccel.train.talk import process_group as module
+from nbaccel.train.talk.process_group import GroupOptions, ProcessGroup
+from nbaccel.world import World
+
+CUDA = torch.device("cuda", 0)
+
+
+def _accelerator() -> Accelerator:
+    devicelike.install()
+    return Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=devicelike.NAME)])
+
+
+def _fails_with_a_sum_enqueued() -> tuple[float, str, bool, bool]:
+    accelerator = _accelerator()
+    began, told = time.monotonic(), ""
+    if not accelerator.is_main_process:
+        try:
+            try:
+                dist.all_reduce(torch.ones(1), async_op=True)  # which the peer never joins
+                raise ValueError("expected 10 classes, got 11")
+            finally:
+                accelerator.end_training()
+        except ValueError as error:
+            told = str(error)
+    return time.monotonic() - began, told, is_aborted(), dist.is_initialized()
+
+
+def test_end_training_with_an_error_on_its_way_does_not_wait_for_what_is_enqueued() -> None:
+    _, (seconds, text, is_cut, is_left) = run_ranks(2, _fails_with_a_sum_enqueued)
+    assert seconds < 5
+    assert text == "expected 10 classes, got 11"
+    assert (is_cut, is_left) == (True, False)
+
+
+def _fails_with_nothing_enqueued() -> tuple[bool, bool, float]:
+    accelerator = _accelerator()
+    total = float(accelerator.reduce(torch.ones(())))
+    try:
+        raise KeyError("image")
+    except KeyError:
+        accelerator.end_training()
+    return is_aborted(), dist.is_initialized(), total
+
+
+def test_an_end_with_nothing_under_way_is_regular_also_while_an_error_is_handled() -> None:
+    assert run_ranks(2, _fails_with_nothing_enqueued) == [(False, False, 2.0)] * 2
+
+
+def _ends_before_its_peer_has_come() -> tuple[float, list[str], bool]:
+    accelerator = _accelerator()
+    store = dist.PrefixStore("late", module.process_group._store)
+    total = torch.ones(1)
+    waits: list[str] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Waiting):
+            waits.append(event.call)
+            store.set("waits", "1")
+
+    if accelerator.is_main_process:
+        dist.all_reduce(total, async_op=True)
+        with outlet(hear):
+            accelerator.end_training()
+    else:
+        store.get("waits")
+        dist.all_reduce(total)
+        accelerator.end_training()
+    return float(total), waits, is_aborted()
+
+
+def test_a_regular_end_waits_for_a_peer_that_is_late() -> None:
+    """And looks up meanwhile."""
+    early, late = run_ranks(2, _ends_before_its_peer_has_come)
+    assert early[0] == late[0] == 2.0
+    assert set(early[1]) == {"the end of the process group"}
+    assert (early[2], late[2]) == (False, False)
+
+
+def _is_told_that_its_peer_will_not_come() -> tuple[str, bool]:
+    accelerator = _accelerator()
+
+    def know(event: Event) -> None:
+        if isinstance(event, Waiting):
+            raise KeyboardInterrupt
+
+    if accelerator.is_main_process:
+        dist.all_reduce(torch.ones(1), async_op=True)
+        try:
+            with outlet(know):
+                accelerator.end_training()
+        except KeyboardInterrupt:
+            return "stopped", is_aborted()
+    return "", is_aborted()
+
+
+def test_a_regular_end_is_ended_by_whoever_knows_that_the_peer_will_not_come() -> None:
+    assert run_ranks(2, _is_told_that_its_peer_will_not_come) == [("stopped", True), ("", False)]
+
+
+def _ends_alone(folder: str) -> tuple[float, list[str], bool]:
+    accelerator = _accelerator()
+    module._END_S = 0.2
+    began = time.monotonic()
+    if accelerator.is_main_process:
+        devicelike.world().ends_with_peers = True
+        accelerator.end_training()
+        accelerator.save({"w": torch.ones(1)}, f"{folder}/w.pt")
+    return time.monotonic() - began, os.listdir(folder), dist.is_initialized()
+
+
+def test_an_end_for_which_the_peers_do_not_come_spoils_nothing(tmp_path: Any) -> None:
+    (seconds, files, is_left), _ = run_ranks(2, _ends_alone, str(tmp_path))
+    assert seconds < 5
+    assert files == ["w.pt"]
+    assert not is_left
+
+
+class _Init:
+    """Stands for torch's `init_process_group`."""
+
+    def __init__(self) -> None:
+        self.timeout: Any = "none was passed"
+
+    def __call__(self, *args: Any, timeout: timedelta | None = None, **kwargs: Any) -> None:
+        self.timeout = timeout
+
+
+@pytest.mark.parametrize("chosen", [None, timedelta(minutes=3)])
+def test_torch_s_own_time_limit_holds_where_nobody_has_chosen_one(
+    monkeypatch: pytest.MonkeyPatch, chosen: timedelta | None
+) -> None:
+    """It is shorter for NCCL than for gloo."""
+    init = _Init()
+    monkeypatch.setattr(module.dist, "init_process_group", init)
+    _form(World(0, 2, 0, 2), GroupOptions("nccl", chosen), monkeypatch)
+    assert init.timeout == chosen
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "backend", "set_already", "found"),
+    [(1, "nccl", None, "0"), (2, "nccl", None, None), (1, "nccl", "1", "1"), (1, "gloo", None, None)],
+)
+def test_between_machines_torch_s_watchdog_leaves_errors_of_nccl_to_the_program(
+    monkeypatch: pytest.MonkeyPatch, local_world_size: int, backend: str, set_already: str | None, found: str | None
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(name, "x")  # so that it is put back
+    if set_already is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, set_already)
+    monkeypatch.setattr(module.dist, "init_process_group", _Init())
+    monkeypatch.setattr(module.dist, "barrier", lambda: None)
+    _form(World(0, 2, 0, local_world_size), GroupOptions(backend), monkeypatch)
+    assert os.environ.get(name) == found
+
+
+def _form(world: World, options: GroupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_meet", lambda *args: None)
+    group = ProcessGroup()
+    group._store, group._world = dist.HashStore(), world
+    group._form(world, CUDA, options)
