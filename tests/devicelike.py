@@ -188,10 +188,10 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-def install() -> None:
+def install(kind: type[DeviceLike] = DeviceLike) -> None:
     """Let this process form such groups, and take them for groups on a device."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, DeviceLike, devices=["cpu"])
+        dist.Backend.register_backend(NAME, kind, devices=["cpu"])
     aborting.DEVICE_BACKENDS.add(NAME)
 
     def synchronizer() -> Callable[[], bool]:

@@ -31,6 +31,7 @@ from nbaccel.aborting import (
 from nbaccel.events import CollectiveEntered, GroupRenewed, Waiting, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.talk.collectives import GroupCollectives
+from nbaccel.train.talk.warm_up import warm_up
 from nbaccel.world import World
 
 __all__ = ["GroupOptions", "process_group"]
@@ -281,6 +282,8 @@ def _init(
         dist.barrier()
     elif backend is not None and "gloo" in _kinds(backend):
         dist.all_reduce(torch.zeros(1, device="cpu"))  # the same; torch's barrier would be the device's
+    if device is not None and uses_device():
+        warm_up(rank, world_size, device)
 
 
 def _fitting(device: torch.device, world: World) -> str:
