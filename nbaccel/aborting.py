@@ -23,11 +23,14 @@ __all__ = [
     "DEVICE_BACKENDS",
     "Settling",
     "abort_device_groups",
+    "can_renew",
     "device_parts",
     "end_device_groups",
     "forget_abort",
     "is_aborted",
+    "on_renewal",
     "refuse_if_aborted",
+    "renew",
     "settle",
     "uses_device",
 ]
@@ -49,6 +52,7 @@ class _Abort:
         self._world: Any = None  # the default group that was aborted
         self._parts: list[tuple[Any, threading.Thread]] = []
         self._hook: Any = None
+        self.renewal: Callable[[int, int], None] | None = None
         self._lock = threading.RLock()  # an interrupt may come in here, and who handles it may abort too
 
     @property
@@ -112,6 +116,25 @@ def abort_device_groups(limit_s: float = _ABORT_S, *, spoils: bool = True) -> bo
 def forget_abort() -> None:
     """Record that the groups which were aborted are no longer in use."""
     _abort_of_this_process.forget()
+
+
+def on_renewal(renewal: Callable[[int, int], None]) -> None:
+    """Let `renew` call ``renewal(source, number)``. Said by whoever knows what was trained in this process."""
+    _abort_of_this_process.renewal = renewal
+
+
+def can_renew() -> bool:
+    """Whether somebody in this process knows how its groups are formed anew."""
+    return _abort_of_this_process.renewal is not None
+
+
+def renew(source: int, number: int) -> None:
+    """Form the default group of this process anew, after it was aborted. Collective.
+
+    source: the rank whose state counts.  number: that no renewal before had, equal on all ranks.
+    """
+    assert _abort_of_this_process.renewal is not None, "renew() without on_renewal()"
+    _abort_of_this_process.renewal(source, number)
 
 
 def refuse_if_aborted(what: str) -> None:

@@ -207,6 +207,16 @@ def install(kind: type[DeviceLike] = DeviceLike) -> None:
     aborting._synchronizer = synchronizer
 
 
+def setup_rank(namespace: dict[str, Any]) -> None:
+    """As ``nbaccel.train.setup:setup_rank``, with such a group."""
+    from nbaccel import Accelerator, InitProcessGroupKwargs
+    from nbaccel.train.executable.renewal import renew
+
+    install()
+    aborting.on_renewal(renew)
+    namespace["accelerator"] = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=NAME)])
+
+
 def world() -> DeviceLike:
     """The default group."""
     group: Any = dist.group.WORLD

@@ -106,17 +106,20 @@ class Crew:
             self.members.append(Member(rank, process, channel, spec.stays))
             self.pipes += [MarkedPipe(out, rank, "stdout", nonce), MarkedPipe(err, rank, "stderr", nonce)]
 
-    def give(self, task: str, parcel: Parcel, outsiders: Collection[int]) -> None:
+    def give(
+        self, task: str, parcel: Parcel, outsiders: Collection[int], renewal: tuple[int, int] | None = None
+    ) -> None:
         """Give ranks that stay, and have nothing to do, another task.
 
         task: its class's reference.  parcel: from which it unpacks itself.  outsiders: ranks that do not get it.
+        renewal: with which they form their groups anew before; the rank whose state counts, and a number of its own.
         """
         gone = [member.rank for member in self.members if member.has_ended]
         absent = sorted({*outsiders, *gone})
         self.page.begin(absent)
         for member in self.members:
             member.begin(takes_part=member.rank not in absent)
-        order = {"op": "task", "task": task, "outsiders": absent}
+        order = {"op": "task", "task": task, "outsiders": absent, "renewal": renewal}
         for member in self.members:
             if member.is_working:
                 with contextlib.suppress(OSError):  # it has died meanwhile: its pidfd will tell

@@ -28,6 +28,8 @@ _TERM_TO_KILL_S = 0.5
 _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
 _HUNG_S = 2.0
+_CUT_S = 0.5  # ranks that hear an interrupt come back sooner, and need nothing to be cut
+_CUT_TAKES_S = 10.0  # an abort of NCCL's; mostly it takes some 0.1 s
 _ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
@@ -118,15 +120,22 @@ class BreakingHang(Aborting):
 class Untangling(BreakingHang):
     """A rank failed, or none gets on, and the ranks stay. Rank 0 is kept if one can be: what was trained is there.
 
-    A rank that waits inside torch for the failed one hears no interrupt. If it is rank 0, those that are through leave,
-    which ends its waiting; if it is another, it has to go.
+    A rank that waits inside torch for the failed one hears no interrupt. If it waits in its device, the page says that
+    this is to be ended. If it is rank 0, those that are through leave, which ends its waiting in a connection; if it is
+    another, it has to go.
     """
 
     _lets_go = False
+    _has_cut = False
 
     def advance(self, now: float) -> None:
         first, *others = self.members
-        if first.is_working and not self._lets_go and now > self.began + _HUNG_S / 2:
+        if not self._has_cut and now > self.began + _CUT_S and any(member.is_working for member in self.members):
+            self._has_cut = self._page.is_cut = True
+            if any(self._page.hears_cuts(member.rank) for member in self.members):
+                self._patience_s += _CUT_TAKES_S
+        patience_s = _HUNG_S / 2 + (_CUT_TAKES_S if self._page.hears_cuts(first.rank) else 0)
+        if first.is_working and not self._lets_go and now > self.began + patience_s:
             self._lets_go = True
             self._patience_s += _PATIENCE_S
             for member in others:

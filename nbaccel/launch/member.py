@@ -15,7 +15,20 @@ from nbaccel.launch.report import Link
 from nbaccel.launch.snapshot import Snapshot
 from nbaccel.launch.wire.channel import Channel
 
-__all__ = ["Member", "Report"]
+__all__ = ["Cut", "Member", "Report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What has become of a rank's groups on a device.
+
+    is_cut: they were aborted.  is_sound: what the rank has is none of what that leaves.
+    obstacle: why they cannot be formed anew; empty if they can.
+    """
+
+    is_cut: bool
+    is_sound: bool
+    obstacle: str
 
 
 @dataclass(slots=True)
@@ -25,7 +38,7 @@ class Report:
     status: "ok", "stopped" (by our stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
     parcel_fd: memfd of its values; whoever takes the report closes it.  snapshot: what it was doing.
     names: the rank's, where it stays.  sequence: how many collectives torch has issued in the default process group;
-    None without one.
+    None without one.  cut: of its groups on a device, where it stays and has some.
     """
 
     status: str
@@ -37,6 +50,7 @@ class Report:
     snapshot: Snapshot = field(default_factory=Snapshot)
     names: frozenset[str] = frozenset()
     sequence: int | None = None
+    cut: Cut | None = None
 
     @classmethod
     def from_frame(cls, message: dict[str, Any], fds: list[int]) -> Report:
@@ -50,6 +64,7 @@ class Report:
             Snapshot.from_json(message["snapshot"]),
             frozenset(message["names"]),
             message["sequence"],
+            None if message["cut"] is None else Cut(**message["cut"]),
         )
 
     @classmethod

@@ -63,6 +63,9 @@ class Residents:
         self._standings: dict[int, Standing] = {}
         self._gone: dict[int, str] = {}
         self._out_of_step = ""
+        self._spoilt: list[int] = []
+        self._source: int | None = None
+        self._renewals = 0
         self._is_at_work = False
         self._compare(ended, (), "the start")
 
@@ -91,6 +94,10 @@ class Residents:
         insiders = [rank for rank in alive if rank not in outsiders]
         absent = [rank for rank in range(self.spec.world_size) if rank not in insiders]
         spec = replace(self.spec, task=task, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
+        renewal = None
+        if self._source is not None and not absent:
+            self._renewals += 1
+            renewal, self._source = (self._source, self._renewals), None
         host, witness, log_path = HostMemory(), Witness(), self._new_log()
         with self._lock, self._at_work():
             self.home.there = frozenset.intersection(*(self._names[rank] for rank in insiders))
@@ -103,7 +110,7 @@ class Residents:
                         spec,
                         log,
                         witness,
-                        begin=lambda fds: self._crew.give(task.reference, parcel, absent),
+                        begin=lambda fds: self._crew.give(task.reference, parcel, absent, renewal),
                         outsiders=absent,
                     )
             except BaseException:  # the group has buried them all
@@ -181,10 +188,46 @@ class Residents:
             elif report is not None:
                 self._names[member.rank] = report.names
                 self._standings[member.rank] = self._standing(member.rank, report.sequence, ended, bool(outsiders))
-        if places := out_of_step(self._standings):
+        if self._is_cut(ended):
+            self._mend(ended, title)
+        elif places := out_of_step(self._standings):
             self._out_of_step = (
                 f"the ranks are out of step since {title}, and the next collective could hang ({places})"
             )
+
+    def _is_cut(self, ended: Ended) -> bool:
+        """Whether a rank's exchanges over its device were ended in this task, or were before and still are."""
+        cuts = [report.cut for report in ended.reports if report is not None and report.cut is not None]
+        return self._source is not None or any(cut.is_cut for cut in cuts) or (self._crew.page.is_cut and bool(cuts))
+
+    def _mend(self, ended: Ended, title: str) -> None:
+        """Find out how the ranks can go on whose exchanges were ended; all have to end theirs."""
+        cuts = {rank: report.cut for rank, report in enumerate(ended.reports) if report is not None and report.cut}
+        if self._source is not None and len(cuts) < self.spec.world_size:
+            return  # some took no part in this task, and know what they knew
+        self._crew.page.is_cut = True
+        sound = [rank for rank, cut in cuts.items() if cut.is_sound]
+        reasons = [f"{cut.obstacle} in rank {rank}" for rank, cut in cuts.items() if cut.obstacle]
+        if len(cuts) < self.spec.world_size:
+            reasons.append("not all of them can say what they have")
+        elif not sound:
+            reasons.append("no rank was done with what its device had to do")
+        self._spoilt = [rank for rank, cut in cuts.items() if not cut.is_sound]
+        if reasons:
+            self._out_of_step = (
+                f"the exchanges between the ranks were ended in {title}, since one of them failed while others waited "
+                f"for it in their devices, and they cannot be begun anew: {'; '.join(reasons)}"
+            )
+        else:
+            self._source = ended.first_failed if ended.first_failed in sound else sound[0]
+
+    @property
+    def news(self) -> str:
+        """What the next cell does before all else; empty if that is nothing."""
+        if self._source is None:
+            return ""
+        spoilt = f"; until then pull from rank {self._source}" if self._spoilt else ""
+        return f"the next cell connects them anew, and trains on from what rank {self._source} has{spoilt}"
 
     def _standing(self, rank: int, issued: int | None, ended: Ended, is_partial: bool) -> Standing:
         """Steps count where a rank failed: in a run that went well a rank may have had a loop of its own."""

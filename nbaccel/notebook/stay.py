@@ -198,7 +198,8 @@ class Stay:
         elif trouble := self.residents.trouble:
             self._say(f"{trouble}; {self._ways_out()}")
         elif error is not None:
-            self._say("the ranks live on, with what they have")
+            news = f"; {self.residents.news}" if self.residents.news else ""
+            self._say(f"the ranks live on, with what they have{news}")
 
     def _outsiders(self, asked: Options) -> list[int]:
         size = self.residents.spec.world_size

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbaccel.aborting import on_renewal
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
+from nbaccel.train.executable.renewal import renew
 from nbaccel.train.implicit.devices import use_own_device
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.train.seeding import set_seed
@@ -34,6 +36,8 @@ def setup_rank(namespace: dict[str, Any] | None, binds_accelerator: bool = True)
         set_seed(settings.seed, device_specific=not settings.seeds_alike)
     if namespace is not None and binds_accelerator and "accelerator" not in namespace:
         namespace["accelerator"] = Accelerator()
+    if world.is_distributed:
+        on_renewal(renew)
     if not world.is_distributed or settings.independent or settings.strict:
         return None
     return ImplicitTraining(world, settings)

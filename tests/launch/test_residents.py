@@ -383,3 +383,90 @@ def test_other_ranks_hold_nothing_of_those_that_stay(ranks: Make) -> None:
 def test_ranks_that_fail_to_settle_leave_nothing(launcher: Launcher, start_method: str) -> None:
     with pytest.raises(Exception, match="nothing_there"):
         Ranks(launcher, start_method, "nbaccel.train.setup:nothing_there", {})
+
+
+def _missing(us: Ranks) -> dict[str, str]:
+    report = us.outcome.ended.reports[0] if us.outcome else None
+    return {} if report is None else report.missing
+
+
+DEVICE = "devicelike:setup_rank"
+NET = """
+import torch, torch.distributed as dist, devicelike
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(net.parameters(), 0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+losses = []
+def step():
+    loss = net(torch.ones(2, 4) * (1 + accelerator.process_index)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    losses.append(float(accelerator.gather(loss.detach()).mean()))
+def weights():
+    return torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+"""
+WAITS = {
+    "gather": "accelerator.gather(torch.ones(1))",
+    "torch": "total = torch.ones(1); dist.all_reduce(total, async_op=True).wait(); seen = float(total)",
+    "behind a step": (
+        "total = torch.ones(4)\n"
+        "dist.all_reduce(total, async_op=True)\n"
+        "devicelike.world().later(lambda: accelerator.unwrap_model(net).weight.data.add_(total))\n"
+        "scheduler.step()\n"
+        "devicelike.world().drain()"
+    ),
+}
+"""Where rank 0 is when rank 1 fails; what is queued there in the last case is a step upon half a sum."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", WAITS)
+def test_rank_0_is_woken_from_its_device_when_another_fails_and_the_next_cell_trains(ranks: Make, wait: str) -> None:
+    """From the state that the rank that failed has: rank 0 may have stepped on half a sum."""
+    us = ranks(DEVICE)
+    us.cell(NET)
+    us.cell("step()\nbefore = weights()", out=("before",))
+    assert us.error is None
+    code = "\n    ".join(WAITS[wait].splitlines())
+    us.cell(f"if accelerator.process_index: 1 / 0\nelse:\n    {code}")
+    assert isinstance(us.error, ZeroDivisionError)
+    assert us.residents.alive == [0, 1]
+    assert us.residents.trouble == ""
+    assert us.residents.news == (
+        "the next cell connects them anew, and trains on from what rank 1 has; until then pull from rank 1"
+    )
+    assert us.pull("losses") == {}
+    assert _missing(us) == {
+        "losses": "this rank was woken in the middle of an exchange with one that failed, and may hold parts of a sum"
+    }
+    before = us.pull("before", rank=1)["before"]
+
+    us.cell("with torch.no_grad(): net(torch.ones(1, 4))\nafter = weights()\nstep()\nlast = weights()")
+    assert us.error is None
+    for rank in range(WORLD_SIZE):
+        assert us.pull("after", rank=rank)["after"] == before
+    told = [us.pull("last", "losses", rank=rank) for rank in range(WORLD_SIZE)]
+    assert told[0]["last"] == told[1]["last"] != before
+    assert told[0]["losses"] == told[1]["losses"]
+    us.cell("rates = scheduler.get_last_lr()")
+    assert [us.pull("rates", rank=rank)["rates"] for rank in range(WORLD_SIZE)] == [[0.1 * 0.5**4]] * 2
+    assert us.residents.news == ""
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_be_connected_anew_say_why(ranks: Make) -> None:
+    us = ranks(DEVICE)
+    us.cell("import torch, torch.distributed as dist\nown = dist.new_group([0, 1])")
+    us.cell("if accelerator.process_index: 1 / 0\naccelerator.gather(torch.ones(1))")
+    assert isinstance(us.error, ZeroDivisionError)
+    assert us.residents.trouble == (
+        "the exchanges between the ranks were ended in Cell In[1], since one of them failed while others waited for it "
+        "in their devices, and they cannot be begun anew: 1 process group(s) of the program's own (new_group, a device "
+        "mesh) are lost in rank 0; 1 process group(s) of the program's own (new_group, a device mesh) are lost in rank "
+        "1"
+    )
+    assert us.residents.alive == [0, 1]

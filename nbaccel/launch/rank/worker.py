@@ -19,10 +19,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
+from nbaccel.aborting import renew, uses_device
 from nbaccel.errors import RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.home import Home
 from nbaccel.launch.rank.calls import CallLog
+from nbaccel.launch.rank.cut import SPOILT, CutWatch
 from nbaccel.launch.rank.debugger import debugging
 from nbaccel.launch.rank.ended_groups import keep_ended_groups
 from nbaccel.launch.rank.farewell import Farewell
@@ -136,6 +138,8 @@ class _Rank:
         refuse_logins(self.rank)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self._peers = PeerWatch(self.page, self.rank)
+        self._cut = CutWatch(self.page)
+        self._renewal: tuple[int, int] | None = None
         self.calls = CallLog(self._peers)
         self._one_training = OneTraining(self.page, boot.world, self._collectives)
         self._one_bar = OneBar(boot.world)
@@ -208,6 +212,7 @@ class _Rank:
         watch = None if self._outsiders else self._task_watch
         try:
             with self._children, self.interrupt:
+                self._begin_with_groups(task)
                 if watch is not None:
                     watch.begin(task.namespace)
                 self._one_training.begin(self._outsiders, watch)
@@ -223,6 +228,16 @@ class _Rank:
                 watch.stop()
             raise
 
+    def _begin_with_groups(self, task: Task) -> None:
+        """Form groups anew that were cut short, and listen for the word that they are to be. Of ranks that stay."""
+        if self._renewal is not None:
+            renew(*self._renewal)
+        if task.home is not None:
+            self._cut.begin()
+            self._cut.enter()
+            if uses_device():
+                self.page.hear_cuts(self.rank)
+
     def _of_batches(self, names: Collection[str], namespace: dict[str, Any] | None) -> list[str]:
         """Those of `names` that stand for what the program made for one batch."""
         found: list[str] = []
@@ -236,7 +251,10 @@ class _Rank:
     def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:
         """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""
         chain = [] if error is None else describe(error)  # first: it says how full the memory was
+        cut = None if task is None or task.home is None else self._cut.look()
         results = Results() if task is None else _results_of(task, self.rank)
+        if self._cut.is_spoilt:
+            results = Results(missing={**results.missing, **dict.fromkeys(results.values, SPOILT)})
         namespace = None if task is None else task.namespace
         anchors = {} if task is None else task.anchors()
         values = {f"out:{name}": value for name, value in results.values.items()}
@@ -275,6 +293,7 @@ class _Rank:
             "snapshot": snapshot.to_json(),
             "names": [] if home is None else list(home.namespace),
             "sequence": _sequence_number(),
+            "cut": cut,
         }
         self.channel.send(message, [parcel.fd])
         os.close(parcel.fd)
@@ -304,6 +323,7 @@ class _Rank:
         self.interrupt.forget()
         self._gate.begin()
         self._outsiders = message["outsiders"]
+        self._renewal = message["renewal"]
         self._peers.begin(message["outsiders"])
         self.reporter.route(Loss, self._peers.refuse_backward if message["outsiders"] else None)
         return message, fds[0]

@@ -48,6 +48,7 @@ _STOP = 0  # u8: the kernel asks every rank to stop
 _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
 _SAVES_ITSELF = 2  # u8: a rank saves itself at a stop
 _STOP_WANTED = 3  # u8: a rank asks for a stop
+_IS_CUT = 4  # u8: what ranks wait for in their devices can never be complete
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
@@ -58,6 +59,7 @@ _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
 _COUNT_BITS = 40  # of that number; those above say how often the group was renewed
 _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
+_HEARS_CUTS_AT = 50  # u8
 _TIME_LIMIT = struct.Struct("@dd")  # when it is over, and how long it was, in seconds; 0: there is none
 _TIME_LIMIT_AT = 56
 _STOPPED = struct.Struct("@q")  # training steps that were complete when it left, and one more; 0: it has not
@@ -256,6 +258,22 @@ class ControlPage:
     @stop_wanted.setter
     def stop_wanted(self, is_wanted: bool) -> None:
         self._map[_STOP_WANTED] = is_wanted
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks are to end what they wait for in their devices, where a peer that has failed never comes."""
+        return bool(self._map[_IS_CUT])
+
+    @is_cut.setter
+    def is_cut(self, is_cut: bool) -> None:
+        self._map[_IS_CUT] = is_cut
+
+    def hear_cuts(self, rank: int) -> None:
+        """Say that `rank` has groups on a device, and ends its waits there when the page says so."""
+        self._map[_HEADER + rank * _SLOT + _HEARS_CUTS_AT] = 1
+
+    def hears_cuts(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _HEARS_CUTS_AT])
 
     @property
     def stop_requested(self) -> bool:

@@ -148,11 +148,16 @@ class ProcessGroup:
                 dist.destroy_process_group()
         self._group = self._talk = None
 
-    def meeting_place(self) -> MeetingPlace:
-        """A place beside the group's own, and empty; the n-th call of one rank finds the n-th of its peers."""
-        self._meetings += 1
+    def meeting_place(self, name: str = "") -> MeetingPlace:
+        """A place beside the group's own, and empty.
+
+        name: nobody has met there. Without one the n-th call of one rank finds the n-th of its peers.
+        """
+        if not name:
+            self._meetings += 1
+            name = f"meeting{self._meetings}"
         base = c10d._get_default_store() if self._store is None else self._store
-        return MeetingPlace(another(base), another(base), f"nbaccel/meeting{self._meetings}")
+        return MeetingPlace(another(base), another(base), f"nbaccel/{name}")
 
     def drop(self) -> None:
         """Leave the default group, whoever formed it; its connections are cut already. `renew` follows."""

@@ -16,15 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbaccel.aborting import DEVICE_BACKENDS, abort_device_groups, refuse_if_aborted
+from nbaccel.aborting import DEVICE_BACKENDS, abort_device_groups, refuse_if_aborted, settle
 from nbaccel.events import Waiting, emit
 
 __all__ = ["Transport"]
 
 _LOOK_UP = timedelta(seconds=0.5)
 _DEVICE_POLL_S = 50e-6
-_ABORT_S = 1.0
-"""How long a rank that leaves a wait stays for its abort, which may have to wait for the peers' own."""
+_SETTLE_S = 0.2
+"""How long a rank that leaves a wait stays for peers who may be about to come."""
+
+_ABORT_S = 0.2
+"""And then for its abort, which may have to wait for the peers' own, and goes on without it."""
 
 # torch 2.13 gave it a new name; the old one warns there.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -142,7 +145,8 @@ class Transport:
                     self._look_up(waited_s)
         except BaseException:
             # The kernel would wait on, and whatever this rank asks of its device next would wait behind it.
-            abort_device_groups(_ABORT_S)
+            if not settle(_SETTLE_S):
+                abort_device_groups(_ABORT_S)
             raise
         self._let_the_device_wait(work)
 

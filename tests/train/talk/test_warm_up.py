@@ -111,8 +111,8 @@ def test_what_the_backend_says_itself_comes_with_the_cure() -> None:
 def test_an_exchange_that_is_never_over_ends_in_time_with_the_cure() -> None:
     for rank, (text, is_cut) in enumerate(run_ranks(2, _first_exchange_of, _Silent, 0.3, False)):
         assert text == (
-            f"TimeoutError: rank {rank} of 2: the first exchange of the process group over cpu (a sum of 1 number) was not "
-            f"over after 0.3 s. {CURE}"
+            f"TimeoutError: rank {rank} of 2: the first exchange of the process group over cpu (a sum of 1 number) was "
+            f"not over after 0.3 s. {CURE}"
         )
         assert is_cut
 

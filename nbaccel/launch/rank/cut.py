@@ -1,0 +1,73 @@
+"""CutWatch: ends what a rank that stays waits for in its device, when the kernel says that it never comes. In ranks.
+
+A rank that waits in its device for one that has failed hears no interrupt, and the end of that rank would not wake it
+either. So the kernel sets a word on the control page, and a thread here aborts the rank's groups, in all ranks at about
+the same time, as NCCL needs it. What a rank has then may be the rest of a sum; it says whether that can be.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from nbaccel.aborting import abort_device_groups, can_renew, is_aborted, settle, uses_device
+from nbaccel.gpu_driver import has_gpu_driver
+from nbaccel.launch.wire.control import ControlPage
+
+__all__ = ["SPOILT", "CutWatch"]
+
+_POLL_S = 0.1
+_SETTLE_S = 2.0
+
+SPOILT = "this rank was woken in the middle of an exchange with one that failed, and may hold parts of a sum"
+
+
+class CutWatch:
+    """The word on the page, and what has become of this rank's device since."""
+
+    def __init__(self, page: ControlPage) -> None:
+        self._page = page
+        self._is_sound = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """The rank stays, and begins with a task. Where there is no device to wait for, no thread is started."""
+        if self._thread is None and (uses_device() or has_gpu_driver()):
+            self._thread = threading.Thread(target=self._run, name="nbaccel-cut", daemon=True)
+            self._thread.start()
+
+    def look(self) -> dict[str, Any] | None:
+        """What the kernel is told after a task of a rank that stays; None without a group on a device."""
+        if not uses_device():
+            return None
+        if not is_aborted():
+            # What it was given is whole, if it comes to an end: whatever is cut later was not begun.
+            self._is_sound = settle(_SETTLE_S)
+        return {"is_cut": is_aborted(), "is_sound": self._is_sound, "obstacle": _obstacle()}
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether what this rank has may hold parts of a sum."""
+        return is_aborted() and not self._is_sound
+
+    def enter(self) -> None:
+        """A task begins: an abort that comes in it may come at any time."""
+        self._is_sound = self._is_sound and is_aborted()
+
+    def _run(self) -> None:
+        me = os.getpid()
+        while os.getpid() == me:
+            time.sleep(_POLL_S)
+            if self._page.is_cut and not is_aborted():
+                abort_device_groups()
+
+
+def _obstacle() -> str:
+    """Why the groups of this rank cannot be formed anew; empty if they can."""
+    if not can_renew():
+        return "nothing of ours formed their groups"
+    own = len(sys.modules["torch.distributed"].distributed_c10d._world.pg_map) - 1
+    return f"{own} process group(s) of the program's own (new_group, a device mesh) are lost" if own > 0 else ""
