@@ -20,9 +20,10 @@ PACKAGE = REPOSITORY / "nbaccel"
 
 FLOORS = {
     **dict.fromkeys(
-        ["aborting", "configfile", "errors", "events", "failures", "forkable", "gpu_driver", "hardware", "intervals"], 0
+        ["aborting", "asking_cuda", "configfile", "errors", "events", "failures", "forkable", "gpu_driver", "hardware"],
+        0,
     ),
-    **dict.fromkeys(["demand", "notices", "room", "settings", "storage", "tracking", "view", "world"], 0),
+    **dict.fromkeys(["intervals", "demand", "notices", "room", "settings", "storage", "tracking", "view", "world"], 0),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py
@@ -37,6 +38,7 @@ READS_ENVIRONMENT = {
     "world.py": "what launchers set",
     "settings.py": "what was chosen for a run",
     "gpu_driver.py": "the variables of CUDA",
+    "asking_cuda.py": "the same, to know whether an answer still holds",
     "hardware.py": "which devices are visible, and on which platform",
     "launch/inline.py": "puts back the variables that it changed",
     "launch/start.py": "sets a variable around the start, unless the user has",

@@ -105,6 +105,7 @@ GUARDED = {
     "_ddp_params_and_buffers_to_ignore": ("2.6", "ignoring._ddp_params_and_buffers_to_ignore"),
     "_get_backend": ("2.6", "torch.distributed.ProcessGroup._get_backend"),
     "_cuda_getArchFlags": ("2.6", "torch._C._cuda_getArchFlags if torch.version.cuda else None"),
+    "_set_default_timeout": ("2.6", "torch._C._distributed_c10d.ProcessGroupGloo._set_default_timeout"),
     "_update_default_pg": ("2.6", "c10d._update_default_pg"),
     "_timeout": ("2.6", "torch._C._distributed_c10d.ProcessGroupGloo._Options._timeout"),
     "_get_current_function_mode_stack": ("2.6", "torch.overrides._get_current_function_mode_stack()"),

@@ -48,7 +48,7 @@ def _shared() -> tuple[bool, bool, int]:
     optimizer = Plain(parameters, lr=0.1)
     for parameter in parameters:
         optimizer.state[parameter] = first if rank == 0 else {"rows": torch.zeros(2, 3)}
-    _share_state(optimizer)
+    _share_state(optimizer, 0)
     got = [optimizer.state[parameter] for parameter in parameters]
     is_equal = all(str(entry) == str(first) for entry in got)
     has_layout = all(
@@ -94,12 +94,12 @@ def test_tensors_of_a_device_are_received_on_the_ranks_own_and_are_in_no_pickle(
     monkeypatch: pytest.MonkeyPatch, of_rank_0: str, of_rank_1: str
 ) -> None:
     wire = Wire(monkeypatch)
-    _share_state(_adam(of_rank_0))  # a tensor of the meta device could not be pickled by way of the host
+    _share_state(_adam(of_rank_0), 0)  # a tensor of the meta device could not be pickled by way of the host
     assert wire.devices == [of_rank_0] * 2
     assert len(wire.object) < 2000
     wire.rank, wire.devices = 1, []
     optimizer = _adam(of_rank_1)
-    _share_state(optimizer)
+    _share_state(optimizer, 0)
     assert wire.devices == [of_rank_1] * 2
     (entries,) = optimizer.state.values()
     assert [str(entries[name].device) for name in ("exp_avg", "exp_avg_sq", "step")] == [of_rank_1, of_rank_1, "cpu"]
@@ -108,11 +108,11 @@ def test_tensors_of_a_device_are_received_on_the_ranks_own_and_are_in_no_pickle(
 
 def test_a_rank_gives_its_own_state_up_before_it_receives_another(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
-    _share_state(_adam("cpu"))
+    _share_state(_adam("cpu"), 0)
     wire.rank, optimizer = 1, _adam("cpu")
     held: list[int] = []
     monkeypatch.setattr(dist, "broadcast", lambda tensor, source: held.append(len(optimizer.state)))
-    _share_state(optimizer)
+    _share_state(optimizer, 0)
     assert held == [0, 0]
 
 
