@@ -117,6 +117,7 @@ class Crew:
         gone = [member.rank for member in self.members if member.has_ended]
         absent = sorted({*outsiders, *gone})
         self.page.begin(absent)
+        self.page.is_cut = self.page.is_cut and renewal is None
         for member in self.members:
             member.begin(takes_part=member.rank not in absent)
         order = {"op": "task", "task": task, "outsiders": absent, "renewal": renewal}

@@ -190,7 +190,9 @@ class Residents:
                 self._standings[member.rank] = self._standing(member.rank, report.sequence, ended, bool(outsiders))
         if self._is_cut(ended):
             self._mend(ended, title)
-        elif places := out_of_step(self._standings):
+            return
+        self._crew.page.is_cut = False
+        if places := out_of_step(self._standings):
             self._out_of_step = (
                 f"the ranks are out of step since {title}, and the next collective could hang ({places})"
             )

@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from nbaccel.launch.residents import Residents
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.watching import Watching
+from nbaccel.launch.wire.control import ControlPage
 
 WORLD_SIZE = 2
 SETUP = "nbaccel.train.setup:setup_rank"
@@ -396,7 +398,7 @@ import torch, torch.distributed as dist, devicelike
 torch.manual_seed(0)
 net = torch.nn.Linear(4, 1)
 optimizer = torch.optim.Adam(net.parameters(), 0.1)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda moves: 0.5**moves)
 net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
 losses = []
 def step():
@@ -408,6 +410,13 @@ def step():
     losses.append(float(accelerator.gather(loss.detach()).mean()))
 def weights():
     return torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+"""
+HEARS = """
+import time
+from nbaccel.aborting import is_aborted
+end = time.monotonic() + 20
+while not is_aborted() and time.monotonic() < end: time.sleep(0.01)
+hears = is_aborted()
 """
 WAITS = {
     "gather": "accelerator.gather(torch.ones(1))",
@@ -439,6 +448,8 @@ def test_rank_0_is_woken_from_its_device_when_another_fails_and_the_next_cell_tr
     assert us.residents.news == (
         "the next cell connects them anew, and trains on from what rank 1 has; until then pull from rank 1"
     )
+    us.cell(HEARS, out=("hears",), without=[0])
+    assert us.pull("hears", rank=1) == {"hears": True}  # also a rank that has nothing to do, for NCCL needs all
     assert us.pull("losses") == {}
     assert _missing(us) == {
         "losses": "this rank was woken in the middle of an exchange with one that failed, and may hold parts of a sum"
@@ -455,6 +466,39 @@ def test_rank_0_is_woken_from_its_device_when_another_fails_and_the_next_cell_tr
     us.cell("rates = scheduler.get_last_lr()")
     assert [us.pull("rates", rank=rank)["rates"] for rank in range(WORLD_SIZE)] == [[0.1 * 0.5**4]] * 2
     assert us.residents.news == ""
+
+
+@pytest.mark.slow
+def test_ranks_none_of_which_can_be_followed_are_not_connected_anew(ranks: Make) -> None:
+    us = ranks(DEVICE)
+    us.cell("import torch, devicelike\nfrom nbaccel.launch.rank import cut\ncut._SETTLE_S = 0.2")
+    us.cell(
+        "group = devicelike.world()\n"
+        "if accelerator.process_index: group.later(group.wait_for_abort); 1 / 0\n"
+        "accelerator.gather(torch.ones(1))"
+    )
+    assert us.residents.trouble.endswith(
+        "and they cannot be begun anew: no rank was done with what its device had to do"
+    )
+
+
+@pytest.mark.parametrize("hears", [False, True])
+def test_rank_0_is_given_the_time_that_an_abort_takes_before_the_others_leave(hears: bool) -> None:
+    page = ControlPage.create(2)
+    first, other = SimpleNamespace(is_working=True, stays=True, rank=0), SimpleNamespace(is_working=False, stays=True)
+    other.rank = 1
+    for member in (first, other):
+        member.has_ended, member.released_at = False, None
+        member.interrupt = member.kill = member.release = lambda *args: None
+    if hears:
+        page.hear_cuts(0)
+    untangling = ending.Untangling([first, other], 100.0, page)  # type: ignore[list-item]
+    told = []
+    for now in (100.3, 100.6, 101.5, 112.0):
+        untangling.advance(now)
+        told.append((page.is_cut, other.stays))
+    page.close()
+    assert told == [(False, True), (True, True), (True, hears), (True, False)]
 
 
 @pytest.mark.slow

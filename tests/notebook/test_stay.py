@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch import functions
 from nbaccel.launch.rank.cell import CellSource
 from nbaccel.notebook.options import Options
+from nbaccel.notebook.stay import Stay
 
 START = "%accelerate start -n 2 --cpu"
 
@@ -239,3 +241,14 @@ def test_ranks_that_stay_see_their_own_card_alone_where_the_notebook_names_the_f
         assert (line in says.stdout) is (device is None)
     finally:
         notebook.session.close()
+
+
+def test_what_the_next_cell_does_before_all_else_is_said_after_one_that_was_cut_short() -> None:
+    lines: list[str] = []
+    stay: Any = Stay({}, *[lambda: None] * 3, None, lines.append)  # type: ignore[arg-type]
+    news = "the next cell connects them anew, and trains on from what rank 1 has"
+    stay._residents = SimpleNamespace(is_open=True, alive=[0, 1], trouble="", news=news)
+    stay.after(ValueError())
+    stay._residents.news = ""
+    stay.after(ValueError())
+    assert lines == [f"the ranks live on, with what they have; {news}", "the ranks live on, with what they have"]

@@ -54,8 +54,8 @@ class CutWatch:
         return is_aborted() and not self._is_sound
 
     def enter(self) -> None:
-        """A task begins: an abort that comes in it may come at any time."""
-        self._is_sound = self._is_sound and is_aborted()
+        """A task begins, which an abort may cut short; one that is due already finds nothing under way."""
+        self._is_sound = self._is_sound and (self._page.is_cut or is_aborted())
 
     def _run(self) -> None:
         me = os.getpid()

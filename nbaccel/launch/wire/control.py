@@ -126,9 +126,10 @@ class ControlPage:
 
         outsiders: ranks that take no part in it. Whoever waits for them waits in vain, as for ranks that have finished.
         """
-        saves_itself = self.saves_itself  # said once by a rank, and for good
+        # What is said once by a rank, and for good; and what ranks that do nothing hear too.
+        saves_itself, is_cut = self.saves_itself, self.is_cut
         self._map[:] = bytes(len(self._map))
-        self.saves_itself = saves_itself
+        self.saves_itself, self.is_cut = saves_itself, is_cut
         for rank in range(self.world_size):
             self.write(rank, Position(-1, -1, 0.0, 0.0, parked=False, in_step=False))
         for rank in outsiders:
