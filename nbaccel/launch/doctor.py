@@ -212,7 +212,7 @@ def _about_the_driver(survey: Survey) -> Iterator[str]:
 
 
 def _build() -> TorchBuild | None:
-    return TorchBuild.loaded() if "torch" in sys.modules else TorchBuild.installed()
+    return TorchBuild.loaded() or TorchBuild.installed()
 
 
 def _is_unlike(gpus: tuple[Gpu, ...]) -> bool:

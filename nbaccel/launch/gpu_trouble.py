@@ -1,7 +1,7 @@
 """GPU trouble: what will keep a GPU from computing, known before anything starts. Runs in kernels and scripts.
 
 One sentence for each: no code for it in torch, a compute mode that lets nobody in, memory that others hold. It reads
-what a survey found and constants of the torch that is loaded; it touches no device.
+what a survey found and constants of the torch that is loaded; it touches no device, and keeps ranks forkable.
 """
 
 from __future__ import annotations
@@ -37,21 +37,26 @@ class TorchBuild:
 
     @classmethod
     def loaded(cls) -> TorchBuild | None:
-        """The torch of this process; None where none is loaded, or where it does not tell.
+        """The torch of this process; None where none is loaded, or where it cannot be asked without harm.
 
-        `torch.cuda.get_arch_list()` asks for devices first in older torch; what it then reads is a constant.
+        Reading the list, a constant, registers torch's handler for forks, which takes all later ones for broken
+        (torch/csrc/cuda/Module.cpp, `THCPModule_getArchFlags`). So it is read only where CUDA is in use already.
         """
         torch: Any = sys.modules.get("torch")
         core, version = getattr(torch, "_C", None), getattr(torch, "version", None)
         if core is None or version is None or getattr(version, "hip", None):
             return None
+        if version.cuda is None:
+            return cls(str(torch.__version__), ())
         read = getattr(core, "_cuda_getArchFlags", None)
-        flags = tuple((read() or "").split()) if read is not None else ()
-        return cls(str(torch.__version__), flags) if flags or version.cuda is None else None
+        if read is None or not torch.cuda.is_initialized():
+            return None
+        flags = tuple((read() or "").split())
+        return cls(str(torch.__version__), flags) if flags else None
 
     @classmethod
     def installed(cls) -> TorchBuild | None:
-        """The same where none is loaded, from a process that loads it; takes some seconds."""
+        """The same of the torch that a process of its own loads; takes some seconds, the first time."""
         answer = ask_torch()
         return cls(answer.torch_version, answer.flags) if answer.torch_version else None
 

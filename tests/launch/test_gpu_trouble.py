@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -98,10 +99,15 @@ def test_a_gpu_that_takes_no_process_is_said() -> None:
 
 
 def loaded(
-    monkeypatch: pytest.MonkeyPatch, flags: str | None, cuda: str | None = "12.8", hip: str | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str | None,
+    cuda: str | None = "12.8",
+    hip: str | None = None,
+    uses_cuda: bool = True,
 ) -> None:
     core = SimpleNamespace() if flags is None else SimpleNamespace(_cuda_getArchFlags=lambda: flags)
     torch = SimpleNamespace(_C=core, version=SimpleNamespace(cuda=cuda, hip=hip), __version__="2.10.0")
+    torch.cuda = SimpleNamespace(is_initialized=lambda: uses_cuda)
     monkeypatch.setitem(sys.modules, "torch", torch)
 
 
@@ -110,6 +116,31 @@ def test_what_torch_was_built_for_is_read_without_asking_for_a_device(monkeypatc
     assert TorchBuild.loaded() == TorchBuild("2.10.0", ("sm_75", "compute_90"))
     loaded(monkeypatch, None, cuda=None)
     assert TorchBuild.loaded() == TorchBuild("2.10.0", ())
+
+
+def test_it_is_not_read_where_reading_would_spoil_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded(monkeypatch, "sm_75", uses_cuda=False)
+    monkeypatch.setattr(sys.modules["torch"]._C, "_cuda_getArchFlags", lambda: pytest.fail("spoils forks"))
+    assert TorchBuild.loaded() is None
+    assert before_a_run([P100]) == []
+
+
+def test_a_process_that_was_told_of_its_gpus_can_still_be_forked() -> None:
+    program = """
+import os, torch
+from nbaccel.hardware import Gpu
+from nbaccel.launch.doctor import Facts
+from nbaccel.launch.gpu_trouble import before_a_run
+from nbaccel.launch.wire.torch_flags import TorchFlags
+before_a_run([Gpu(0, "GPU-a", "Tesla T4", 10**9, 0, (7, 5))])
+TorchFlags.capture()
+pid = os.fork()
+if pid == 0:
+    os._exit(int(torch.cuda._is_in_bad_fork()))
+print("broken" if os.waitpid(pid, 0)[1] else "good")
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert answer.stdout == "good\n", answer.stderr
 
 
 @pytest.mark.parametrize(("flags", "cuda", "hip"), [(None, "12.8", None), ("", "12.8", None), ("gfx90a", None, "6.0")])
