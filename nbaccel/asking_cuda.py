@@ -70,7 +70,8 @@ def ask_torch() -> CudaAnswer:
 
 @functools.lru_cache(maxsize=8)
 def _asked(asks_driver: bool, *chosen: str | None) -> CudaAnswer:
-    program = _PROGRAM.format(path=list(sys.path), asks_driver=asks_driver)
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # as Python itself looks at no others
+    program = _PROGRAM.format(path=path, asks_driver=asks_driver)
     return _answer([sys.executable, "-c", program], _PATIENCE_S)
 
 

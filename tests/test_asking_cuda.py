@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,11 @@ def test_the_torch_that_is_here_is_asked_and_once(monkeypatch: pytest.MonkeyPatc
     assert ask_torch().error == "asked again"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert ask_cuda().error == "asked again"
+
+
+def test_entries_of_the_path_that_python_skips_keep_nobody_from_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    assert ask_torch().torch_version
 
 
 def answer_of(program: str, patience_s: float = 30.0) -> CudaAnswer:

@@ -66,7 +66,8 @@ class Zygote:
         self._is_broken = False
         self._exits: dict[int, int] = {}
         self._patches = PatchFinder()
-        code = _BOOTSTRAP.format(path=list(sys.path), fd=theirs.fileno(), pidfd=kernel_pidfd, shell=has_shell)
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # as Python itself looks at no others
+        code = _BOOTSTRAP.format(path=path, fd=theirs.fileno(), pidfd=kernel_pidfd, shell=has_shell)
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno(), kernel_pidfd],

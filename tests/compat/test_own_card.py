@@ -92,6 +92,12 @@ def by_set_device() -> str:
     return card("cuda")
 
 
+def by_a_variable_of_its_own() -> str:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-a,GPU-b"
+    pretend_cards()  # as CUDA, which has not begun
+    return by_set_device()
+
+
 BOTH, FIRST = ["GPU-a", "GPU-b"], ["GPU-a", "GPU-a"]
 PROGRAMS: dict[str, tuple[Callable[[], str], list[str], list[str]]] = {
     "cuda:0": (lambda: card("cuda:0"), BOTH, FIRST),
@@ -101,6 +107,7 @@ PROGRAMS: dict[str, tuple[Callable[[], str], list[str], list[str]]] = {
     "Trainer of Lightning": (lightnings, [NONE, NONE], BOTH),
     "a device by LOCAL_RANK": (by_local_rank, ["GPU-a", NONE], BOTH),
     "set_device by LOCAL_RANK": (by_set_device, BOTH, BOTH),
+    "all cards by itself": (by_a_variable_of_its_own, BOTH, BOTH),
 }
 """Programs, and the cards of their ranks where each sees its own alone, and where each sees all."""
 

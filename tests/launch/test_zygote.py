@@ -114,6 +114,13 @@ def test_a_zygote_that_died_is_replaced(keeper: Keeper) -> None:
     assert keeper.zygote() is not first
 
 
+def test_entries_of_the_path_that_python_skips_keep_no_zygote_from_starting(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    assert keeper.zygote().pid
+
+
 def test_another_torch_installation_restarts_the_zygote(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     first = keeper.zygote()
     assert keeper.zygote() is first

@@ -2,7 +2,8 @@
 
 "cuda:0" means the card of each rank where a rank sees only its own, and the first of all cards where it sees all; a
 card counted by the rank's number needs all to be seen. What a program says is read in its bytecode and in the values
-that it reads, not followed: numbers that it computes, or that a library has, are not found.
+that it reads, not followed: numbers that it computes, or that a library has, are not found. What cannot be read says
+nothing: values answer as their classes like, and a thread may change them meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dis
 import sys
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +31,9 @@ _RANK_NAMES = frozenset(
 _TAKE_A_CARD = frozenset({"cuda", "to", "set_device"})
 _COUNT_CARDS = frozenset({"deepspeed", "lightning", "lightning_fabric", "pytorch_lightning"})
 """Packages that give each rank the card of its number, among all of the machine."""
+
+_MOST_SETTINGS = 1000
+"""Of one dictionary: above, it holds data."""
 
 _SILENT = frozenset({"CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "KW_NAMES", "NOP", "PRECALL", "PUSH_NULL", "RESUME"})
 """Instructions between a call and its arguments that say nothing."""
@@ -52,13 +57,15 @@ def says_first_card(parts: Sequence[types.CodeType], namespace: Mapping[str, Any
     >>> says_first_card([compile("model.to('cuda:0').to(f'cuda:{local_rank}')", "", "exec")], {})
     ''
     """
-    names = with_their_own({*names_read(parts), *others}, namespace)
-    values = {name: namespace[name] for name in names if name in namespace}
-    words = [_Words(code) for code in (*parts, *(code for value in values.values() for code in codes_of(value)))]
-    if _count_cards(values) or any(each.count_cards() for each in words):
-        return ""
-    said = (each.first_card() for each in words)
-    return next(filter(None, said), "") or first_card_in(values)
+    with suppress(Exception):
+        names = with_their_own({*names_read(parts), *others}, namespace)
+        values = {name: namespace[name] for name in names if name in namespace}
+        words = [_Words(code) for code in (*parts, *(code for value in values.values() for code in codes_of(value)))]
+        if _count_cards(values) or any(each.count_cards() for each in words):
+            return ""
+        said = (each.first_card() for each in words)
+        return next(filter(None, said), "") or first_card_in(values)
+    return ""
 
 
 def first_card_in(values: Mapping[str, Any]) -> str:
@@ -69,14 +76,21 @@ def first_card_in(values: Mapping[str, Any]) -> str:
     >>> first_card_in({"settings": {"device": "cuda:0"}}), first_card_in({"device": "cuda"})
     ('settings', '')
     """
-    if _count_cards(values):
-        return ""
-    for name, value in values.items():
-        if name == "device_map" and type(value) in (str, dict) and value in (*_MAPS, {"": 0}):
-            return f"device_map={value!r}"
-        if any(_is_first_card(leaf) for leaf in _leaves({name: value})):
-            return name
+    with suppress(Exception):
+        if _count_cards(values):
+            return ""
+        for name, value in values.items():
+            if name == "device_map" and _fills_cards(value):
+                return f"device_map={value!r}"
+            if any(_is_first_card(leaf) for leaf in _leaves({name: value})):
+                return name
     return ""
+
+
+def _fills_cards(device_map: Any) -> bool:
+    if type(device_map) is dict:
+        return list(device_map) == [""] and type(device_map[""]) is int and device_map[""] == 0
+    return type(device_map) is str and device_map in _MAPS
 
 
 def _count_cards(values: Mapping[str, Any]) -> bool:
@@ -171,13 +185,13 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[Any]:
     for value in values.values():
         yield value
         if type(value) is dict:
-            yield from value.values()
+            yield from list(value.values()) if len(value) <= _MOST_SETTINGS else ()
         elif type(value) in (types.SimpleNamespace, argparse.Namespace) or home_of(value)[0] == "__main__":
             try:
                 attributes = object.__getattribute__(value, "__dict__")
             except AttributeError:  # a class with slots
                 continue
-            yield from list(attributes.values())
+            yield from list(attributes.values()) if len(attributes) <= _MOST_SETTINGS else ()
 
 
 def _is_first_card(value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Protocol
@@ -94,7 +95,9 @@ class CudaCopier:
             target = torch.empty_like(value, device=self._device)
             copies.append((target, source))
             return target
-        if isinstance(value, Tensor) or hasattr(value, "to"):
+        # transformers' BatchEncoding has a `to`, which would copy from unpinned memory and hold the host for a step.
+        is_whole = isinstance(value, Tensor) or (hasattr(value, "to") and not isinstance(value, UserDict))
+        if is_whole:
             self._is_lent |= not (isinstance(value, Tensor) and value.device.type == self._device.type)
             return to_device(value, self._device)
         return map_children(lambda child: self._place(child, copies), value)

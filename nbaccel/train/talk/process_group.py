@@ -210,7 +210,7 @@ class ProcessGroup:
         store = dist.PrefixStore(f"nbaccel/{self._formed}", self._store)
         _meet(store, world, timeout)
         backend = options.backend or _fitting(device, world)
-        if world.local_world_size < world.world_size and backend != "gloo":
+        if not _is_one_machine(world) and backend != "gloo":
             # When ranks abort because one ran out of memory, a peer on another machine may see a connection close
             # before it has begun to. Torch's watchdog ends the process for that, a minute later; with 0 it is an error
             # where somebody waits. A collective that hangs still ends the process, by the monitor of the watchdog.
@@ -296,7 +296,12 @@ def _fitting(device: torch.device, world: World) -> str:
     if device.type != "cuda":
         return "gloo"
     # Between machines gloo needs names or an interface by which they find each other, and nccl may not.
-    return "cpu:gloo,cuda:nccl" if world.local_world_size == world.world_size else "nccl"
+    return "cpu:gloo,cuda:nccl" if _is_one_machine(world) else "nccl"
+
+
+def _is_one_machine(world: World) -> bool:
+    """Whether the launcher has said so. Wrappers of srun and mpirun may set LOCAL_RANK alone, on each of several."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(world.world_size)
 
 
 def _kinds(backend: str) -> list[str]:

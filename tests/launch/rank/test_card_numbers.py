@@ -99,3 +99,25 @@ def test_no_code_is_beyond_it(module: types.ModuleType) -> None:
 def test_a_cell_that_defines_classes_is_read_too() -> None:
     source = "class Net(Base, metaclass=Meta):\n    def on(self, x):\n        return x.to('cuda:0')\n    y: int = 1\n"
     assert says_first_card([compile(source, "", "exec")], {}) == '"cuda:0"'
+
+
+class Proxy:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise ValueError("nothing to see")
+
+
+@pytest.mark.parametrize(
+    "values", [{"device_map": {"": torch.ones(2)}}, {"proxy": Proxy()}], ids=["a map of tensors", "a proxy"]
+)
+def test_values_that_cannot_be_read_say_nothing(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proxy, "__module__", "__main__")
+    code = compile("\n".join(values), "", "exec")
+    assert [says_first_card([code], values), first_card_in(values)] == ["", ""]
+
+
+def test_what_a_large_dictionary_holds_is_data() -> None:
+    data = dict.fromkeys(range(1001), "cuda:0")
+    assert first_card_in({"data": data}) == ""
+    del data[0]
+    assert first_card_in({"data": data}) == "data"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -269,6 +270,20 @@ def test_a_batch_of_a_class_of_its_own_is_moved_where_it_is_used(
     assert streams.said == [
         *("read", moved, "side 1: wait for main", "host: wait for side 1", "main: wait for side 1", "use")
     ]
+
+
+class _Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding."""
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> _Encoding:
+        pytest.fail("would hold the host for a step where the memory is not pinned")
+
+
+def test_a_dictionary_with_a_to_of_its_own_is_copied_beside_the_step(streams: Streams) -> None:
+    (seen,) = _loop(streams, _Encoding(x=torch.arange(3), y="text"))
+    assert type(seen) is _Encoding
+    assert (seen["x"].tolist(), seen["y"]) == ([0, 1, 2], "text")
+    assert "side 1: copy_" in streams.said
 
 
 def test_an_error_in_a_batchs_own_to_is_the_programs(streams: Streams) -> None:

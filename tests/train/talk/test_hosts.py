@@ -134,10 +134,13 @@ def test_a_group_of_two_backends_is_formed_again_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("device", "local_world_size", "backend"),
-    [("cuda", 4, "cpu:gloo,cuda:nccl"), ("cuda", 2, "nccl"), ("cpu", 4, "gloo"), ("cpu", 2, "gloo")],
+    [("cuda", "4", "cpu:gloo,cuda:nccl"), ("cuda", "2", "nccl"), ("cuda", "", "nccl"), ("cpu", "4", "gloo")],
 )
-def test_ranks_with_gpus_in_one_machine_have_two_backends(device: str, local_world_size: int, backend: str) -> None:
-    assert _fitting(torch.device(device, 0), World(0, 4, 0, local_world_size)) == backend
+def test_ranks_with_gpus_that_were_said_to_be_in_one_machine_have_two_backends(
+    device: str, local_world_size: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    assert _fitting(torch.device(device, 0), World(0, 4, 0, 4)) == backend
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_torch_s_own_time_limit_holds_where_nobody_has_chosen_one(
     """It is shorter for NCCL than for gloo."""
     init = _Init()
     monkeypatch.setattr(module.dist, "init_process_group", init)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     _form(World(0, 2, 0, 2), GroupOptions("nccl", chosen), monkeypatch)
     assert init.timeout == chosen
 
@@ -169,6 +170,7 @@ def test_between_machines_torch_s_watchdog_leaves_errors_of_nccl_to_the_program(
         monkeypatch.setenv(name, set_already)
     monkeypatch.setattr(module.dist, "init_process_group", _Init())
     monkeypatch.setattr(module.dist, "barrier", lambda: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
     _form(World(0, 2, 0, local_world_size), GroupOptions(backend), monkeypatch)
     assert os.environ.get(name) == found
 

@@ -34,8 +34,13 @@ def let_the_local_rank_be_the_only_card(world: World) -> None:
 
 
 def _own(local_rank: int, device: Any) -> Any:
-    """`device`, and 0 in place of the local rank, as a number, a text or a `torch.device`."""
+    """`device`, and 0 in place of the local rank, as a number, a text or a `torch.device`.
+
+    A program that has shown itself more cards, by the variable and before CUDA began, means what it says.
+    """
     torch: Any = sys.modules["torch"]
+    if torch.cuda.device_count() > 1:
+        return device
     if type(device) is list:
         return [_own(local_rank, each) for each in device]
     named = torch.device(device) if type(device) is str and device.startswith("cuda") else device
