@@ -131,7 +131,11 @@ class ProcessControl(ABC):
     # -- one after the other, or all at once
 
     def wait_for_everyone(self) -> None:
-        """Return once every rank is here. Collective."""
+        """Return once every rank is here. Collective.
+
+        Ranks with GPUs in one machine meet on the host, and do not wait for what their devices have yet to compute;
+        `torch.cuda.synchronize()` does, for who measures time.
+        """
         self.collectives.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
