@@ -32,27 +32,29 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py $(PYTEST_ARGS)
 
-# The core with another Python or torch, in an environment of its own: `make test-torch PYTHON=python3.14 TORCH=2.15.0`.
-# Without TORCH it is the newest that pip finds for that Python; the build for CUDA takes some 6 GB of disk. 12 to 25
-# minutes on two cores: launches, kernels, loaders with workers, exact training, checkpoints. Left out: old front ends,
-# browsers, trackers, programs of other libraries, notebooks, big models, benchmarks, style and types of the code.
+# The tests with another Python, torch or front end, in an environment of its own that can be deleted afterwards:
+# `make test-torch PYTHON=python3.12 TORCH=2.10.0 FRONT_END=kaggle`. Without TORCH it is the newest that pip finds for that
+# Python, without FRONT_END the newest packages; a build for CUDA takes some 7 GB of disk. Less than an hour on two cores:
+# launches, kernels, training, loaders, checkpoints, the notebook's part. Left out: browsers, notebooks, services of
+# trackers, benchmarks, style and types of the code.
 TORCH ?=
-TORCH_ENV = .venv-torch-$(notdir $(PYTHON))-$(or $(TORCH),newest)
-TORCH_TESTS ?= tests/launch tests/testing \
-    $(patsubst %,tests/kernel/test_%.py,errors farewell interrupts loader_workers loading namespace out training) \
-    tests/train/checkpoint tests/train/data \
-    $(patsubst %,tests/train/test_%.py,accumulation exactness precision resumption seeding steps strategies)
+FRONT_END ?=
+TORCH_ENV = .venv-torch-$(notdir $(PYTHON))-$(or $(TORCH),newest)$(FRONT_END:%=-%)
+TORCH_TESTS ?= tests/train tests/launch tests/kernel tests/notebook tests/testing tests/test_private_torch.py
 
 test-torch: $(TORCH_ENV)/.stamp
-	$(TORCH_ENV)/bin/python tests/suite.py -m "not gpu and not soak and not full and not browser" -k "not colab" $(TORCH_TESTS)
+	$(TORCH_ENV)/bin/python tests/suite.py -rs -m "not gpu and not soak and not full and not browser" -k "not colab" \
+	    $(TORCH_TESTS)
 
-$(TORCH_ENV)/.stamp: pyproject.toml constraints.txt
+$(TORCH_ENV)/.stamp: pyproject.toml constraints.txt $(FRONT_END:%=constraints-%.txt)
 	$(ENOUGH_PYTHON)
 	rm -rf $(TORCH_ENV)
 	$(PYTHON) -m venv $(TORCH_ENV)
 	grep -v '^torch==' constraints.txt > $(TORCH_ENV)/constraints.txt
 	$(TORCH_ENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_ENV)/constraints.txt \
-	    -e '.[demo]' 'torch$(addprefix ==,$(TORCH))' accelerate hypothesis jupyter_client pytest pytest-timeout tensorboard
+	    $(FRONT_END:%=-r constraints-%.txt) -e . 'torch$(addprefix ==,$(TORCH))' ipykernel nbclient nbformat \
+	    accelerate hypothesis jupyter_client lightning omegaconf pandas peft pytest pytest-timeout scikit-learn \
+	    tensorboard transformers
 	touch $@
 
 # Everything that one machine without a GPU can show: `make test`, more environments and settings of what it shows, memory

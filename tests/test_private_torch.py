@@ -129,7 +129,7 @@ VERSIONED = {
     "abort": ("2.7", "torch.distributed.ProcessGroup.abort"),
     "all_gather_single": ("2.13", "torch.distributed.all_gather_single"),
     "clone": ("2.9", "torch.distributed.Store.clone"),
-    "empty_host_cache": ("2.10", "torch.accelerator.empty_host_cache"),
+    "empty_host_cache": ("2.13", "torch.accelerator.empty_host_cache"),
     "fp32_precision": ("2.9", "(torch.backends.fp32_precision, torch.backends.cudnn.conv.fp32_precision)"),
     "get_per_process_memory_fraction": ("2.6", "torch.cuda.get_per_process_memory_fraction"),
     "get_total_norm": ("2.6", "torch.nn.utils.get_total_norm"),
