@@ -54,9 +54,11 @@ class Devices:
         Numbers where they are certain to mean these devices, since some libraries read them; else UUIDs, because
         numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Where a GPU has no name that
         is certain nothing is set, and neither for a run in this process: CUDA reads the variable once, and would hide
-        the other GPUs from the notebook for good.
+        the other GPUs, or all of them, from the notebook for good.
         """
-        if self.gpus and not self.is_here:
+        if self.is_here:
+            return {}
+        if self.gpus:
             numbers = [str(gpu.number) for gpu in self.gpus if gpu.number is not None]
             names = numbers if len(numbers) == len(self.gpus) else [gpu.uuid for gpu in self.gpus]
             return {VISIBLE_DEVICES: ",".join(names)} if all(names) else {}
