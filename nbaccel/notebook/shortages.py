@@ -154,6 +154,8 @@ def _devices_held(plan: Plan, holdings: Sequence[Holding], aside: SetAside) -> I
         if holding.device not in used:
             continue
         rank, gpu = used[holding.device]
+        if not gpu.total_bytes:  # the driver does not tell
+            continue
         free = max(0, gpu.total_bytes - gpu.used_bytes)
         stays = holding.nbytes - aside.bytes_on(holding.device) * bool(plan.options.free_kernel)
         if stays <= _MUCH_OF_A_DEVICE * (holding.nbytes + free):
@@ -226,6 +228,8 @@ def _carried(
             f"{_move(place, name)}, without device_map."
         )
     for rank, gpu in enumerate(plan.devices.gpus):
+        if not gpu.total_bytes:  # the driver does not tell
+            continue
         movable = aside.bytes_on(f"cuda:{gpu.index}")
         free = gpu.total_bytes - gpu.used_bytes
         if nbytes > free + movable * bool(plan.options.free_kernel):

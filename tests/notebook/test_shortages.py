@@ -124,6 +124,22 @@ def test_what_the_notebook_holds_is_weighed_against_what_is_free(
     assert bool(said(planned, "%%accelerate -n 2\nx = 1")) is is_said, "6 GB are free"
 
 
+UNTOLD = Survey((replace(TWO_T4[0], total_bytes=0, used_bytes=0),), 4, Memory(30 * GB, 20 * GB))
+
+
+@pytest.mark.parametrize("survey", [UNTOLD], indirect=True)
+def test_a_card_whose_memory_the_driver_does_not_tell_is_neither_full_nor_too_small(
+    planned: Any, on_a_device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned.run(MAKES_IT)
+    held = Holding("cuda:0", 12 * GB, 15 * GB, (("data", 8 * GB),))
+    monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
+    assert said(planned, "%%accelerate -n 1\nx = 1") == []
+    on_a_device(model={"cuda:0": 8 * GB})
+    (line,) = said(planned, TRAINS.replace("-n 2", "-n 1"))
+    assert line.startswith("model lies on cuda:0 (8.0 GB): each rank gets a copy")
+
+
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> FakeCards:
     cards = FakeCards()
