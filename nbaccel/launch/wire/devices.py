@@ -45,7 +45,7 @@ def device_there(device: Any, address: int = 0) -> str:
     >>> device_there(torch.device("cuda", 1)), device_there(torch.device("cpu"))
     ('cuda:1', 'cpu')
     """
-    if address in _away:
+    if address and address in _away:  # 0 is where all memory of no bytes lies, and what has none
         return _away[address]
     if device.type == _HOST or not World.from_env().launch_id:
         return str(device)

@@ -209,3 +209,11 @@ def test_memory_that_is_away_from_its_card_is_sent_as_if_it_was_there(cards: Cal
         assert device_there(CPU, tensor.data_ptr()) == "cuda:1"
         assert device_there(CPU, other.data_ptr()) == "cpu"
     assert device_there(CPU, tensor.data_ptr()) == "cpu"
+
+
+def test_what_has_no_memory_is_not_taken_for_something_that_is_away(cards: Callable[..., None]) -> None:
+    cards(2, is_used=True)
+    nothing = torch.empty(0)
+    assert nothing.data_ptr() == 0
+    with away_from({nothing.data_ptr(): "cuda:1"}):
+        assert device_there(CPU) == "cpu", "as a generator is sent"
