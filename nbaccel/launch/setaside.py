@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -112,8 +112,8 @@ class _Memory:
 class SetAside:
     """The models among `namespace` that can be set aside, and their optimizers; a block in which they are.
 
-    names: bytes on cards by name.  left: names of models on cards that cannot, and why.  trouble: what to say after the
-    block; empty if all is as before.
+    names: bytes on cards by name.  left: names of models on cards that cannot, and why.  unread: names of models and
+    optimizers of which nothing is known.  trouble: what to say after the block; empty if all is as before.
 
     In the block, what is sent to another process arrives as if it was on the card still.
     """
@@ -123,9 +123,10 @@ class SetAside:
         self._memories: list[_Memory] = []
         self._homes: AbstractContextManager[None] | None = None
         self.left: dict[str, str] = {}
+        self.unread: list[str] = []
         self.trouble = ""
         if cards.is_used:
-            self._find({name: plain(value) for name, value in namespace.items() if not name.startswith("_")})
+            self._find(_unwrapped(namespace))
 
     @property
     def names(self) -> dict[str, int]:
@@ -198,8 +199,9 @@ class SetAside:
     def __str__(self) -> str:
         """What was moved, and what was left; empty where there was nothing on a card."""
         moved = ", ".join(f"{name} {_gb(nbytes)} GB" for name, nbytes in self.names.items())
-        left = "; ".join(f"{name} stays on the card: {why}" for name, why in self.left.items())
-        return "; ".join(filter(None, [moved and f"on the host until the run is over: {moved}", left]))
+        left = [f"{name} stays on the card: {why}" for name, why in self.left.items()]
+        left += [f"{name} stays where it is: it cannot be read" for name in self.unread]
+        return "; ".join(filter(None, [moved and f"on the host until the run is over: {moved}", *left]))
 
     # --- finding -----------------------------------------------------------------------------------------------
 
@@ -209,8 +211,9 @@ class SetAside:
         optimizers = {name: value for name, value in values.items() if issubclass(type(value), torch.optim.Optimizer)}
         if graph := next((name for name, value in values.items() if type(value) is torch.cuda.CUDAGraph), None):
             for name, model in models.items():
-                if any(map(self._device_of, _tensors_of(model))):
-                    self.left[name] = f"the CUDA graph {graph} knows the addresses of what it uses"
+                with suppress(Exception):  # see `_memories_of`; it stays in any case
+                    if any(map(self._device_of, _tensors_of(model))):
+                        self.left[name] = f"the CUDA graph {graph} knows the addresses of what it uses"
             return
         while True:
             memories = self._memories_of(models, optimizers)
@@ -224,23 +227,34 @@ class SetAside:
                 break
         self._memories = list(memories.values())
 
-    def _memories_of(self, models: dict[str, Any], optimizers: Mapping[str, Any]) -> dict[int, _Memory]:
-        """Memory on cards by its storage. Takes models out that cannot be moved."""
+    def _memories_of(self, models: dict[str, Any], optimizers: dict[str, Any]) -> dict[int, _Memory]:
+        """Memory on cards by its storage. Takes out what cannot be moved, or not be read: classes may do anything."""
         memories: dict[int, _Memory] = {}
         parameters: set[int] = set()
         for name, model in list(models.items()):
-            tensors = list(_tensors_of(model))
-            if not any(map(self._device_of, tensors)):
+            try:
+                tensors = list(_tensors_of(model))
+                is_on_card = any(map(self._device_of, tensors))
+                why = _why_not(model, tensors) if is_on_card else ""
+            except Exception:  # a module without its __init__ has no parameters that could be asked for
                 del models[name]
-            elif why := _why_not(model, tensors):
+                self.unread.append(name)
+                continue
+            if not is_on_card or why:
                 del models[name]
-                self.left[name] = why
+                self.left |= {name: why} if why else {}
             else:
                 parameters |= set(map(id, tensors))
                 self._add(memories, name, tensors)
-        for name, optimizer in optimizers.items():
-            states = [state for parameter, state in _states_of(optimizer) if id(parameter) in parameters]
-            self._add(memories, name, filter(_is_plain, _tensors_in(states)))
+        for name, optimizer in list(optimizers.items()):
+            try:
+                states = [state for parameter, state in _states_of(optimizer) if id(parameter) in parameters]
+                tensors = [tensor for tensor in _tensors_in(states) if _is_plain(tensor)]
+            except Exception:
+                del optimizers[name]
+                self.unread.append(name)
+                continue
+            self._add(memories, name, tensors)
         return memories
 
     def _add(self, memories: dict[int, _Memory], name: str, tensors: Iterable[Any]) -> None:
@@ -248,6 +262,8 @@ class SetAside:
             if not (device := self._device_of(tensor)):
                 continue
             storage = tensor.untyped_storage()
+            if not storage.nbytes():  # frees nothing, and its copy would have no address to be known by
+                continue
             memory = memories.setdefault(storage._cdata, _Memory(storage, device))
             memory.tensors[id(tensor)] = tensor
             memory.names.add(name)
@@ -255,8 +271,17 @@ class SetAside:
     def _device_of(self, tensor: Any) -> str:
         try:
             return self._cards.device_of(tensor.untyped_storage())
-        except (NotImplementedError, RuntimeError):  # sparse, or a class without memory of its own
+        except (NotImplementedError, RuntimeError, ValueError):  # sparse, lazy, a class without memory of its own
             return str(tensor.device) if tensor.is_cuda else ""
+
+
+def _unwrapped(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of a notebook; what a wrapper wraps, if it tells."""
+    values = {name: value for name, value in namespace.items() if not name.startswith("_")}
+    for name, value in values.items():
+        with suppress(Exception):
+            values[name] = plain(value)
+    return values
 
 
 def _tensors_of(model: Any) -> Iterator[Any]:

@@ -176,7 +176,8 @@ class Session:
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that there is not, before anything is said
         needed = self._needed(task, source) if host is self.launcher else {}
         cells = self.shell.history_manager.input_hist_raw[:-1]  # the last one is running
-        aside = self._movable(plan)
+        is_asked_for = plan.options.free_kernel or (host is self.launcher and plan.devices.gpus)
+        aside = self._movable(plan) if is_asked_for else SetAside({}, Cards(()))
         carried = refuse_what_cannot_fit(plan, needed, survey, cells, aside)
         self.say(str(plan) if host is self.launcher else f"in {host}")
         if news_of_the_source:

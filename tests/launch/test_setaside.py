@@ -16,6 +16,7 @@ from nbaccel.hardware import Memory
 from nbaccel.launch import functions, setaside
 from nbaccel.launch.setaside import Cards, SetAside, kernel_freed
 from nbaccel.launch.wire import pickling
+from nbaccel.launch.wire.devices import device_there
 from nbaccel.launch.wire.parcel import pack, unpack
 
 
@@ -153,6 +154,57 @@ def test_a_model_that_cannot_be_moved_by_its_tensors_is_left_alone_and_named(mak
         assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
         assert not cards.device_of(other.weight.untyped_storage())
         assert str(aside).endswith(f"; big stays on the card: {why}")
+
+
+def hollow() -> Any:
+    """A module whose `__init__` has not run, as of a class that forgets `super().__init__()`."""
+    return torch.nn.Linear.__new__(torch.nn.Linear)
+
+
+class WithoutState(torch.optim.SGD):
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        raise ValueError("no step was made")
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """For torch's constructor."""
+
+
+def test_what_cannot_be_read_is_left_alone_and_named_and_the_others_move() -> None:
+    cards, model = FakeCards(), torch.nn.Linear(2, 2)
+    cards.put(*model.parameters())
+    parallel = torch.nn.DataParallel.__new__(torch.nn.DataParallel)
+    optimizer = WithoutState(model.parameters(), 0.1)
+    names = {"parallel": parallel, "hollow": hollow(), "model": model, "optimizer": optimizer}
+    with SetAside(names, cards) as aside:
+        assert not cards.device_of(model.weight.untyped_storage())
+    assert (aside.names.keys(), aside.left) == ({"model"}, {})
+    assert str(aside) == (
+        "on the host until the run is over: model 0.0 GB; parallel stays where it is: it cannot be read; hollow stays "
+        "where it is: it cannot be read; optimizer stays where it is: it cannot be read"
+    )
+    graph = object.__new__(torch.cuda.CUDAGraph)
+    assert SetAside(names | {"graph": graph}, cards).left.keys() == {"model"}
+
+
+def test_a_model_with_a_parameter_that_has_no_memory_yet_stays_and_is_named_if_it_is_on_a_card() -> None:
+    cards, lazy = FakeCards(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+    assert not str(SetAside({"lazy": lazy}, cards))
+    cards.put(*lazy[0].parameters())
+    assert SetAside({"lazy": lazy}, cards).left == {"lazy": "its tensors are of a kind of their own"}
+
+
+def test_memory_of_no_bytes_stays_where_it_is() -> None:
+    """Its copy on the host would have the address of all that has no memory."""
+    cards, model = FakeCards(), torch.nn.Linear(2, 2)
+    model.register_buffer("nothing", torch.empty(0))
+    cards.put(*model.parameters(), *model.buffers())
+    before = model.get_buffer("nothing").untyped_storage()._cdata
+    with SetAside({"model": model}, cards):
+        assert not cards.device_of(model.weight.untyped_storage())
+        assert model.get_buffer("nothing").untyped_storage()._cdata == before
+        assert device_there(torch.device("cpu"), 0) == "cpu"
 
 
 def test_a_model_whose_memory_others_use_is_left_alone_with_its_optimizer() -> None:

@@ -187,6 +187,37 @@ def test_a_model_that_fits_once_the_notebooks_own_has_left_is_refused_with_the_f
     ]
 
 
+@with_gpus
+def test_models_that_cannot_be_read_are_no_error_of_a_cell_and_named_with_the_flag_alone(
+    planned: Any, cards: FakeCards
+) -> None:
+    planned.names.update({"lazy": torch.nn.LazyLinear(2), "hollow": torch.nn.Linear.__new__(torch.nn.Linear)})
+    assert said(planned, "%%accelerate -n 2\nx = 1") == []
+    assert said(planned, "%%accelerate -n 2 --free-kernel\nx = 1") == [
+        "hollow stays where it is: it cannot be read",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "survey", "looks"),
+    [
+        ("", Survey(TWO_T4, 4), True),
+        ("--cpu", Survey(TWO_T4, 4), False),
+        ("--cpu --free-kernel", Survey(TWO_T4, 4), True),
+        ("", Survey((), 4), False),
+    ],
+    indirect=["survey"],
+)
+def test_models_of_the_notebook_are_looked_at_where_a_run_uses_cards_or_the_flag_asks_for_it(
+    planned: Any, cards: FakeCards, monkeypatch: pytest.MonkeyPatch, flags: str, looks: bool
+) -> None:
+    planned.names["model"] = torch.nn.Linear(2, 2)
+    found: list[Any] = []
+    monkeypatch.setattr(SetAside, "_find", lambda aside, values: found.append(values))
+    said(planned, f"%%accelerate -n 2 {flags}\nx = 1")
+    assert any("model" in values for values in found) is looks
+
+
 TRAINS_RAW = """
 before = cards.device_of(model.weight.untyped_storage())
 with torch.no_grad():
