@@ -93,8 +93,8 @@ def launch(
 
     Raises:
         The error of the first rank that failed, in its own class, with the rank's traceback.
-        KeyboardInterrupt: the run was interrupted; TimeoutError: `timeout_s` was over. (The `time_limit` of an
-            Accelerator in it ends a run well: `Run.stopped` says so.)
+        KeyboardInterrupt: the run was interrupted, or models were coming back after it; TimeoutError: `timeout_s` was
+            over. (The `time_limit` of an Accelerator in it ends a run well: `Run.stopped` says so.)
         LaunchRefused: nothing was started; the message says why.
 
     >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
@@ -142,25 +142,35 @@ def launch(
         shown.write("stderr", f"{line}\n")
     if start.method == "inline":
         return _launch_inline(spec, check, shown, launcher, facts.title)
-    with contextlib.ExitStack() as block:
-        if free_kernel:
-            aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
-            block.enter_context(kernel_freed(aside, lambda line: shown.write("stdout", f"{line}\n")))
-        outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
+    outcome = None
+    try:
+        with contextlib.ExitStack() as block:
+            if free_kernel:
+                aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
+                block.enter_context(kernel_freed(aside, lambda line: shown.write("stdout", f"{line}\n")))
+            outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
+    finally:
+        if outcome is not None:  # also after an interrupt while models came back, which is raised behind it
+            run = _conclude(outcome, spec, launcher, shown, facts.title)
+            if run.error is not None and check:
+                raise run.error
+    return run
+
+
+def _conclude(outcome: Outcome, spec: LaunchSpec, launcher: Launcher, shown: ShownRun, title: str) -> Run:
+    """What came of a run, kept and shown."""
     seconds = shown.elapsed_s
     try:
         values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
         error, word = _how_it_ended(outcome, seconds)
         if error is not None:
-            launcher.post_mortem = PostMortem.of(facts.title, word, error, outcome.ended)
+            launcher.post_mortem = PostMortem.of(title, word, error, outcome.ended)
         run = _as_run(outcome, values, shown.history, error, seconds)
     finally:
         outcome.close()
     if run.stopped:
         shown.write("stdout", f"{run.stopped}\n")
     shown.end(word, run.seconds, error, outcome.ended.first_failed)
-    if error is not None and check:
-        raise error
     return run
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Presses"]
+__all__ = ["Presses", "uninterrupted"]
 
 
 class Presses:
@@ -71,3 +71,19 @@ class Presses:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold an interrupt back until the block is through. Only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    presses: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: presses.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
+    if presses:
+        raise KeyboardInterrupt

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from nbaccel.hardware import usable_memory
+from nbaccel.launch.presses import uninterrupted
 from nbaccel.launch.wire.arrays import has_plain_memory
 from nbaccel.launch.wire.devices import away_from, storage_on
 from nbaccel.launch.wire.wrappers import plain
@@ -34,7 +35,11 @@ _TRIES, _PAUSE_S = 5, 0.4
 
 @contextmanager
 def kernel_freed(aside: SetAside, say: Callable[[str], None]) -> Iterator[None]:
-    """Have models on the host in the block; `say` which these are, and afterwards that they are there still, if so."""
+    """Have models on the host in the block; `say` which these are, and afterwards that they are there still, if so.
+
+    Raises:
+        KeyboardInterrupt: while they came back, once they have, or have been said to stay.
+    """
     try:
         with aside:
             if line := str(aside):
@@ -100,13 +105,24 @@ class _Memory:
         storage = tensor.untyped_storage()
         return bool(uses(self.storage._cdata) != uses(storage._cdata) - 1 + len(self.tensors))
 
-    def move(self, storage: Any) -> None:
-        """Let all the tensors look at `storage`, which holds the same."""
-        torch: Any = sys.modules["torch"]
-        for tensor in self.tensors.values():
-            layout = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(storage, *layout)
-        self.storage = storage
+
+def _move(moves: Sequence[tuple[_Memory, Any]]) -> None:
+    """Let all the tensors of each memory look at a storage that holds the same; after an error none does."""
+    torch: Any = sys.modules["torch"]
+    before: list[tuple[Any, Any]] = []
+    try:
+        for memory, storage in moves:
+            for tensor in memory.tensors.values():
+                layout = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
+                moved = torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(storage, *layout)
+                before.append((tensor, tensor.data))
+                tensor.data = moved
+    except BaseException:
+        for tensor, data in before:
+            tensor.data = data
+        raise
+    for memory, storage in moves:
+        memory.storage = storage
 
 
 class SetAside:
@@ -121,7 +137,7 @@ class SetAside:
     def __init__(self, namespace: Mapping[str, Any], cards: Cards) -> None:
         self._cards = cards
         self._memories: list[_Memory] = []
-        self._homes: AbstractContextManager[None] | None = None
+        self._homes = ExitStack()
         self.left: dict[str, str] = {}
         self.unread: list[str] = []
         self.trouble = ""
@@ -150,28 +166,45 @@ class SetAside:
         for memory in self._memories:
             memory.host = self._cards.to_host(memory.storage)
         try:
-            for memory in self._memories:
-                memory.move(memory.host)
+            with uninterrupted():
+                _move([(memory, memory.host) for memory in self._memories])
+                homes = {memory.host.data_ptr(): memory.device for memory in self._memories}
+                self._homes.enter_context(away_from(homes))
+            if self._memories:
+                self._cards.release()
         except BaseException:
-            self._bring_back()
+            self._come_back()
             raise
-        homes = {memory.host.data_ptr(): memory.device for memory in self._memories}
-        self._homes = away_from(homes)
-        self._homes.__enter__()
-        if self._memories:
-            self._cards.release()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._homes is not None:
-            self._homes.__exit__(None, None, None)
-        self._bring_back()
+        self._come_back()
 
-    def _bring_back(self) -> None:
-        """All of it or nothing: a model that is half on the host computes nothing."""
-        away = [memory for memory in self._memories if memory.storage is memory.host]
+    def _come_back(self) -> None:
+        with uninterrupted():
+            self._homes.close()
+            if away := [memory for memory in self._memories if memory.storage is memory.host]:
+                self._bring_back(away)
+
+    def _bring_back(self, away: Sequence[_Memory]) -> None:
+        """All of it or nothing, and then `trouble`: a model that is half on the host computes nothing."""
+        where = " and ".join(sorted({memory.device for memory in away}))
+        stays = (
+            f"it stays there: {', '.join(self.names)}. When there is room, model.to({away[0].device!r}) moves a model "
+            "back, and then optimizer.load_state_dict(optimizer.state_dict()) what its optimizer keeps."
+        )
+        try:
+            if not self._has_brought_back(away):
+                self.trouble = f"{where} has no room any more for what was moved to the host, and {stays}"
+        except BaseException as error:
+            what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")  # CUDA's have more lines
+            self.trouble = f"{where} does not take back what was moved to the host ({what}), and {stays}"
+            if not isinstance(error, Exception):
+                raise
+
+    def _has_brought_back(self, away: Sequence[_Memory]) -> bool:
         for attempt in range(_TRIES):
             made: list[Any] = []
             for memory in away:
@@ -180,19 +213,13 @@ class SetAside:
                     break
                 made.append(storage)
             else:
-                for memory, storage in zip(away, made, strict=True):
-                    memory.move(storage)
-                return
+                _move(list(zip(away, made, strict=True)))
+                return True
             made.clear()
             self._cards.release()
             if attempt < _TRIES - 1:
                 time.sleep(_PAUSE_S)
-        where, names = " and ".join(sorted({memory.device for memory in away})), ", ".join(self.names)
-        self.trouble = (
-            f"{where} has no room any more for what was moved to the host, and it stays there: {names}. When there is "
-            f"room, model.to({away[0].device!r}) moves a model back, and then "
-            "optimizer.load_state_dict(optimizer.state_dict()) what its optimizer keeps."
-        )
+        return False
 
     # --- words -------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,11 @@ class CellRun:
         self._outcome: Outcome | None = None
 
     @property
+    def is_over(self) -> bool:
+        """Whether there is an outcome."""
+        return bool(self.end)
+
+    @property
     def outcome(self) -> Outcome:
         assert self._outcome is not None, "the run has not ended"
         return self._outcome

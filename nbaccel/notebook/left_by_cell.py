@@ -7,16 +7,14 @@ interrupt waits for. Then it is said in words what the notebook has now, and wha
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import threading
 import types
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
 from nbaccel.launch.outcome import Returned
+from nbaccel.launch.presses import uninterrupted
 from nbaccel.launch.rank.cell import RANDOM, CellTask
 from nbaccel.launch.wire.inventory import Place, found_at, writes_of
 from nbaccel.launch.wire.kinds import attributes_of
@@ -86,7 +84,7 @@ class LeftByCell:
         writes, refused = writes_of(changes, self._task.placed)
         self._not_come |= {str(places[key]): why for key, why in refused.items()}
         self._note({key: places[key] for key in changes if key not in refused})
-        with _uninterrupted():
+        with uninterrupted():
             for write in [] if only_new else writes:
                 try:
                     write()
@@ -222,19 +220,3 @@ def _size(module: Any) -> str:
         if count >= scale:
             return f"{count / scale:.1f} {unit} parameters"
     return f"{count} parameter{'s' * (count != 1)}"
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold an interrupt back until the block is through. Only the main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    presses: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: presses.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
-    if presses:
-        raise KeyboardInterrupt

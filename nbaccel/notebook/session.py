@@ -150,13 +150,14 @@ class Session:
         with steered(self.shell) as (frames, beside):
             run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told)
             self.rank_memory.begin(source.name)
-            with kernel_freed(self._movable(plan), self.say) if plan.options.free_kernel else nullcontext():
-                run.go(host, listeners=[self.rank_memory], beside=beside)
+            freed = kernel_freed(self._movable(plan), self.say) if plan.options.free_kernel else nullcontext()
             try:
-                return self._conclude(run)
+                with interrupts_in_one_line(), freed:
+                    run.go(host, listeners=[self.rank_memory], beside=beside)
             finally:
-                # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook.
-                run.show_end()
+                if run.is_over:  # also after an interrupt while models came back, which is raised behind it
+                    value = self._conclude_and_show(run)
+            return value
 
     def _plan(self, asked: Options, body: str) -> tuple[Host, Plan, CellSource, CellTask, LaunchSpec]:
         """Settle who runs a cell, how and with what; refuse what cannot work, and say what there is to know before."""
@@ -306,6 +307,13 @@ class Session:
         finally:
             if ended.stays:
                 self.stay.after(run.error)
+
+    def _conclude_and_show(self, run: CellRun) -> Any:
+        try:
+            return self._conclude(run)
+        finally:
+            # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook.
+            run.show_end()
 
     def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: ShownRun) -> Any:
         """The cell in the notebook's own process."""

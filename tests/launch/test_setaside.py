@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from fakes import FakeCards
 from nbaccel.hardware import Memory
 from nbaccel.launch import functions, setaside
+from nbaccel.launch.run import Run
 from nbaccel.launch.setaside import Cards, SetAside, kernel_freed
 from nbaccel.launch.wire import pickling
-from nbaccel.launch.wire.devices import device_there
+from nbaccel.launch.wire.devices import away_from, device_there
 from nbaccel.launch.wire.parcel import pack, unpack
 
 
@@ -101,6 +103,132 @@ def test_where_the_card_is_full_all_of_it_stays_on_the_host_and_that_is_said() -
         "model.to('cuda:0') moves a model back, and then optimizer.load_state_dict(optimizer.state_dict()) what its "
         "optimizer keeps."
     ]
+
+
+class FailingCards(FakeCards):
+    """Something happens on the way.
+
+    fails: what happens, by the method in which it does.
+    """
+
+    def __init__(self, **fails: Callable[[], None]) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def back(self, storage: Any, device: str) -> Any:
+        self.fails.get("back", nothing)()
+        return super().back(storage, device)
+
+    def release(self) -> None:
+        self.fails.get("release", nothing)()
+        super().release()
+
+
+def nothing() -> None:
+    """As it should be."""
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported")
+
+
+def test_an_interrupt_while_models_come_back_waits_for_the_last_of_them() -> None:
+    cards, (model, optimizer) = FailingCards(back=interrupt), trained()
+    tensors = tensors_of(model, optimizer)
+    cards.put(*tensors)
+    ended: list[str] = []
+    with pytest.raises(KeyboardInterrupt), SetAside({"model": model, "optimizer": optimizer}, cards) as aside:
+        ended.append("the run")
+    assert ended
+    assert all(cards.device_of(tensor.untyped_storage()) for tensor in tensors)
+    assert not aside.trouble
+
+
+@pytest.mark.parametrize("method", ["back", "release"])
+def test_an_error_while_models_come_back_leaves_all_on_the_host_and_is_said_and_not_raised(method: str) -> None:
+    cards, (model, _) = FailingCards(), trained()
+    cards.put(*model.parameters())
+    said: list[str] = []
+    with kernel_freed(SetAside({"model": model}, cards), said.append):
+        cards.fails[method] = fail
+        cards.room = 2 if method == "release" else 1000
+        cards.there.clear()
+    assert not any(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+    assert said[1:] == [
+        "cuda:0 does not take back what was moved to the host (RuntimeError: CUDA error: an illegal memory access was "
+        "encountered), and it stays there: model. When there is room, model.to('cuda:0') moves a model back, and then "
+        "optimizer.load_state_dict(optimizer.state_dict()) what its optimizer keeps."
+    ]
+
+
+def test_an_interrupt_that_cannot_wait_leaves_all_on_the_host_and_that_is_said() -> None:
+    """As one that another thread sends."""
+    cards, (model, _) = FailingCards(), trained()
+    cards.put(*model.parameters())
+    said: list[str] = []
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), kernel_freed(SetAside({"model": model}, cards), said.append):
+        cards.fails["back"] = stop
+    assert not any(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+    assert "cuda:0 does not take back what was moved to the host (KeyboardInterrupt), and it stays" in said[1]
+
+
+def test_a_tensor_that_cannot_be_moved_takes_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards, model = FakeCards(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    cards.put(*model.parameters())
+
+    def copies() -> Iterator[Any]:
+        yield from [parameter.untyped_storage().clone() for parameter in list(model.parameters())[1:]]
+        yield torch.frombuffer(bytearray(1), dtype=torch.uint8).untyped_storage()  # and it cannot grow
+
+    made = copies()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not resizable"):
+        patch.setattr(cards, "to_host", lambda storage: next(made))
+        with SetAside({"model": model}, cards):
+            pytest.fail("it has moved")
+    assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+    with SetAside({"model": model}, cards) as aside:
+        made = copies()
+        monkeypatch.setattr(cards, "back", lambda storage, device: next(made))
+        there = [parameter.data_ptr() for parameter in model.parameters()]
+    assert [parameter.data_ptr() for parameter in model.parameters()] == there
+    assert "cuda:0 does not take back what was moved to the host (RuntimeError: Trying to resize" in aside.trouble
+
+
+@pytest.mark.parametrize(("happens", "error"), [(interrupt, KeyboardInterrupt), (fail, RuntimeError)])
+@pytest.mark.parametrize("where", ["release", "away_from"])
+def test_what_happens_after_the_move_brings_models_back_and_forgets_where_they_were(
+    monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None], error: type[BaseException], where: str
+) -> None:
+    cards, (model, _) = FailingCards(), trained()
+    cards.put(*model.parameters())
+    hosts: list[int] = []
+
+    def away(homes: Mapping[int, str]) -> Any:
+        hosts.extend(homes)
+        if where == "away_from":
+            happens()
+        return away_from(homes)
+
+    monkeypatch.setattr(setaside, "away_from", away)
+    cards.fails = {"release": happens} if where == "release" else {}
+    said: list[str] = []
+    with pytest.raises(error), kernel_freed(SetAside({"model": model}, cards), said.append):
+        pytest.fail("the run began")
+    assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+    assert said == []
+    assert {device_there(torch.device("cpu"), address) for address in hosts} == {"cpu"}
+    cards.fails["back"] = fail
+    with pytest.raises(error), kernel_freed(SetAside({"model": model}, cards), said.append):
+        pytest.fail("the run began")
+    assert "cuda:0 does not take back what was moved to the host (RuntimeError: " in said[0]
 
 
 class OfALibrary(torch.nn.Parameter):
@@ -328,3 +456,41 @@ def test_launch_sets_models_of_the_script_aside_where_it_is_asked_to(
     assert functions.launch(where, 1, cpu=True, free_kernel=True).value == ""
     assert where() == "cuda:0"
     assert "on the host until the run is over: model 0.0 GB" in capsys.readouterr().out
+
+
+def on_a_card(monkeypatch: pytest.MonkeyPatch, cards: FakeCards) -> Any:
+    """A model of the script."""
+    model = torch.nn.Linear(2, 2)
+    cards.put(*model.parameters())
+    monkeypatch.setattr(functions, "Cards", lambda numbers: cards)
+    monkeypatch.setitem(vars(sys.modules["__main__"]), "model", model)
+    return model
+
+
+def test_a_run_whose_models_cannot_come_back_has_its_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_card(monkeypatch, FailingCards(back=fail))
+    assert functions.launch(pow, 1, (2, 5), cpu=True, free_kernel=True).value == 32
+    assert "cuda:0 does not take back what was moved to the host (RuntimeError: CUDA" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_models_come_back_does_not_take_the_place_of_the_runs_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    concluded: list[Run] = []
+    cards = FailingCards(back=interrupt)
+    model = on_a_card(monkeypatch, cards)
+    conclude = functions._conclude
+
+    def recorded(*args: Any) -> Run:
+        concluded.append(conclude(*args))
+        return concluded[-1]
+
+    monkeypatch.setattr(functions, "_conclude", recorded)
+    with pytest.raises(KeyboardInterrupt):
+        functions.launch(pow, 1, (2, 5), cpu=True, free_kernel=True)
+    assert concluded.pop().value == 32
+    with pytest.raises(ZeroDivisionError):
+        functions.launch(divmod, 1, (2, 0), cpu=True, free_kernel=True)
+    assert cards.device_of(model.weight.untyped_storage())

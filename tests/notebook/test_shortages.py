@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -240,6 +241,31 @@ def test_a_run_finds_the_card_free_and_leaves_the_notebooks_model_on_it_trained(
     assert notebook.names["model"] is model
     assert torch.equal(model.weight, weight + 1)
     assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+
+
+def test_an_interrupt_while_models_come_back_is_raised_after_all_of_the_run_is_in_the_notebook(
+    notebook: Any, cards: FakeCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.run(MAKES_IT)
+    model = notebook.names["model"]
+    notebook.names["cards"] = cards
+    cards.put(*model.parameters())
+    weight, back = model.weight.detach().clone(), cards.back
+
+    def interrupted(storage: Any, device: str) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return back(storage, device)
+
+    monkeypatch.setattr(cards, "back", interrupted)
+    ran = notebook.run(f"%%accelerate -n 1 --free-kernel{TRAINS_RAW}")
+    assert isinstance(ran.error, KeyboardInterrupt)
+    assert ran.stdout.splitlines()[-1] == "KeyboardInterrupt: interrupted while no rank was running."
+    assert torch.equal(model.weight, weight + 1)
+    assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
+    assert str(notebook.session.last_run.end) == "done"
+    ran = notebook.run(f"%%accelerate -n 1 --free-kernel{TRAINS_RAW}raise ValueError('of the run')")
+    assert str(ran.error) == "of the run"
+    assert torch.equal(model.weight, weight + 2)
 
 
 MAKES_IT = "import torch\nmodel = torch.nn.Linear(2, 1)"
