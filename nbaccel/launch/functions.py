@@ -138,15 +138,18 @@ def launch(
     launcher.post_mortem = None  # of the run before
     facts = Facts(_call_in_words(function, args, kwargs), str(chosen), chosen.names())
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
-    for line in [*_without_gpus(chosen), *before_a_run(chosen.gpus)]:
+    aside = None
+    if free_kernel and start.method != "inline":
+        aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
+    freed_on = (lambda device: 0) if aside is None else aside.bytes_on
+    for line in [*_without_gpus(chosen), *before_a_run(chosen.gpus, freed_on)]:
         shown.write("stderr", f"{line}\n")
     if start.method == "inline":
         return _launch_inline(spec, check, shown, launcher, facts.title)
     outcome = None
     try:
         with contextlib.ExitStack() as block:
-            if free_kernel:
-                aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
+            if aside is not None:
                 block.enter_context(kernel_freed(aside, lambda line: shown.write("stdout", f"{line}\n")))
             outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
     finally:

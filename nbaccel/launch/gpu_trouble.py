@@ -92,15 +92,28 @@ def _runs(flag: str, capability: tuple[int, int]) -> bool:
     return is_newer and (capability[0] == code[0] or (kind == "compute" and number == digits))
 
 
-def before_a_run(gpus: Sequence[Gpu]) -> list[str]:
-    """The sentences about the GPUs that a run is about to use."""
-    return list(troubles(gpus, holder_name, TorchBuild.loaded()))
+def _nothing(device: str) -> int:
+    return 0
 
 
-def troubles(gpus: Sequence[Gpu], name_of: Callable[[int], str], build: TorchBuild | None) -> Iterator[str]:
+def before_a_run(gpus: Sequence[Gpu], freed_on: Callable[[str], int] = _nothing) -> list[str]:
+    """The sentences about the GPUs that a run is about to use.
+
+    freed_on: the bytes that leave a device before the run, by its name, "cuda:0".
+    """
+    return list(troubles(gpus, holder_name, TorchBuild.loaded(), freed_on))
+
+
+def troubles(
+    gpus: Sequence[Gpu],
+    name_of: Callable[[int], str],
+    build: TorchBuild | None,
+    freed_on: Callable[[str], int] = _nothing,
+) -> Iterator[str]:
     """Yield a sentence for each thing that will keep one of `gpus` from computing.
 
     name_of: the program that holds memory, by its process id as the driver has it; empty where that is not to be seen.
+    freed_on: see `before_a_run`.
     """
     if gpus and build is not None and not build.flags:
         yield (
@@ -125,7 +138,7 @@ def troubles(gpus: Sequence[Gpu], name_of: Callable[[int], str], build: TorchBui
                 f"{who} takes one process at a time (compute mode exclusive), and has one: {_held(gpu, name_of)}. End "
                 "it; if it is this notebook, which has used CUDA, restart the kernel."
             )
-        elif gpu.total_bytes and gpu.free_bytes < CONTEXT_BYTES:
+        elif gpu.total_bytes and gpu.free_bytes + freed_on(f"cuda:{gpu.index}") < CONTEXT_BYTES:
             yield (
                 f"{who} is full: {_gb(gpu.free_bytes)} of {_gb(gpu.total_bytes)} are free, and a process takes up to "
                 f"{_gb(CONTEXT_BYTES)} before its first tensor; {_held(gpu, name_of)}."

@@ -230,8 +230,9 @@ class Session:
             for name, thread in list(threads_held_by(needed).items())[:_MOST_THREADS]:
                 self.say(f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell")
         holdings = held_here(self.shell.user_ns)
+        freed_on = aside.bytes_on if plan.options.free_kernel else lambda device: 0
         for line in [
-            *before_a_run(plan.devices.gpus),
+            *before_a_run(plan.devices.gpus, freed_on),
             *carried,
             *shortages(plan, source.code, needed, survey, holdings, aside),
         ]:

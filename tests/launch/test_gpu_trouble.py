@@ -82,6 +82,13 @@ def test_a_full_gpu_is_said_with_who_holds_it() -> None:
     assert said(replace(T4, total_bytes=0)) == []  # the driver does not tell
 
 
+def test_a_full_gpu_from_which_enough_leaves_before_the_run_is_not_said() -> None:
+    full = replace(T4, index=1, used_bytes=int(15.8 * GB))
+    assert list(troubles([full], str, None, {"cuda:1": GB}.__getitem__)) == []
+    (line,) = troubles([full], str, None, {"cuda:1": GB // 10}.__getitem__)
+    assert line.startswith("GPU 1 Tesla T4 is full: 0.2 GB of 16.0 GB are free")
+
+
 def test_a_gpu_that_takes_one_process_and_has_one_is_said() -> None:
     assert said(replace(T4, compute_mode=ComputeMode.EXCLUSIVE, processes=((4321, GB),)), pid4321="python3") == [
         "GPU 0 Tesla T4 takes one process at a time (compute mode exclusive), and has one: 1.0 GB held by process 4321 "

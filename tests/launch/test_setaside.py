@@ -494,3 +494,17 @@ def test_an_interrupt_while_models_come_back_does_not_take_the_place_of_the_runs
     with pytest.raises(ZeroDivisionError):
         functions.launch(divmod, 1, (2, 0), cpu=True, free_kernel=True)
     assert cards.device_of(model.weight.untyped_storage())
+
+
+def test_launch_says_of_a_full_card_what_is_so_once_models_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    model = on_a_card(monkeypatch, FakeCards())
+
+    def before_a_run(gpus: Any, freed_on: Callable[[str], int]) -> list[str]:
+        told.append(freed_on("cuda:0"))
+        return []
+
+    monkeypatch.setattr(functions, "before_a_run", before_a_run)
+    for is_freed in (False, True):
+        functions.launch(pow, 1, (2, 5), cpu=True, free_kernel=is_freed)
+    assert told == [0, sum(parameter.nbytes for parameter in model.parameters())]

@@ -125,6 +125,20 @@ def test_what_the_notebook_holds_is_weighed_against_what_is_free(
     assert bool(said(planned, "%%accelerate -n 2\nx = 1")) is is_said, "6 GB are free"
 
 
+FULL = Survey((replace(TWO_T4[0], used_bytes=15 * GB),), 4, Memory(30 * GB, 20 * GB))
+
+
+@pytest.mark.parametrize("survey", [FULL], indirect=True)
+@pytest.mark.parametrize(("nbytes", "has_room"), [(GB, True), (GB // 10, False)])
+def test_a_card_is_not_full_where_the_flag_makes_room(
+    planned: Any, cards: FakeCards, monkeypatch: pytest.MonkeyPatch, nbytes: int, has_room: bool
+) -> None:
+    monkeypatch.setattr(SetAside, "bytes_on", lambda aside, device: nbytes if device == "cuda:0" else 0)
+    (line,) = said(planned, "%%accelerate -n 1\nx = 1")
+    assert line.startswith("GPU 0 Tesla T4 is full: 0.0 GB of 15.0 GB are free")
+    assert said(planned, "%%accelerate -n 1 --free-kernel\nx = 1") == ([] if has_room else [line])
+
+
 UNTOLD = Survey((replace(TWO_T4[0], total_bytes=0, used_bytes=0),), 4, Memory(30 * GB, 20 * GB))
 
 
@@ -161,7 +175,9 @@ def test_a_model_that_can_leave_the_card_is_said_with_the_flag_and_nothing_with_
     planned.session.survey = lambda: survey
     held = Holding("cuda:0", nbytes + 30, 100, (("data", 30), ("model", nbytes)))
     monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
-    monkeypatch.setattr(nbaccel.notebook.session, "before_a_run", lambda gpus: [])  # of a card with some bytes only
+    monkeypatch.setattr(
+        nbaccel.notebook.session, "before_a_run", lambda gpus, freed_on: []
+    )  # of a card with some bytes only
     assert said(planned, "%%accelerate -n 2\nx = 1")[0].endswith(
         "and 20 bytes are free there for rank 0: --free-kernel moves model to the host for the run; "
         "nbaccel.free_memory(data) in a cell before this one gives it back"
