@@ -65,6 +65,7 @@ UNGUARDED = {
     "_parameters": "module._parameters",
     "_opt_called": "stepped._opt_called",
     "_found_inf_per_device": "torch.amp.GradScaler._found_inf_per_device",
+    "_per_optimizer_states": "torch.amp.GradScaler('cpu')._per_optimizer_states",
     # loaders
     "_BaseDataLoaderIter": "dataloader._BaseDataLoaderIter",
     "_DatasetKind": "dataloader._DatasetKind.Map",

@@ -323,6 +323,17 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._release_engine()
         self._prepared.keep(known)
         self._accumulation.forget()
+        if self._is_equipped:
+            self._precision.forget()
+
+    @property
+    def _scaling(self) -> dict[str, Any]:
+        """The state of the gradient scaler; empty without one. Waits for the device."""
+        return self._precision.state_dict() if self._is_equipped else {}
+
+    def _scale_like(self, scaling: dict[str, Any]) -> None:
+        if scaling and self._is_equipped:
+            self._precision.load_state_dict(scaling)
 
     def _count_steps_from(self, step: int) -> None:
         self._accumulation.clock.restart(step)
@@ -342,6 +353,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._release_engine()
         if self._is_equipped:
             self._accumulating.models = ()  # of a block that was asked for and not entered
+            self._precision.forget()
         self._writer.join()
         self._staging.clear()
         self._prepared.forget()
@@ -440,7 +452,7 @@ def _made(kind: type[Accelerator], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _watch_forks(accelerator: Accelerator) -> None:
     """Let a forked child ask again whether it may train; cheaper than asking for the process id in every step."""
-    process_group.users.add(accelerator)
+    process_group.users[accelerator] = None
     reference = weakref.ref(accelerator)
 
     def ask_again() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -68,6 +69,9 @@ class Precision:
         """Step `optimizer`: what it returned, and whether it took the step."""
         return (optimizer.step() if closure is None else optimizer.step(closure)), True
 
+    def forget(self) -> None:
+        """The step under way is given up, and its gradients are dropped."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -117,7 +121,7 @@ class Fp16(Bf16):
     def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
         super().__init__(device, handlers)
         self.scaler = self._make_scaler()
-        self._unscaled: set[int] = set()
+        self._unscaled: dict[int, weakref.ref[Optimizer]] = {}
         self._stepped: set[int] = set()
         self._has_skipped = False  # since the last update of the scale
         self._found: list[Tensor] = []  # not 0 where the device has skipped; since then too
@@ -144,9 +148,28 @@ class Fp16(Bf16):
             self.scaler.load_state_dict(state)
 
     def scale(self, loss: Tensor) -> Tensor:
+        if self._stepped or self._unscaled:
+            self._begin_step()
+        return torch.amp.GradScaler.scale(self.scaler, loss)
+
+    def _begin_step(self) -> None:
+        """Have gradients scaled like those that are about to be added to them, where no step has used them up."""
+        left = [reference() for key, reference in self._unscaled.items() if key not in self._stepped]
         if self._stepped:
             self._update()
-        return torch.amp.GradScaler.scale(self.scaler, loss)
+        else:  # an error came between, or the program went on to another loss
+            self.forget()
+        gradients = [
+            parameter.grad
+            for optimizer in left
+            if optimizer is not None
+            for parameter in _parameters(optimizer)
+            if parameter.grad is not None
+        ]
+        if gradients:
+            scale = self.scaler.get_scale()
+            for gradient in gradients:
+                gradient.mul_(scale)
 
     def scale_by_hand(self, losses: Any) -> Any:
         """The program calls its `Accelerator.scaler`, and ``backward`` of what that returns."""
@@ -163,7 +186,7 @@ class Fp16(Bf16):
             is_meant = wanted is None or any(id(parameter) in wanted for parameter in _parameters(optimizer))
             if is_meant and _has_gradients(optimizer) and id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
-                self._unscaled.add(id(optimizer))
+                self._unscaled[id(optimizer)] = weakref.ref(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
         if closure is not None:
@@ -172,14 +195,21 @@ class Fp16(Bf16):
             return optimizer.step(), True
         if id(optimizer) in self._stepped:
             self._update()
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not is_fused:  # else it unscales in its kernel
+            self.unscale([optimizer])  # the scaler would too, and nobody knew it after an error in the step
         taken: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
         try:
             value = self.scaler.step(optimizer)
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):  # with which torch's scaler would scale the next step again
+                vars(optimizer).pop(name, None)
+            raise
         finally:
             hook.remove()
         self._stepped.add(id(optimizer))
-        if taken and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if taken and is_fused:
             # Fused optimizers are always called and skip inside their kernel; only the scaler knows.
             found = list(self.scaler._found_inf_per_device(optimizer).values())
             if any(map(_waits, found)):
@@ -207,6 +237,14 @@ class Fp16(Bf16):
         self._has_skipped = False
         self._stepped.clear()
         self._unscaled.clear()
+
+    def forget(self) -> None:
+        # The scale stays: if it was to be lowered, the next step is skipped too and lowers it.
+        self.scaler._per_optimizer_states.clear()
+        self._unscaled.clear()
+        self._stepped.clear()
+        self._found.clear()
+        self._has_skipped = False
 
     def state_dict(self) -> dict[str, Any]:
         if self._stepped:

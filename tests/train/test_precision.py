@@ -489,3 +489,58 @@ def test_skips_in_a_row_are_counted_also_if_nobody_asks(monkeypatch: pytest.Monk
         step(float("inf"))
     with pytest.warns(UserWarning, match=f"{SKIPS_IN_A_ROW} optimizer steps in a row were skipped"):
         step(1.0)
+
+
+def _before_and_after(interrupt: Callable[[Any, Any, Any], None], fused: bool = False) -> list[float]:
+    """How far a weight of 0 moves, whose gradient is 2**-7, in a step after something that came to no end."""
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=fused))
+    moved = []
+    for number in range(3):
+        accelerator.backward(model(torch.full((2, 1), 2.0**-7)).mean())
+        if number == 1:
+            interrupt(accelerator, model, optimizer)
+            continue
+        before = model.weight.item()
+        accelerator.clip_grad_norm_(model.parameters(), 100.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(model.weight.item() - before)
+    return moved
+
+
+def _clip(accelerator: Any, model: Any, optimizer: Any) -> None:
+    accelerator.clip_grad_norm_(model.parameters(), 100.0)
+
+
+def _clip_and_drop(accelerator: Any, model: Any, optimizer: Any) -> None:
+    _clip(accelerator, model, optimizer)
+    optimizer.zero_grad()
+
+
+def _clip_and_free(accelerator: Any, model: Any, optimizer: Any) -> None:
+    _clip_and_drop(accelerator, model, optimizer)
+    accelerator._forget_all_but(accelerator._everything_prepared)
+
+
+def _fail_in_step(accelerator: Any, model: Any, optimizer: Any) -> None:
+    hook = optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "gradients"), [(_clip, 2), (_clip_and_drop, 1), (_clip_and_free, 1), (_fail_in_step, 2)]
+)
+def test_after_a_step_that_came_to_no_end_gradients_are_of_true_size(
+    interrupt: Callable[[Any, Any, Any], None], gradients: int
+) -> None:
+    """What is left of it and not dropped is added to, as without fp16."""
+    assert _before_and_after(interrupt) == [-(2.0**-7), -(2.0**-7) * gradients]
+
+
+def test_a_fused_step_that_fails_leaves_the_next_one_of_true_size() -> None:
+    assert _before_and_after(_fail_in_step, fused=True) == [-(2.0**-7), -(2.0**-7) * 2]

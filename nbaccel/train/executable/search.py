@@ -108,7 +108,7 @@ class _Search:
             agreed = self._peers.regroup(functools.partial(self._clean_up, attempt, size))
             if lack is not None:
                 emit(OutOfMemory(agreed.step, lack.place.value, size, agreed.size, size, lack.text))
-            self._survivors.go_on(agreed.step, agreed.source)
+            self._survivors.go_on(agreed.step, agreed.source, agreed.scalings)
             size, shortage = agreed.size, agreed.shortage
         self._sizes.nothing_fits()
         raise NoBatchSizeFits(
@@ -130,6 +130,7 @@ class _Search:
             shortage="" if shortage is None else shortage.text,
             obstacle=self._survivors.obstacle,
             keeps=self._survivors.has_replicas,
+            scalings=self._survivors.scalings,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +39,7 @@ class Survivors:
         self._own_groups = max(0, len(c10d._world.pg_map) - 1)
         self._prepared = [weakref.ref(thing) for thing in _prepared()]
         self._fresh = [weakref.ref(optimizer) for optimizer in _optimizers(_living()) if not optimizer.state]
+        self._accelerators = [weakref.ref(accelerator) for accelerator in process_group.users]
         self._replicas: list[weakref.ref[DistributedDataParallel]] = []
         self._sharded: set[str] = set()
 
@@ -45,6 +47,11 @@ class Survivors:
     def step(self) -> int:
         """How many training steps were done in this process; a failed attempt may have done more on some ranks."""
         return max((each._step_under_way() for each in process_group.users), default=0)
+
+    @property
+    def scalings(self) -> list[dict[str, Any]]:
+        """How the Accelerators scale losses that were there before. To be asked after `clean_up`."""
+        return [{} if (each := reference()) is None else each._scaling for reference in self._accelerators]
 
     @property
     def obstacle(self) -> str:
@@ -89,12 +96,15 @@ class Survivors:
         self._replicas = [weakref.ref(thing) for thing in living if isinstance(thing, DistributedDataParallel)]
         self._sharded = {type(thing).__name__ for thing in living if is_sharded(thing)}
 
-    def go_on(self, step: int, source: int = 0) -> None:
+    def go_on(self, step: int, source: int = 0, scalings: Sequence[dict[str, Any]] = ()) -> None:
         """The next attempt begins, in the new process group where there are several ranks.
 
         step: training steps to count from, equal on all ranks, so that a run that is stopped stops at the same one.
-        source: the rank whose weights count.
+        source: the rank whose weights count.  scalings: its; none to leave them as they are.
         """
+        for reference, scaling in zip(self._accelerators, scalings, strict=False):
+            if (each := reference()) is not None:
+                each._scale_like(scaling)
         for accelerator in process_group.users:
             accelerator._count_steps_from(step)
         for reference in self._replicas:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Report:
     obstacle: why it cannot try again; empty if it can.
     keeps: whether there are replicas that were made outside of the function.
     is_sound: whether these are as its last whole step left them.  source: the first rank for which that holds.
+    scalings: how its Accelerators scale losses; in what is agreed, those of `source`, for ranks may not differ.
     """
 
     size: int
@@ -63,6 +64,7 @@ class Report:
     keeps: bool = False
     is_sound: bool = True
     source: int = 0
+    scalings: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Alone:
@@ -150,8 +152,9 @@ class Together(Alone):
         return False
 
     def regroup(self, report: Callable[[], Report]) -> Report:
+        is_free = abort_device_groups(_DEVICE_PATIENCE_S)  # first: what a report reads may wait for the device
         mine = replace(self._made(report), is_sound=self._is_sound)
-        if not abort_device_groups(_DEVICE_PATIENCE_S):
+        if not is_free:
             stuck = f"its device did not let go of the process group within {_DEVICE_PATIENCE_S:g} s"
             mine = replace(mine, obstacle=mine.obstacle or stuck)
         self._board.post("report", asdict(mine))
@@ -176,7 +179,8 @@ class Together(Alone):
         self._collectives = process_group.talk or self._collectives
         shortages = [each.shortage for each in reports if each.shortage]
         size, step = min(each.size for each in reports), max(each.step for each in reports)
-        return Report(size, step, shortages[0], source=min(sound, default=0))
+        source = min(sound, default=0)
+        return Report(size, step, shortages[0], source=source, scalings=reports[source].scalings)
 
     def close(self) -> None:
         process_group.recoveries.remove(self)

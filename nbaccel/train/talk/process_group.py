@@ -113,8 +113,10 @@ class ProcessGroup:
         self._base: Any = None
         self._renewed_group: Any = None
         self._retired: Any = None
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The Accelerators of this process: what they hold of a group that is over, they are asked to let go."""
+        self.users: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        """The Accelerators of this process in the order of their making: they let go what they hold of a group that is
+        over.
+        """
         self.recoveries: list[Any] = []
         """Calls that are under way and would renew the group, outermost first; theirs, kept here for the inner ones."""
 

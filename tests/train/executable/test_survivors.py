@@ -175,3 +175,48 @@ def test_a_model_sharded_outside_of_the_function_cannot_go_on_and_the_error_says
     assert [peer[0], short[0]] == ["PeerFailed", "OutOfMemoryError"]
     for _, text, _ in (peer, short):
         assert "FSDPLinear was sharded (FSDP) outside of the function; shard it inside" in text
+
+
+class _RunsOut(torch.optim.SGD):
+    """Has no memory for its first step on the ranks of `short`."""
+
+    short: tuple[int, ...] = ()
+
+    def step(self, closure: Any = None) -> Any:
+        short, type(self).short = self.short, ()
+        if Accelerator().process_index in short:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return super().step(closure)
+
+
+def _fp16_made_outside() -> tuple[float, float, int]:
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, _RunsOut(model.parameters(), lr=1.0))
+    last = accelerator.num_processes - 1
+    _RunsOut.short = (last,)
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> int:
+        if batch_size == 4 and accelerator.process_index < last:
+            accelerator._scale_like(accelerator._scaling | {"scale": 2.0**10})  # as if steps had been skipped
+        accelerator.backward(model(torch.full((batch_size, 1), 2.0**-7)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return batch_size
+
+    size = train()
+    return accelerator.unwrap_model(model).weight.item(), accelerator.scaler.get_scale(), size
+
+
+def test_fp16_gradients_are_of_true_size_after_an_optimizer_ran_out_of_memory() -> None:
+    moved, scale, size = _fp16_made_outside()
+    assert (moved, scale) == (-(2.0**-7), 2.0**16)
+    assert size < 4
+
+
+def test_ranks_scale_alike_after_a_recovery() -> None:
+    first, second = run_ranks(2, _fp16_made_outside)
+    assert first == second
+    assert first[2] < 4
