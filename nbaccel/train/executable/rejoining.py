@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nbaccel.errors import PeerFailed
 from nbaccel.train.talk.nested import map_children
 from nbaccel.train.talk.objects import pack, unpack
 
@@ -50,8 +51,45 @@ def _rejoin(module: DistributedDataParallel, source: int) -> None:
         _make_reducer(module)
     for tensor in [*module.module.parameters(), *module.module.buffers()]:
         dist.broadcast(tensor.detach(), source)
-    for optimizer in _optimizers_of(module):
+    for optimizer in _agreed_optimizers(module):
         _share_state(optimizer, source)
+
+
+def _agreed_optimizers(module: DistributedDataParallel) -> list[Optimizer]:
+    """The optimizers whose states are sent, the same on all ranks. Collective.
+
+    Raises:
+        PeerFailed: they are not the same; on all ranks.
+    """
+    optimizers = _optimizers_of(module)
+    everyones = _announced(optimizers)
+    if any(each != everyones[0] for each in everyones):
+        del optimizers
+        gc.collect()  # one that nobody holds any more is found until then, on some ranks
+        optimizers = _optimizers_of(module)
+        everyones = _announced(optimizers)
+    if any(each != everyones[0] for each in everyones):
+        rank, model = dist.get_rank(), type(module.module).__name__
+        sides = "\n".join(f"  rank {number}: {'; '.join(each) or 'none'}" for number, each in enumerate(everyones))
+        raise PeerFailed(
+            f"rank {rank} of {len(everyones)} cannot go on with its {model}: the ranks do not have the same optimizers "
+            f"of its parameters, whose states they would take from one of them.\n{sides}\n  Make them on every rank, "
+            "beside the model."
+        )
+    return optimizers
+
+
+def _announced(optimizers: list[Optimizer]) -> list[Any]:
+    """What each rank has, in words. Collective."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, _described(optimizers))
+    return everyones
+
+
+def _described(optimizers: list[Optimizer]) -> list[str]:
+    found = [getattr(each, "optimizer", each) for each in optimizers]  # of ours, the program's
+    sizes = [", ".join(str(len(group["params"])) for group in each.param_groups) for each in found]
+    return [f"{type(each).__name__} of {size} parameters" for each, size in zip(found, sizes, strict=True)]
 
 
 def _share_state(optimizer: Optimizer, source: int) -> None:
@@ -146,16 +184,21 @@ def _make_reducer(module: DistributedDataParallel) -> None:
 
 
 def _optimizers_of(module: DistributedDataParallel) -> list[Optimizer]:
-    """The optimizers of the module's parameters, in the order of the parameter that each begins with.
+    """The optimizers of the module's parameters, in the order of the parameters of each.
 
-    One of ours stands for the program's own, with the same state, where that was made before the rank was forked.
+    Those without a state too, for on another rank they may have taken a first step. One of ours stands for the
+    program's own, with the same state, where that was made before the rank was forked.
     """
     order = {id(parameter): number for number, parameter in enumerate(module.module.parameters())}
     found = [
-        (min(numbers), type(thing).__name__, thing)
+        (sorted(numbers), type(thing).__name__, thing)
         for thing in gc.get_objects()
-        if issubclass(type(thing), Optimizer) and thing.state
-        if (numbers := [order[id(p)] for group in thing.param_groups for p in group["params"] if id(p) in order])
+        if issubclass(type(thing), Optimizer)
+        if (
+            numbers := [
+                order[id(p)] for group in getattr(thing, "param_groups", ()) for p in group["params"] if id(p) in order
+            ]
+        )
     ]
     found.sort(key=lambda row: row[:2])
     return [*{id(optimizer.state): optimizer for *_, optimizer in found}.values()]

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Accelerator
+from nbaccel.errors import PeerFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.executable import rejoining
 from nbaccel.train.executable.rejoining import _share_state
@@ -131,3 +133,42 @@ class _Holder:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+
+
+def _rejoin_after_a_step_on_rank_0(source: int, makes_all: bool) -> list[float] | str:
+    """The sums of moments that an optimizer has whose first step was taken by rank 0 alone."""
+    rank = Accelerator().process_index
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizers = [torch.optim.Adam(model.parameters())]
+    if rank:
+        dropped = torch.optim.Adagrad(model.parameters())
+        dropped.itself = dropped  # type: ignore[attr-defined]
+        del dropped
+    if makes_all or rank == 0:
+        optimizers.append(torch.optim.SGD([model.module.bias], lr=0.1))
+    if rank == 0:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizers[0].step()
+    rejoining.rejoin_at_next_forward(model, source)
+    try:
+        model(torch.ones(1, 2))
+    except PeerFailed as error:
+        return str(error)
+    return [float(entry["exp_avg"].sum()) for entry in optimizers[0].state.values()]
+
+
+@pytest.mark.parametrize(("source", "moments"), [(0, [pytest.approx(0.2), pytest.approx(0.1)]), (1, [])])
+def test_an_optimizer_that_has_stepped_on_one_rank_only_has_one_state_again(source: int, moments: list[float]) -> None:
+    assert run_ranks(2, _rejoin_after_a_step_on_rank_0, source, True) == [moments] * 2
+
+
+def test_ranks_with_other_optimizers_are_told_which_before_anything_is_sent() -> None:
+    for rank, text in enumerate(run_ranks(2, _rejoin_after_a_step_on_rank_0, 0, False)):
+        assert text == (
+            f"rank {rank} of 2 cannot go on with its Linear: the ranks do not have the same optimizers of its "
+            "parameters, whose states they would take from one of them.\n"
+            "  rank 0: Adam of 2 parameters; SGD of 1 parameters\n"
+            "  rank 1: Adam of 2 parameters\n"
+            "  Make them on every rank, beside the model."
+        )
