@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 from nbaccel.errors import PeerFailed
@@ -32,6 +33,7 @@ __all__ = [
     "refuse_if_aborted",
     "renew",
     "settle",
+    "tore_step",
     "uses_device",
 ]
 
@@ -144,6 +146,30 @@ def refuse_if_aborted(what: str) -> None:
             f"this rank's exchange with its peers was cut short, since one of them failed or ran out of memory: {what} "
             "would use sums that are not complete. The error of that rank says what happened."
         )
+
+
+def tore_step(error: BaseException) -> bool:
+    """Whether `error`, or one before it, left an optimizer's step, of which nobody knows then how far it came."""
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        if type(link).__name__ == "StepCorrupted" or _left_step(link.__traceback__):
+            return True
+        seen.append(link)
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _left_step(trace: TracebackType | None) -> bool:
+    """By the frames that torch puts around each optimizer's own step, unless our hook has refused it there."""
+    is_in_step = False
+    while trace is not None:
+        code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
+        is_in_step |= module == "torch.optim.optimizer" and "profile_hook_step" in code.co_qualname
+        if code is _refuse_step.__code__:
+            return False
+        trace = trace.tb_next
+    return is_in_step
 
 
 def uses_device() -> bool:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs, aborting
-from nbaccel.aborting import abort_device_groups, device_parts, is_aborted, settle, uses_device
-from nbaccel.errors import PeerFailed
+from nbaccel.aborting import abort_device_groups, device_parts, is_aborted, settle, tore_step, uses_device
+from nbaccel.errors import PeerFailed, StepCorrupted
 from nbaccel.events import outlet
 from nbaccel.failures import Failure, classify
 from nbaccel.testing import run_ranks
@@ -229,3 +229,44 @@ def test_an_abort_that_fails_is_no_error_of_its_own(monkeypatch: pytest.MonkeyPa
     finally:
         aborting.forget_abort()
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1).step()
+
+
+def _raised(call: Any) -> BaseException:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+class _OfTheProgram(torch.optim.Optimizer):
+    """An optimizer that torch knows nothing of, which fails in the middle of its step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        raise MemoryError
+
+
+def _wraps(step: Any) -> None:
+    try:
+        step()
+    except MemoryError:
+        raise ValueError("the program's own words") from None
+
+
+def test_an_error_that_left_an_optimizers_step_is_told_from_others() -> None:
+    torn = _OfTheProgram([torch.nn.Parameter(torch.ones(1))])
+    assert tore_step(_raised(torn.step))
+    assert tore_step(_raised(lambda: _wraps(torn.step)))
+    assert tore_step(StepCorrupted("half of it"))
+    assert not tore_step(_raised(lambda: torch.optim.SGD([], lr=1.0)))
+    assert not tore_step(ValueError())
+    hook = aborting._hold_steps()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aborting._abort_of_this_process, "is_set", True)
+        refused = _raised(torn.step)
+    hook.remove()
+    assert type(refused) is PeerFailed
+    assert not tore_step(refused)

@@ -22,7 +22,7 @@ __all__ = ["Cut", "Member", "Report"]
 class Cut:
     """What has become of a rank's groups on a device.
 
-    is_cut: they were aborted.  is_sound: what the rank has is none of what that leaves.
+    is_cut: they were aborted.  is_sound: the rank is as its last whole step left it.
     obstacle: why they cannot be formed anew; empty if they can.
     """
 

@@ -213,7 +213,7 @@ class Residents:
         if len(cuts) < self.spec.world_size:
             reasons.append("not all of them can say what they have")
         elif not sound:
-            reasons.append("no rank was done with what its device had to do")
+            reasons.append("of no rank is it known that it is as its last whole step left it")
         self._spoilt = [rank for rank, cut in cuts.items() if not cut.is_sound]
         if reasons:
             self._out_of_step = (

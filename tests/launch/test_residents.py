@@ -478,8 +478,27 @@ def test_ranks_none_of_which_can_be_followed_are_not_connected_anew(ranks: Make)
         "accelerator.gather(torch.ones(1))"
     )
     assert us.residents.trouble.endswith(
-        "and they cannot be begun anew: no rank was done with what its device had to do"
+        "and they cannot be begun anew: of no rank is it known that it is as its last whole step left it"
     )
+
+
+TORN = """
+torn = torch.optim.SGD(net.parameters(), 0.1)
+def update(optimizer, args, kwargs):
+    with torch.no_grad(): accelerator.unwrap_model(net).weight.mul_(2)
+    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 MiB.')
+torn.register_step_post_hook(update)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_failed_within_an_optimizers_step_is_not_the_one_to_follow(ranks: Make) -> None:
+    us = ranks(DEVICE)
+    us.cell(NET + TORN)
+    us.cell("step()\nbefore = weights()", out=("before",))
+    us.cell("if accelerator.process_index: torn.step()\nelse:\n    accelerator.gather(torch.ones(1))")
+    assert type(us.error).__name__ == "OutOfMemoryError"
+    assert us.residents.trouble.endswith("of no rank is it known that it is as its last whole step left it")
 
 
 @pytest.mark.parametrize("hears", [False, True])

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-from nbaccel.aborting import abort_device_groups, can_renew, is_aborted, settle, uses_device
+from nbaccel.aborting import abort_device_groups, can_renew, is_aborted, settle, tore_step, uses_device
 from nbaccel.gpu_driver import has_gpu_driver
 from nbaccel.launch.wire.control import ControlPage
 
@@ -30,7 +30,8 @@ class CutWatch:
 
     def __init__(self, page: ControlPage) -> None:
         self._page = page
-        self._is_sound = False
+        self._is_whole = False
+        self._is_torn = False
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -45,17 +46,23 @@ class CutWatch:
             return None
         if not is_aborted():
             # What it was given is whole, if it comes to an end: whatever is cut later was not begun.
-            self._is_sound = settle(_SETTLE_S)
-        return {"is_cut": is_aborted(), "is_sound": self._is_sound, "obstacle": _obstacle()}
+            self._is_whole = settle(_SETTLE_S)
+        return {"is_cut": is_aborted(), "is_sound": self._is_whole and not self._is_torn, "obstacle": _obstacle()}
 
     @property
     def is_spoilt(self) -> bool:
         """Whether what this rank has may hold parts of a sum."""
-        return is_aborted() and not self._is_sound
+        return is_aborted() and not self._is_whole
 
     def enter(self) -> None:
         """A task begins, which an abort may cut short; one that is due already finds nothing under way."""
-        self._is_sound = self._is_sound and (self._page.is_cut or is_aborted())
+        is_cut = self._page.is_cut or is_aborted()
+        self._is_whole = self._is_whole and is_cut
+        self._is_torn = self._is_torn and is_cut
+
+    def note(self, error: BaseException) -> None:
+        """The task ends by `error`; if it left an optimizer's step, the others cannot be given what this rank has."""
+        self._is_torn = self._is_torn or tore_step(error)
 
     def _run(self) -> None:
         me = os.getpid()

@@ -223,7 +223,8 @@ class _Rank:
                 if watch is not None:
                     watch.end()
                 self._one_training.end()
-        except BaseException:
+        except BaseException as error:
+            self._cut.note(error)
             if watch is not None:
                 watch.stop()
             raise
