@@ -94,16 +94,16 @@ class Residents:
         insiders = [rank for rank in alive if rank not in outsiders]
         absent = [rank for rank in range(self.spec.world_size) if rank not in insiders]
         spec = replace(self.spec, task=task, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
-        renewal = None
-        if self._source is not None and not absent:
-            self._renewals += 1
-            renewal, self._source = (self._source, self._renewals), None
+        renewal: tuple[int, int] | None = None
         host, witness, log_path = HostMemory(), Witness(), self._new_log()
         with self._lock, self._at_work():
             self.home.there = frozenset.intersection(*(self._names[rank] for rank in insiders))
             with endable(timeout_s, watching.beside):
                 parcel = task.pack()
             try:
+                if self._source is not None and not absent:  # only now: without a parcel they are not asked
+                    self._renewals += 1
+                    renewal, self._source = (self._source, self._renewals), None
                 with open_log(log_path) as log:
                     ended = watching.watch(
                         self._crew,

@@ -482,6 +482,22 @@ def test_ranks_none_of_which_can_be_followed_are_not_connected_anew(ranks: Make)
     )
 
 
+@pytest.mark.slow
+def test_ranks_that_were_not_asked_are_connected_anew_by_the_next_cell(ranks: Make) -> None:
+    us = ranks(DEVICE)
+    us.cell(NET)
+    us.cell("if accelerator.process_index: 1 / 0\naccelerator.gather(torch.ones(1))")
+    news = us.residents.news
+    assert news
+    us.notebook["lock"] = threading.Lock()
+    with pytest.raises(CannotSend, match="lock"):
+        us.push("lock")
+    assert us.residents.news == news
+    us.cell("step()")
+    assert us.error is None
+    assert us.residents.news == ""
+
+
 TORN = """
 torn = torch.optim.SGD(net.parameters(), 0.1)
 def update(optimizer, args, kwargs):

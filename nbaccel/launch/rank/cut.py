@@ -28,8 +28,9 @@ SPOILT = "this rank was woken in the middle of an exchange with one that failed,
 class CutWatch:
     """The word on the page, and what has become of this rank's device since."""
 
-    def __init__(self, page: ControlPage) -> None:
+    def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page
+        self._rank = rank
         self._is_whole = False
         self._is_torn = False
         self._thread: threading.Thread | None = None
@@ -56,6 +57,7 @@ class CutWatch:
 
     def enter(self) -> None:
         """A task begins, which an abort may cut short; one that is due already finds nothing under way."""
+        self._say_that_it_hears()
         is_cut = self._page.is_cut or is_aborted()
         self._is_whole = self._is_whole and is_cut
         self._is_torn = self._is_torn and is_cut
@@ -68,8 +70,14 @@ class CutWatch:
         me = os.getpid()
         while os.getpid() == me:
             time.sleep(_POLL_S)
+            self._say_that_it_hears()  # a group may be formed in the middle of a task
             if self._page.is_cut and not is_aborted():
                 abort_device_groups()
+
+    def _say_that_it_hears(self) -> None:
+        """So that the kernel gives this rank the time that an abort takes."""
+        if not self._page.hears_cuts(self._rank) and uses_device():
+            self._page.hear_cuts(self._rank)
 
 
 def _obstacle() -> str:

@@ -19,7 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from nbaccel.aborting import renew, uses_device
+from nbaccel.aborting import renew
 from nbaccel.errors import RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.home import Home
@@ -138,7 +138,7 @@ class _Rank:
         refuse_logins(self.rank)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self._peers = PeerWatch(self.page, self.rank)
-        self._cut = CutWatch(self.page)
+        self._cut = CutWatch(self.page, self.rank)
         self._renewal: tuple[int, int] | None = None
         self.calls = CallLog(self._peers)
         self._one_training = OneTraining(self.page, boot.world, self._collectives)
@@ -236,8 +236,6 @@ class _Rank:
         if task.home is not None:
             self._cut.begin()
             self._cut.enter()
-            if uses_device():
-                self.page.hear_cuts(self.rank)
 
     def _of_batches(self, names: Collection[str], namespace: dict[str, Any] | None) -> list[str]:
         """Those of `names` that stand for what the program made for one batch."""
