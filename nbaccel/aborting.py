@@ -143,8 +143,8 @@ def refuse_if_aborted(what: str) -> None:
     """Raise PeerFailed where this rank's groups were aborted.  what: that would use what is left, in words."""
     if _abort_of_this_process.holds:
         raise PeerFailed(
-            f"this rank's exchange with its peers was cut short, since one of them failed or ran out of memory: {what} "
-            "would use sums that are not complete. The error of that rank says what happened."
+            f"this rank's exchange with its peers was cut short, since one failed, ran out of memory or was "
+            f"interrupted: {what} would use sums that are not complete. The error of that rank says what happened."
         )
 
 

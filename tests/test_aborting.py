@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ from nbaccel.errors import PeerFailed, StepCorrupted
 from nbaccel.events import outlet
 from nbaccel.failures import Failure, classify
 from nbaccel.testing import run_ranks
+from nbaccel.train.talk import transport
+from nbaccel.train.talk.process_group import process_group
 
 
 def accelerator_on_a_device() -> Accelerator:
@@ -48,8 +52,8 @@ def _waits_while_another_thread_aborts() -> tuple[str, bool]:
 def test_what_a_wait_returns_after_an_abort_is_no_result() -> None:
     (text, first), (_, second) = run_ranks(2, _waits_while_another_thread_aborts)
     assert text.startswith(
-        "PeerFailed: this rank's exchange with its peers was cut short, since one of them failed or ran out of memory: "
-        "gather float32[2] (call 1 of this process group) would use sums that are not complete."
+        "PeerFailed: this rank's exchange with its peers was cut short, since one failed, ran out of memory or was "
+        "interrupted: gather float32[2] (call 1 of this process group) would use sums that are not complete."
     )
     assert (first, second) == (True, False)
     assert classify("PeerFailed", text) is Failure.PEER_LOST
@@ -270,3 +274,55 @@ def test_an_error_that_left_an_optimizers_step_is_told_from_others() -> None:
     hook.remove()
     assert type(refused) is PeerFailed
     assert not tore_step(refused)
+
+
+def _interrupted(comes: bool, is_known: bool) -> tuple[str, bool, float]:
+    """An interrupt takes rank 0 out of a wait for rank 1, which comes once rank 0 looks up again, or never."""
+    accelerator = accelerator_on_a_device()
+    store = process_group.meeting_place("interrupted").store
+    began, looked = time.monotonic(), 0
+    if not accelerator.is_main_process:
+        if comes:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(["looks up again"], timedelta(seconds=3))
+            accelerator.wait_for_everyone()
+        else:
+            store.wait(["has left"], timedelta(seconds=30))
+        return "", is_aborted(), 0.0
+
+    def look_up(event: Any) -> None:
+        nonlocal began, looked
+        if type(event).__name__ == "Waiting":
+            looked += 1
+            if looked == 1:
+                began = time.monotonic()
+                raise KeyboardInterrupt
+            store.set("looks up again", "1")
+            if is_known:
+                raise KeyError("the peer will never come")
+
+    told = ""
+    with outlet(look_up):
+        try:
+            accelerator.wait_for_everyone()
+        except BaseException as error:
+            told = type(error).__name__
+    store.set("has left", "1")
+    return told, is_aborted(), time.monotonic() - began
+
+
+def test_an_interrupted_rank_stays_for_peers_that_come() -> None:
+    (text, first, _), (_, second, _) = run_ranks(2, _interrupted, True, False)
+    assert (text, first, second) == ("KeyboardInterrupt", False, False)
+
+
+def test_an_interrupted_rank_does_not_stay_for_peers_that_are_known_not_to_come() -> None:
+    (text, is_cut, seconds), _ = run_ranks(2, _interrupted, False, True)
+    assert (text, is_cut) == ("KeyboardInterrupt", True)
+    assert seconds < transport._INTERRUPTED_S
+
+
+def test_an_interrupted_rank_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_INTERRUPTED_S", 0.3)
+    (text, is_cut, _), _ = run_ranks(2, _interrupted, False, False)
+    assert (text, is_cut) == ("KeyboardInterrupt", True)

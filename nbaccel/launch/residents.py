@@ -217,8 +217,8 @@ class Residents:
         self._spoilt = [rank for rank, cut in cuts.items() if not cut.is_sound]
         if reasons:
             self._out_of_step = (
-                f"the exchanges between the ranks were ended in {title}, since one of them failed while others waited "
-                f"for it in their devices, and they cannot be begun anew: {'; '.join(reasons)}"
+                f"the exchanges between the ranks were ended in {title}, since one of them did not come while others "
+                f"waited for it in their devices, and they cannot be begun anew: {'; '.join(reasons)}"
             )
         else:
             self._source = ended.first_failed if ended.first_failed in sound else sound[0]

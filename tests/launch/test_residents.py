@@ -452,7 +452,7 @@ def test_rank_0_is_woken_from_its_device_when_another_fails_and_the_next_cell_tr
     assert us.pull("hears", rank=1) == {"hears": True}  # also a rank that has nothing to do, for NCCL needs all
     assert us.pull("losses") == {}
     assert _missing(us) == {
-        "losses": "this rank was woken in the middle of an exchange with one that failed, and may hold parts of a sum"
+        "losses": "this rank was woken in an exchange to which a peer did not come, and may hold parts of a sum"
     }
     before = us.pull("before", rank=1)["before"]
 
@@ -543,9 +543,9 @@ def test_ranks_that_cannot_be_connected_anew_say_why(ranks: Make) -> None:
     us.cell("if accelerator.process_index: 1 / 0\naccelerator.gather(torch.ones(1))")
     assert isinstance(us.error, ZeroDivisionError)
     assert us.residents.trouble == (
-        "the exchanges between the ranks were ended in Cell In[1], since one of them failed while others waited for it "
-        "in their devices, and they cannot be begun anew: 1 process group(s) of the program's own (new_group, a device "
-        "mesh) are lost in rank 0; 1 process group(s) of the program's own (new_group, a device mesh) are lost in rank "
-        "1"
+        "the exchanges between the ranks were ended in Cell In[1], since one of them did not come while others waited "
+        "for it in their devices, and they cannot be begun anew: 1 process group(s) of the program's own (new_group, a "
+        "device mesh) are lost in rank 0; 1 process group(s) of the program's own (new_group, a device mesh) are lost "
+        "in rank 1"
     )
     assert us.residents.alive == [0, 1]

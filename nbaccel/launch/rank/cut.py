@@ -22,7 +22,7 @@ __all__ = ["SPOILT", "CutWatch"]
 _POLL_S = 0.1
 _SETTLE_S = 2.0
 
-SPOILT = "this rank was woken in the middle of an exchange with one that failed, and may hold parts of a sum"
+SPOILT = "this rank was woken in an exchange to which a peer did not come, and may hold parts of a sum"
 
 
 class CutWatch:

@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbaccel.aborting import DEVICE_BACKENDS, abort_device_groups, refuse_if_aborted, settle
+from nbaccel.aborting import (
+    DEVICE_BACKENDS,
+    Settling,
+    abort_device_groups,
+    is_aborted,
+    refuse_if_aborted,
+    settle,
+    uses_device,
+)
 from nbaccel.events import Waiting, emit
 
 __all__ = ["Transport"]
@@ -25,6 +33,9 @@ _LOOK_UP = timedelta(seconds=0.5)
 _DEVICE_POLL_S = 50e-6
 _SETTLE_S = 0.2
 """How long a rank that leaves a wait stays for peers who may be about to come."""
+
+_INTERRUPTED_S = 2.0
+"""The same for one that was interrupted: most likely its peers are well, and on their way."""
 
 _ABORT_S = 0.2
 """And then for its abort, which may have to wait for the peers' own, and goes on without it."""
@@ -143,12 +154,31 @@ class Transport:
                 if waited_s > due_s:
                     due_s += _LOOK_UP.total_seconds()
                     self._look_up(waited_s)
-        except BaseException:
+        except BaseException as error:
             # The kernel would wait on, and whatever this rank asks of its device next would wait behind it.
-            if not settle(_SETTLE_S):
+            if not (self._settle_for_peers() if isinstance(error, KeyboardInterrupt) else settle(_SETTLE_S)):
                 abort_device_groups(_ABORT_S)
             raise
         self._let_the_device_wait(work)
+
+    def _settle_for_peers(self) -> bool:
+        """Whether the collective that an interrupt has left is over soon after all.
+
+        The wait ends by `_INTERRUPTED_S`, by an abort, by another interrupt, and by whoever hears of `Waiting` and
+        knows that a peer will never come.
+        """
+        if not uses_device():
+            return True
+        settling, began = Settling(), time.monotonic()
+        try:
+            while not settling.wait(_SETTLE_S):
+                waited_s = time.monotonic() - began
+                if is_aborted() or waited_s > _INTERRUPTED_S:
+                    return False
+                self._look_up(waited_s)
+        except BaseException:  # the first interrupt is what is raised
+            return False
+        return True
 
     def _let_the_device_wait(self, work: Any) -> None:
         """On a device, what is computed next waits for the collective, and the program goes on."""

@@ -89,8 +89,8 @@ def test_an_optimizer_that_the_program_steps_itself_is_held() -> None:
     assert peer[0] == failed[0] == 4
     assert all([*peer[1], *failed[1]])
     assert peer[2] == [
-        "this rank's exchange with its peers was cut short, since one of them failed or ran out of memory: a step of "
-        "Adam would use sums that are not complete. The error of that rank says what happened."
+        "this rank's exchange with its peers was cut short, since one failed, ran out of memory or was interrupted: a "
+        "step of Adam would use sums that are not complete. The error of that rank says what happened."
     ]
     assert failed[2] == []
 
