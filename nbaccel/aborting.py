@@ -24,6 +24,7 @@ __all__ = [
     "DEVICE_BACKENDS",
     "Settling",
     "abort_device_groups",
+    "await_aborts",
     "can_renew",
     "device_parts",
     "end_device_groups",
@@ -112,6 +113,11 @@ def abort_device_groups(limit_s: float = _ABORT_S, *, spoils: bool = True) -> bo
     if not uses_device():
         return True
     _abort_of_this_process.begin(spoils)
+    return _abort_of_this_process.wait(limit_s)
+
+
+def await_aborts(limit_s: float) -> bool:
+    """Whether all aborts that were begun have come back, within `limit_s`. It begins none."""
     return _abort_of_this_process.wait(limit_s)
 
 

@@ -159,11 +159,12 @@ class Together(Alone):
             mine = replace(mine, obstacle=mine.obstacle or stuck)
         self._board.post("report", asdict(mine))
         call = f"memory that ran out in {self._call}: waiting for the other ranks to be ready for the next attempt"
-        patience_s = 2 * _DEVICE_PATIENCE_S if uses_device() else _PATIENCE_S
-        is_complete = self._board.wait("report", call, lambda waited_s: self._is_failed or waited_s > patience_s)
+        is_complete = self._board.wait("report", call, self._has_waited_enough)
         self._heed_errors(None)
         if not is_complete:
-            late = sorted({*range(self._world_size)} - {*self._board.posted("report")})
+            held = self._stuck()
+            late = held or sorted({*range(self._world_size)} - {*self._board.posted("report")})
+            patience_s = 2 * _DEVICE_PATIENCE_S if held else _PATIENCE_S
             error = self._cannot_go_on(mine, f"rank {_listed(late)} did not come back within {patience_s:g} s")
             self._board.fail(_text(error))  # for when it does
             raise error
@@ -181,6 +182,18 @@ class Together(Alone):
         size, step = min(each.size for each in reports), max(each.step for each in reports)
         source = min(sound, default=0)
         return Report(size, step, shortages[0], source=source, scalings=reports[source].scalings)
+
+    def _has_waited_enough(self, waited_s: float) -> bool:
+        """A rank whose device does not let go of it never comes; one that computes on its host may take long."""
+        if self._is_failed or waited_s > _PATIENCE_S:
+            return True
+        return waited_s > 2 * _DEVICE_PATIENCE_S and bool(self._stuck())
+
+    def _stuck(self) -> list[int]:
+        """The ranks that have neither come nor said that their abort came back; none without a device."""
+        if not uses_device():
+            return []
+        return sorted({*range(self._world_size)} - {*self._board.posted("report"), *self._board.posted("free")})
 
     def close(self) -> None:
         process_group.recoveries.remove(self)

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from nbaccel.aborting import abort_device_groups, uses_device
+from nbaccel.aborting import abort_device_groups, await_aborts, uses_device
 from nbaccel.train.executable.board import Board
 from nbaccel.train.executable.wires import Wires
 
@@ -23,6 +23,7 @@ __all__ = ["Watcher", "backends"]
 _POLL_S = 0.05
 _PEERS_ANSWER_S = 2.0
 _ABORT_S = 2.0
+_LATE_ABORT_S = 10.0
 _ANSWER_POLL_S = 0.005
 
 
@@ -37,13 +38,14 @@ class Watcher:
         self._store_port = store_port
         self._look = threading.Event()
         self._is_over = False
+        self._has_cut = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nbaccel-watcher", daemon=True)
         self._thread.start()
 
     def wake_everybody(self) -> None:
         """The flag is up: return once this rank's connections are cut, and with them the peers awake."""
         self._look.set()
-        self._thread.join(2 * _PEERS_ANSWER_S + _ABORT_S)
+        self._has_cut.wait(2 * _PEERS_ANSWER_S + _ABORT_S)
 
     def stop(self) -> None:
         """The attempt is over without a flag."""
@@ -52,14 +54,24 @@ class Watcher:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # a store that is lost: its server went with a peer
-            while not self._is_over:
-                if self._board.is_flagged:
-                    self._cut()
-                    return
-                self._look.wait(_POLL_S)
-                if not self._is_over and self._look.is_set():
-                    self._look.clear()
+        try:
+            with contextlib.suppress(RuntimeError, OSError):  # a store that is lost: its server went with a peer
+                self._watch()
+        finally:
+            self._has_cut.set()
+
+    def _watch(self) -> None:
+        while not self._is_over:
+            if self._board.is_flagged:
+                has_device = uses_device()
+                self._cut()
+                self._has_cut.set()
+                if has_device and await_aborts(_LATE_ABORT_S):
+                    self._board.post("free", True)  # what this rank does now, it does on the host
+                return
+            self._look.wait(_POLL_S)
+            if not self._is_over and self._look.is_set():
+                self._look.clear()
 
     def _cut(self) -> None:
         if uses_device():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs, find_executable_batch_size
 from nbaccel.aborting import is_aborted
+from nbaccel.events import Waiting, outlet
 from nbaccel.testing import Faults, run_ranks
 from nbaccel.train.executable import together, watcher
+from nbaccel.train.talk.process_group import process_group
 from searches import START, digest, training
 
 
@@ -146,6 +149,32 @@ def test_a_model_made_outside_that_may_be_spoilt_everywhere_is_not_trained_on() 
             "a model that was made outside of the function may hold half a sum on every rank, for the device of no "
             "rank that ran out of memory was done with its work within 10 s; make the model inside"
         ) in text
+
+
+def _computes_on_its_host_for_long() -> int:
+    accelerator = _accelerator()
+    together._DEVICE_PATIENCE_S = 1.0
+    store = process_group.meeting_place("long").store
+
+    def look_up(event: Any) -> None:
+        if type(event) is Waiting and "to be ready for the next attempt" in event.call and event.seconds > 2.2:
+            store.set("has waited", "1")
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> int:
+        if batch_size == 8:
+            if not accelerator.is_main_process:
+                raise MemoryError
+            store.wait(["has waited"], timedelta(seconds=30))  # torch.compile, for one
+            accelerator.wait_for_everyone()
+        return batch_size
+
+    with outlet(look_up):
+        return train()  # type: ignore[no-any-return]
+
+
+def test_a_rank_that_only_computes_on_its_host_is_waited_for() -> None:
+    assert run_ranks(2, _computes_on_its_host_for_long) == [4, 4]
 
 
 def _an_abort_that_does_not_come_back() -> str:
