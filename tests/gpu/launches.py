@@ -299,12 +299,13 @@ _FAILS = {"in_gather": "accelerator.gather(a.mean())", "in_loss_item": "step()"}
 def staying(kernel: RealKernel, device: str, tell: Callable[..., None] = fact) -> dict[str, Any]:
     """Ranks that stay: one fails while the other waits for it, which lives, and gives back what it has.
 
-    The ranks are out of step then, so a cell that follows may be refused; it is told, and they are started anew.
+    Where their devices waited they are connected anew by the cell that follows; else they are out of step, and it is
+    refused. They are started anew in any case.
     """
     begin(kernel, device)
     kernel.do(SHARE)
     start = line(device, "--start fork", ranks=2).replace("%%accelerate", "%accelerate start")
-    told: dict[str, Any] = {"errors": [], "took_s": [], "pulled": [], "losses": []}
+    told: dict[str, Any] = {"errors": [], "took_s": [], "pulled": [], "losses": [], "after": []}
     for number, (name, waits) in enumerate(_FAILS.items()):
         kernel.do(start if not number else "%accelerate restart", _CELL_S)
         trains = f"%%accelerate\n{_PAIR}mark = (a[0] * 0 + {number}).cpu()\nprint('loss', step())"
@@ -316,7 +317,8 @@ def staying(kernel: RealKernel, device: str, tell: Callable[..., None] = fact) -
         kernel.do("%accelerate pull mark")
         told["pulled"].append(kernel.value("mark.tolist()"))
         after = kernel.run("%%accelerate\nprint('loss', step())", _CELL_S)
-        tell(f"after_{name}", after.text if after.error is None else after.error.evalue)
+        told["after"].append(after.text if after.error is None else after.error.evalue)
+        tell(f"after_{name}", told["after"][-1])
     kernel.do("%accelerate stop")
     return told
 

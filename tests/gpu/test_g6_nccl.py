@@ -85,6 +85,7 @@ def test_ranks_that_stay_outlive_a_peer_that_fails_and_interrupts_reach_a_rank_t
     assert max(told["took_s"]) < 15, told
     assert told["pulled"] == [[0.0] * 6, [1.0] * 6], told
     assert all("loss" in text for text in told["losses"]), told
+    assert all("loss" in text for text in told["after"]), told
     interrupted = launches.interrupted(kernel, "cuda", tell=tell)
     assert interrupted["took_s"] < 12, interrupted
     assert "loss" in interrupted["anew"]
