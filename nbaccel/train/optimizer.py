@@ -94,7 +94,9 @@ class PreparedOptimizer(Optimizer):
             self._freshness.is_cleared, self._freshness.stepped_with = False, None
         else:
             self._end_without_ours(closure)
-        if isinstance(taken, bool):
+        if taken is True:
+            self._was_skipped, self._skips_in_a_row = False, 0
+        elif taken is False:
             self._note(taken)
         else:
             self._tells = taken
