@@ -196,8 +196,9 @@ class Fp16(Bf16):
         if id(optimizer) in self._stepped:
             self._update()
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if not is_fused:  # else it unscales in its kernel
-            self.unscale([optimizer])  # the scaler would too, and nobody knew it after an error in the step
+        if not is_fused and id(optimizer) not in self._unscaled:  # a fused one unscales in its kernel
+            self.scaler.unscale_(optimizer)  # as its `step` would, of which nobody knew after an error there
+            self._unscaled[id(optimizer)] = weakref.ref(optimizer)
         taken: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
         try:
