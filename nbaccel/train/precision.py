@@ -148,12 +148,14 @@ class Fp16(Bf16):
             self.scaler.load_state_dict(state)
 
     def scale(self, loss: Tensor) -> Tensor:
-        if self._stepped or self._unscaled:
+        if not self._unscaled.keys() <= self._stepped:
             self._begin_step()
+        elif self._stepped:
+            self._update()
         return torch.amp.GradScaler.scale(self.scaler, loss)
 
     def _begin_step(self) -> None:
-        """Have gradients scaled like those that are about to be added to them, where no step has used them up."""
+        """Have gradients that no step has used up scaled like those that are about to be added to them."""
         left = [reference() for key, reference in self._unscaled.items() if key not in self._stepped]
         if self._stepped:
             self._update()
