@@ -79,8 +79,6 @@ _TABLE = (
     _symptom(Failure.PEER_LOST, Recovery.RESTART, _TORCH,
              r"NCCL error.*(?i:remote (process )?(has )?(exited|closed)|connection (closed|reset|refused)|broken pipe)",
              "torch ProcessGroupNCCL.cpp, ncclRemoteError and ncclSystemError"),
-    _symptom(Failure.PEER_LOST, Recovery.NO, _TORCH, r"NCCL communicator was aborted",
-             "torch NCCLUtils.cpp: we end it when a peer has failed"),
     _symptom(Failure.DEVICE_LOST, Recovery.RESTART, _TORCH, r"NCCL error|ncclUnhandledCudaError",
              "torch ProcessGroupNCCL.cpp: the communicator is gone"),
     _symptom(Failure.DEVICE_LOST, Recovery.RESTART, _TORCH, r"handles_\.at\(i\).*INTERNAL ASSERT",

@@ -74,7 +74,7 @@ class Cards:
     def back(self, storage: Any, device: str) -> Any:
         """A copy of the host's memory on the card; None where it is full."""
         torch: Any = sys.modules["torch"]
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return storage_on(torch.device(device), memoryview(flat.numpy()))
 
     def release(self) -> None:
@@ -101,7 +101,9 @@ class _Memory:
         uses = getattr(sys.modules["torch"]._C, "_storage_Use_Count", None)
         if uses is None:
             return True
-        tensor = sys.modules["torch"].empty(1)  # how many uses it is of one tensor, and of us, torch has to say
+        tensor = sys.modules["torch"].empty(
+            1, device="cpu"
+        )  # how many uses it is of one tensor, and of us, torch has to say
         storage = tensor.untyped_storage()
         return bool(uses(self.storage._cdata) != uses(storage._cdata) - 1 + len(self.tensors))
 
