@@ -236,7 +236,7 @@ get_ipython().find_cell_magic("accelerate").__self__.session.survey = _session.S
         goes_on=True,
     )
     assert ran.errors[0] == "OutOfMemoryError: CUDA out of memory"
-    line = "the notebook itself holds 12.0 of 15.0 GB on cuda:0 (model 8.0 GB), which rank 0 has to do without: "
+    line = "the notebook itself holds 12.0 of 15.0 GB on cuda:0 (model 8.0 GB), and 2.0 GB are free there for rank 0: "
     assert f"{line}nbaccel.free_memory(model) in a cell before this one gives it back" in ran.text
 
 
