@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -61,6 +62,7 @@ class DeviceLike(dist.ProcessGroup):
         super().__init__(rank, world_size)
         self._gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout=_LONG)
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._kept: deque[_Work] = deque(maxlen=64)  # torch 2.6 keeps only its half of one that Python drops
         self._aborted = threading.Event()
         self.is_stuck = False  # whether an abort does not come back
         self.ends_with_peers = False  # whether a regular end waits for the peers', who do not come
@@ -135,6 +137,7 @@ class DeviceLike(dist.ProcessGroup):
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
         self.issued += 1
         work = _Work(tensors)
+        self._kept.append(work)
 
         def run() -> None:
             copies = [tensor.detach().clone() for tensor in tensors]
