@@ -102,6 +102,7 @@ UNGUARDED = {
 
 GUARDED = {
     "_cuda_clearCublasWorkspaces": ("2.6", "torch._C._cuda_clearCublasWorkspaces if torch.version.cuda else None"),
+    "_host_emptyCache": ("2.6", "torch._C._host_emptyCache if torch.version.cuda else None"),
     "_comm_hooks": ("2.6", "sets(torch.nn.parallel.DistributedDataParallel, '_comm_hooks')"),
     "_ddp_params_and_buffers_to_ignore": ("2.6", "ignoring._ddp_params_and_buffers_to_ignore"),
     "_get_backend": ("2.6", "torch.distributed.ProcessGroup._get_backend"),

@@ -70,7 +70,10 @@ def _clear_cublas_workspaces() -> None:
 
 
 def _empty_pinned_cache() -> None:
-    empty = getattr(getattr(sys.modules["torch"], "accelerator", None), "empty_host_cache", None)  # torch >= 2.10
+    torch: Any = sys.modules["torch"]
+    empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)  # torch >= 2.13
+    if empty is None:
+        empty = getattr(torch._C, "_host_emptyCache", None)  # in builds for CUDA
     if empty is not None:
         empty()
 

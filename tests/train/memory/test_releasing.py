@@ -171,14 +171,21 @@ def test_memory_is_freed_on_every_rank_and_holds_no_collective() -> None:
 
 
 class FakeDevices:
-    """A torch with two GPUs, of which the second has been used; records the calls."""
+    """A torch with two GPUs, of which the second has been used; records the calls.
 
-    def __init__(self) -> None:
+    is_old: whether only the private name for emptying the cache of pinned memory is there, as before torch 2.13.
+    """
+
+    def __init__(self, is_old: bool) -> None:
         self.calls: list[str] = []
         self.cuda = self
         self.xpu = None
         self._C = types.SimpleNamespace(_cuda_clearCublasWorkspaces=lambda: self.calls.append("workspaces"))
-        self.accelerator = types.SimpleNamespace(empty_host_cache=lambda: self.calls.append("pinned"))
+        self.accelerator = types.SimpleNamespace()
+        if is_old:
+            self._C._host_emptyCache = lambda: self.calls.append("pinned")
+        else:
+            self.accelerator.empty_host_cache = lambda: self.calls.append("pinned")
         self.backends = types.SimpleNamespace(mps=types.SimpleNamespace(is_available=lambda: False))
 
     def is_initialized(self) -> bool:
@@ -206,10 +213,11 @@ class FakeDevices:
         self.calls.append("empty")
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 def test_each_device_is_emptied_while_it_is_current_and_unused_ones_are_not_touched(
-    monkeypatch: pytest.MonkeyPatch,
+    is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeDevices()
+    fake = FakeDevices(is_old)
     monkeypatch.setitem(sys.modules, "torch", fake)  # type: ignore[arg-type]
     empty_caches()
     assert fake.calls == ["workspaces", "enter 1", "empty", "leave", "pinned"]
