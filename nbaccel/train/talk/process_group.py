@@ -28,6 +28,7 @@ from nbaccel.aborting import (
     settle,
     uses_device,
 )
+from nbaccel.errors import PeerFailed
 from nbaccel.events import CollectiveEntered, GroupRenewed, Waiting, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.talk.collectives import GroupCollectives
@@ -113,6 +114,7 @@ class ProcessGroup:
         self._base: Any = None
         self._renewed_group: Any = None
         self._retired: Any = None
+        self._unended: Any = None
         self.users: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """The Accelerators of this process in the order of their making: they let go what they hold of a group that is
         over.
@@ -124,6 +126,12 @@ class ProcessGroup:
         """Talk through the group of this `world`; formed now, by all ranks together, where there is none."""
         if not dist.is_initialized():
             self._form(world, device, options)
+        if dist.group.WORLD is self._unended:
+            raise PeerFailed(
+                f"rank {world.rank}: the process group of the training before did not end, since {device} did not let "
+                "go of what it was given. A new Accelerator would wait in it for ever: start the cell again, in new "
+                "processes."
+            )
         self._group = dist.group.WORLD
         self._device = device
         self._talk = GroupCollectives(world, device, debug=bool(RunSettings.from_env().debug))
@@ -140,7 +148,7 @@ class ProcessGroup:
         return None if self.talk is None else self._device
 
     def leave(self) -> None:
-        """End the group, if we formed it."""
+        """End the group, if we formed it. One whose device does not let go stays; `join` refuses it then."""
         if self._world is not None and dist.is_initialized() and self._group is dist.group.WORLD:
             # The last reference must not be dropped yet, by us or by a DDP module that dies a moment later: gloo's
             # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
@@ -148,6 +156,8 @@ class ProcessGroup:
             self._retired = self._group
             if not uses_device() or _end_on_device():
                 dist.destroy_process_group()
+            else:
+                self._unended = self._group
         self._group = self._talk = None
 
     def meeting_place(self, name: str = "") -> MeetingPlace:

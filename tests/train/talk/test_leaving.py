@@ -14,6 +14,7 @@ import torch.distributed as dist
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs
 from nbaccel.aborting import is_aborted
+from nbaccel.errors import PeerFailed
 from nbaccel.events import Event, Waiting, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.talk import process_group as module
@@ -131,6 +132,30 @@ def test_an_end_for_which_the_peers_do_not_come_spoils_nothing(tmp_path: Any) ->
     assert seconds < 5
     assert files == ["w.pt"]
     assert not is_left
+
+
+def _begins_again_after_an_end_that_did_not_come(is_under_way: bool) -> str:
+    accelerator = _accelerator()
+    module._END_S = module._SETTLE_S = 0.2
+    group = devicelike.world()
+    group.is_stuck = group.ends_with_peers = True
+    try:
+        if is_under_way:
+            group.later(group.wait_for_abort)
+            raise KeyError("image")
+    except KeyError:
+        accelerator.end_training()
+    else:
+        accelerator.end_training()
+    with pytest.raises(PeerFailed) as raised:
+        _accelerator()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_an_accelerator_does_not_join_a_group_that_did_not_end(is_under_way: bool) -> None:
+    for text in run_ranks(2, _begins_again_after_an_end_that_did_not_come, is_under_way):
+        assert "the process group of the training before did not end, since cpu did not let go" in text
 
 
 class _Init:
