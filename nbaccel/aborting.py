@@ -294,10 +294,18 @@ def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _synchronizer() -> Callable[[], bool]:
-    """What waits for the devices that are current in this thread, which another thread does not know."""
+    """What waits for this rank's devices: those that are current in this thread, which another thread does not know,
+    and those on which it has memory, as parts of a model that lies on several.
+    """
     torch = sys.modules["torch"]
     modules = [module for name in ("cuda", "xpu") if (module := getattr(torch, name, None)) is not None]
-    devices = [(module, module.current_device()) for module in modules if module.is_initialized()]
+    devices = [
+        (module, index)
+        for module in modules
+        if module.is_initialized()
+        for index in range(module.device_count())
+        if index == module.current_device() or module.memory_reserved(index)
+    ]
 
     def synchronize() -> bool:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 import threading
 import time
@@ -170,6 +171,22 @@ def test_a_device_is_settled_when_it_has_done_what_it_was_given() -> None:
     began = time.monotonic()
     assert run_ranks(1, _settles) == [[True, False, False]]
     assert time.monotonic() - began < 20
+
+
+def test_a_rank_waits_for_all_devices_that_hold_something_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may lie on several; in the others of the machine it makes no context."""
+    synchronized: list[int] = []
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 4,
+        current_device=lambda: 0,
+        memory_reserved=lambda index: [0, 0, 64, 0][index],
+        synchronize=synchronized.append,
+    )
+    xpu = SimpleNamespace(is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, xpu=xpu))
+    assert aborting._synchronizer()()
+    assert synchronized == [0, 2]
 
 
 def _two_groups() -> list[bool]:
