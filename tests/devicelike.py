@@ -133,6 +133,8 @@ class DeviceLike(dist.ProcessGroup):
         self._aborted.wait()
 
     def _collective(self, tensors: list[Tensor], exchange: Callable[[list[Tensor]], Any]) -> Any:
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("Tensors must be contiguous")
         if self._aborted.is_set():
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
         self.issued += 1

@@ -79,7 +79,11 @@ class Cards:
 
     def release(self) -> None:
         """Give the driver back what is free in torch's allocator."""
-        sys.modules["torch"].cuda.empty_cache()
+        cuda = sys.modules["torch"].cuda
+        for number in range(cuda.device_count()):
+            if cuda.memory_reserved(number):
+                cuda.synchronize(number)  # see train/memory/devices: it would wait for the current card alone
+        cuda.empty_cache()
 
 
 @dataclass(slots=True)

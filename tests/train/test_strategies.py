@@ -77,19 +77,13 @@ def test_gradients_are_those_of_all_ranks_unless_held_back(run: Callable[..., li
     assert {both for _, both in values} == {2 * mean}
 
 
-@pytest.mark.parametrize("late", ["sync_in_backward", "reduce_gradients"])
-def test_gradients_that_were_held_back_can_be_synchronised_later(run: Callable[..., list[Any]], late: str) -> None:
+def test_gradients_that_were_held_back_can_be_synchronised_later(run: Callable[..., list[Any]]) -> None:
     def gradient(strategy: Strategy, rank: int) -> float:
         model = strategy.setup(_linear())
         with strategy.no_sync(model):
             loss = model(torch.full((1, 1), 1.0 + rank)).sum()
-        if late == "sync_in_backward":
-            with strategy.sync_in_backward(model):
-                strategy.backward(loss)
-        else:
-            with strategy.no_sync(model):
-                strategy.backward(loss)
-            strategy.reduce_gradients(model)
+        with strategy.sync_in_backward(model):
+            strategy.backward(loss)
         return _gradient(model)
 
     values = run(gradient)

@@ -32,15 +32,17 @@ def rejoin_at_next_forward(module: DistributedDataParallel, source: int = 0) -> 
     The weights and buffers of rank `source` count then, and its optimizers' state: a rank may have taken a step more
     than the others before the group was lost.
     """
-    if "forward" in vars(module):  # it is waiting already, or the program replaced its forward and knows why
+    # It is waiting already, for a rank that has what others may have in part, or the program replaced its forward and
+    # knows why.
+    if "forward" in vars(module):
         return
 
     def forward(*inputs: Any, **kwargs: Any) -> Any:
-        del module.forward  # the class's own is seen again
         # Every rank comes here once, at its first forward, so this is also sound within forward_backward, which
         # refuses collectives of a loss function because a rank may repeat that alone.
         with _disable_current_modes():
             _rejoin(module, source)
+        del module.forward  # the class's own is seen again; not before, for after an error the weights are not equal
         return module.forward(*inputs, **kwargs)
 
     vars(module)["forward"] = forward
@@ -50,9 +52,24 @@ def _rejoin(module: DistributedDataParallel, source: int) -> None:
     if "reducer" in vars(module):  # else its gradients are lent, and it makes one when it gets them back
         _make_reducer(module)
     for tensor in [*module.module.parameters(), *module.module.buffers()]:
-        dist.broadcast(tensor.detach(), source)
+        _share(tensor.detach(), source)
     for optimizer in _agreed_optimizers(module):
         _share_state(optimizer, source)
+    _meet()
+
+
+def _share(tensor: Tensor, source: int) -> None:
+    """Take the numbers of rank `source`. Collective, also for a tensor that is not in one piece, which NCCL refuses."""
+    whole = tensor.contiguous()
+    if whole.numel():
+        dist.broadcast(_bytes_of(whole), source)
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def _meet() -> None:
+    """Return when all ranks have come: where one of them failed, none has rejoined, and all do it again. Collective."""
+    dist.all_gather_object([None] * dist.get_world_size(), None)
 
 
 def _agreed_optimizers(module: DistributedDataParallel) -> list[Optimizer]:

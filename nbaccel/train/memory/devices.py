@@ -33,9 +33,12 @@ def empty_caches() -> None:
     for kind, backend in _backends():
         if kind == "cuda":
             _clear_cublas_workspaces()
-        for index in _used(backend):
-            # With expandable segments, emptying from another device is an illegal access: pytorch #196258.
-            with backend.device(index):
+        if used := _used(backend):
+            # It empties the caches of all devices. With expandable segments that is an illegal access where another
+            # device than the current one still works on them (pytorch #196258): it waits for the current one alone.
+            for index in used[1:]:
+                backend.synchronize(index)
+            with backend.device(used[0]):
                 backend.empty_cache()
         _empty_pinned_cache()
     if _mps() is not None:

@@ -65,9 +65,6 @@ class Strategy:
         """Collective where gradients synchronise during the backward."""
         loss.backward(**kwargs)
 
-    def reduce_gradients(self, model: Module) -> None:
-        """Synchronise gradients that were left unsynchronised. Collective; nothing to do on a single device."""
-
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
         """The gradients of `models`, for `forward_backward` to accumulate and exchange. Collective.
 

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -138,12 +137,6 @@ class Replicated(Strategy):
                 continue  # the last forward has told the reducer
             if "reducer" in module.__dict__:  # else gradients are lent
                 module.reducer.prepare_for_backward([loss])  # it looks for unused parameters from there
-
-    def reduce_gradients(self, model: Module) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.world.world_size
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
         replicas = lendable(models, Replica)

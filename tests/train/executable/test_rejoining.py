@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel import Accelerator
+import devicelike
+from nbaccel import Accelerator, InitProcessGroupKwargs
 from nbaccel.errors import PeerFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.executable import rejoining
@@ -126,6 +127,58 @@ def test_an_optimizer_and_what_was_prepared_of_it_have_one_state_to_share() -> N
     optimizer.step()
     (found,) = rejoining._optimizers_of(_Holder(model))  # type: ignore[arg-type]
     assert found in (optimizer, prepared)
+
+
+class _Folded(torch.nn.Module):
+    """A model with a parameter and a buffer that do not lie in memory as they are read."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+        self.register_buffer("scale", torch.ones(2, 3)[:, :2])
+        self.register_buffer("turns", torch.full((2,), 1j))
+        self.register_buffer("none", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum() * self.scale.sum()  # type: ignore[no-any-return]
+
+
+def _rejoin_over_a_device(fails: int) -> tuple[list[str], list[float], bool]:
+    """What as many forwards as fail raise, the numbers after one more, and whether the module waits still."""
+    devicelike.install()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=devicelike.NAME)])
+    rank = accelerator.process_index
+    model = DistributedDataParallel(_Folded())
+    with torch.no_grad():
+        for tensor in [*model.module.parameters(), *model.module.buffers()]:
+            tensor.add_(rank)
+    rejoining.rejoin_at_next_forward(model, 1)
+    raised: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rejoining, "_agreed_optimizers", _refuse)
+        for _ in range(fails):
+            with pytest.raises(PeerFailed) as refused:
+                model(torch.ones(1, 3))
+            raised.append(str(refused.value))
+    model(torch.ones(1, 3))
+    numbers = [tensor.detach().real for tensor in [*model.module.parameters(), *model.module.buffers()]]
+    return raised, torch.cat([number.reshape(-1) for number in numbers]).tolist(), "forward" in vars(model)
+
+
+def _refuse(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    raise PeerFailed("other optimizers")
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_weights_of_any_layout_are_taken_and_nobody_trains_on_before_they_are(fails: int) -> None:
+    """NCCL sends no tensor that is not in one piece."""
+    one, other = run_ranks(2, _rejoin_over_a_device, fails)
+    assert one == other
+    assert one[0] == ["other optimizers"] * fails
+    assert one[1] == [1.0, 4.0, 2.0, 5.0, 3.0, 6.0, *[2.0] * 4, 1.0, 1.0]
+    assert not one[2]
 
 
 class _Holder:

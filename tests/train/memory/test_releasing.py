@@ -173,11 +173,14 @@ def test_memory_is_freed_on_every_rank_and_holds_no_collective() -> None:
 class FakeDevices:
     """A torch with two GPUs, of which the second has been used; records the calls.
 
+    on_first: how many bytes are reserved on the first.
+
     is_old: whether only the private name for emptying the cache of pinned memory is there, as before torch 2.13.
     """
 
     def __init__(self, is_old: bool) -> None:
         self.calls: list[str] = []
+        self.on_first = 0
         self.cuda = self
         self.xpu = None
         self._C = types.SimpleNamespace(_cuda_clearCublasWorkspaces=lambda: self.calls.append("workspaces"))
@@ -195,7 +198,7 @@ class FakeDevices:
         return 2
 
     def memory_reserved(self, index: int) -> int:
-        return [0, 100][index]
+        return [self.on_first, 100][index]
 
     def memory_allocated(self, index: int) -> int:
         return [0, 60][index]
@@ -208,6 +211,9 @@ class FakeDevices:
 
     def __exit__(self, *exception: object) -> None:
         self.calls.append("leave")
+
+    def synchronize(self, index: int) -> None:
+        self.calls.append(f"wait {index}")
 
     def empty_cache(self) -> None:
         self.calls.append("empty")
@@ -222,3 +228,12 @@ def test_each_device_is_emptied_while_it_is_current_and_unused_ones_are_not_touc
     empty_caches()
     assert fake.calls == ["workspaces", "enter 1", "empty", "leave", "pinned"]
     assert {device: count for device, count in bytes_in_use().items() if device != "cpu"} == {"cuda:1": 60}
+
+
+def test_no_device_is_emptied_before_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch empties the caches of all of them at once, and waits for the current one."""
+    fake = FakeDevices(is_old=False)
+    fake.on_first = 100
+    monkeypatch.setitem(sys.modules, "torch", fake)  # type: ignore[arg-type]
+    empty_caches()
+    assert fake.calls == ["workspaces", "wait 1", "enter 0", "empty", "leave", "pinned"]
