@@ -49,10 +49,7 @@ Loop = Callable[[], Iterator[None]]
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to train, and how many Python calls a step of it may make beside raw's: as many as it makes now.
-
-    Fewer than none where torch's `zero_grad`, which is not called, makes more than our layers do.
-    """
+    """One way to train, and how many Python calls a step of it may make beside raw's: as many as it makes now."""
 
     calls: float = 0
     precision: str = "no"
@@ -67,11 +64,11 @@ class Mode:
 
 
 MODES = [
-    Mode(-4),
-    Mode(8, accumulation=4),
-    Mode(-4, "bf16"),
-    Mode(8, "bf16", accumulation=4),
-    Mode(8, "fp16"),
+    Mode(17),
+    Mode(13.25, accumulation=4),
+    Mode(17, "bf16"),
+    Mode(13.25, "bf16", accumulation=4),
+    Mode(29, "fp16"),
 ]
 
 PLAIN = Mode()
@@ -86,8 +83,12 @@ def things(batches: int = 3 * STEPS) -> tuple[torch.nn.Module, torch.optim.Optim
 
 
 def raw_loop(mode: Mode = PLAIN, in_ranks: bool = False) -> Loop:
-    """What one writes by hand, without a call too many."""
+    """What one writes by hand, without a call too many.
+
+    Gradients are dropped by hand as ours does it: torch's `zero_grad` makes 21 calls or 19, by its version.
+    """
     model, optimizer, loader = things()
+    parameters = list(model.parameters())
     model = DistributedDataParallel(model) if in_ranks else model
     forward = torch.autocast("cpu", DTYPES[mode.precision])(model) if mode.precision in DTYPES else model
     scaler = torch.amp.GradScaler("cpu") if mode.precision == "fp16" else None
@@ -106,7 +107,8 @@ def raw_loop(mode: Mode = PLAIN, in_ranks: bool = False) -> Loop:
                 else:
                     scaler.step(optimizer)
                     scaler.update()
-                optimizer.zero_grad()
+                for parameter in parameters:
+                    parameter.grad = None
             yield
 
     return loop
@@ -305,7 +307,7 @@ def _counted(mode: Mode) -> tuple[Calls, Calls]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [Mode(-3), Mode(18, accumulation=4)], ids=str)
+@pytest.mark.parametrize("mode", [Mode(18), Mode(23.25, accumulation=4)], ids=str)
 def test_a_step_of_two_ranks_makes_a_few_calls_more_than_ddp(mode: Mode) -> None:
     for raw, prepared in run_ranks(2, _counted, mode):
         assert prepared.per_step("in python") - raw.per_step("in python") <= mode.calls, prepared - raw
