@@ -102,10 +102,12 @@ bench: $(VENV)/.dev
 GPU_PYTHON ?= python3
 GPU_OUT ?= $(or $(OUT),build)
 GPU_TESTS ?=
-WITH_GPU_PYTHON = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(GPU_PYTHON)
+GPU_SECONDS ?=
+# What PYTHONPATH had comes after ours: packages that were brought along may lie there.
+WITH_GPU_PYTHON = PYTHONUNBUFFERED=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests$(PYTHONPATH:%=:%) $(GPU_PYTHON)
 
 gpu:
-	@$(WITH_GPU_PYTHON) -m gpu --facts $(GPU_OUT)/gpu-facts.jsonl $(GPU_TESTS)
+	@$(WITH_GPU_PYTHON) -m gpu --facts $(GPU_OUT)/gpu-facts.jsonl $(GPU_SECONDS:%=--seconds %) $(GPU_TESTS)
 
 # The benchmark there: steps in every precision, batches on their way, first steps, saves, recovery, the planner's search.
 BENCH_GPU_JSON ?= $(GPU_OUT)/bench-gpu.json

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 from gpu import facts, machine
@@ -21,7 +22,9 @@ from gpu import facts, machine
 def main() -> int:
     options = argparse.ArgumentParser(prog="python -m gpu", description="The tests on a CUDA device.")
     options.add_argument("--facts", type=Path, default=Path("build/gpu-facts.jsonl"), help="file for the facts")
+    options.add_argument("--seconds", type=float, default=float("inf"), help="what does not fit into them is skipped")
     known, arguments = options.parse_known_args()
+    os.environ[facts.ENDS_AT] = str(time.time() + known.seconds)
     if code := machine.main(["tests"]):
         return code
     import pytest
@@ -31,11 +34,19 @@ def main() -> int:
     path.unlink(missing_ok=True)
     os.environ[facts.FILE] = str(path)
     facts.append(path, {"machine": machine.about()})
+    used, why = machine.use_once()
+    facts.append(path, {"first_use": used})
+    if why:
+        print(why, file=sys.stderr)
+        return machine.NOT_READY
     sys.path.insert(0, os.getcwd())  # as `python -m pytest` has it
     folder = os.path.relpath(Path(__file__).parent)
-    code = int(pytest.main([folder, "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider", *arguments]))
-    print(f"\n{facts.table(facts.read(path))}\nwritten to {path}")
-    return code
+    try:
+        with machine.kept_awake():
+            asked = [folder, "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider", *arguments]
+            return int(pytest.main(asked))
+    finally:  # pytest itself may raise, and whoever loses patience interrupts
+        print(f"\n{facts.table(facts.read(path))}\nwritten to {path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ABOUT", "FAILED", "FILE", "append", "fact", "read", "table", "tell_cases"]
+__all__ = ["ABOUT", "ENDS_AT", "FAILED", "FILE", "append", "fact", "read", "table", "tell_cases"]
 
 FILE = "NBACCEL_GPU_FACTS"
 """The variable that names the file; without it a fact is printed."""
+
+ENDS_AT = "NBACCEL_GPU_ENDS_AT"
+"""The variable with the time, by `time.time`, at which tests should be done; without it they may take any time."""
 
 ABOUT = "NBACCEL_GPU_ABOUT"
 """The variable with what stands beside every fact of a program, as JSON: its group, its test, torch, driver, cards."""
@@ -55,7 +58,7 @@ def tell_cases(cases: Mapping[str, Callable[[str], Any]], arguments: Sequence[st
         except Exception:
             told[name] = {FAILED: traceback.format_exc()}
             fact(f"{name} {FAILED}", told[name][FAILED])
-    print(json.dumps(told))
+        print(json.dumps(told), flush=True)  # after each: the last line is what is known when the next one hangs
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NOT_READY", "about", "main", "what_is_missing"]
+__all__ = ["NOT_READY", "about", "kept_awake", "main", "use_once", "what_is_missing"]
 
 NOT_READY = 2
 
@@ -104,6 +107,57 @@ def about() -> dict[str, Any]:
     }
 
 
+_FIRST_USE_S = 240.0
+_FIRST_USE = """
+import json, time
+began = time.monotonic()
+import torch
+loaded = time.monotonic()
+x = torch.randn(256, 256, device="cuda")
+(x @ x).sum().item()
+torch.nn.functional.conv2d(x[None, None], x[None, None, :3, :3]).sum().item()
+print(json.dumps({"load_torch_s": round(loaded - began, 1), "first_use_s": round(time.monotonic() - loaded, 1)}))
+"""
+
+
+def use_once() -> tuple[dict[str, Any], str]:
+    """Use the card in a process of its own: how long that took, and why it could not be done; empty if it was.
+
+    A fresh machine reads gigabytes of libraries from its disk, and no test is charged for that. A driver that is too
+    old for this torch, or a card that lets nobody compute, is found here, and not in every test.
+    """
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", _FIRST_USE], capture_output=True, text=True, check=False, timeout=_FIRST_USE_S
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"the card was not usable after {_FIRST_USE_S:g} s: torch was still loading, or its driver hangs."
+    if ran.returncode != 0:
+        return {"error": ran.stderr[-2000:]}, f"the card cannot be used:\n{ran.stderr.strip()}"
+    return json.loads(ran.stdout.splitlines()[-1]), ""
+
+
+@contextmanager
+def kept_awake() -> Iterator[None]:
+    """Keep NVML open: without a persistence daemon the driver puts a card down when its last user leaves.
+
+    Each process, and each look at the card's memory, would wait a second or more until it is up again.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError:  # the tests say so themselves
+        yield
+        return
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _driver() -> str | None:
     import pynvml
 
@@ -124,6 +178,11 @@ def main(arguments: Sequence[str]) -> int:
     if why := what_is_missing(purpose):
         print(why, file=sys.stderr)
         return NOT_READY
+    if purpose == "benchmarks":
+        used, why = use_once()
+        print(why or used, file=sys.stderr)
+        if why:
+            return NOT_READY
     absent = [name for name in _PEERS if importlib.util.find_spec(name) is None]
     if purpose == "benchmarks" and absent:
         import torch

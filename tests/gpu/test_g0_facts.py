@@ -10,7 +10,7 @@ import pytest
 
 GROUP = "G0"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(200)]
 
 MACHINE = ("contexts", "machine")
 

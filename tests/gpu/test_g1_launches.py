@@ -12,7 +12,7 @@ from kernel.harness import RealKernel
 
 GROUP = "G1"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
 
 SOON_S = 2.0
 

@@ -12,7 +12,7 @@ GROUP = "G2"
 BATCHES = ("opaque", "refilled", "slow_consumer", "epochs")
 VALUES = ("readings", "saves")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.mark.takes(10)

@@ -9,7 +9,7 @@ import pytest
 
 GROUP = "G4"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.mark.takes(20)

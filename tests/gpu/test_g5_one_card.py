@@ -12,7 +12,7 @@ GROUP = "G5"
 RANKS = ("step", "function", "plain")
 LOOPS = ("scaled", "made_inside", "mixed")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.mark.takes(20)

@@ -18,7 +18,7 @@ from kernel.harness import RealKernel
 
 GROUP = "G6"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.nccl2, pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu, pytest.mark.nccl2, pytest.mark.slow, pytest.mark.timeout(240)]
 
 ENDS = ("finally", "killed", "hang")
 
@@ -48,14 +48,14 @@ def test_a_peer_raises_before_it_steps_when_a_rank_runs_out_of_memory(
 def test_a_rank_that_ends_its_training_in_a_finally_ends(program: Callable[..., Any], two_ranks: str) -> None:
     found = program("pair.py", "finally", among=ENDS)
     assert found["error"].startswith("ValueError: on purpose"), found
-    assert found["took_s"] < 25, found
+    assert found["took_s"] < 38, found
 
 
 @pytest.mark.takes(0.5)
 def test_a_rank_that_is_killed_in_a_sum_ends_the_run(program: Callable[..., Any], two_ranks: str) -> None:
     found = program("pair.py", "killed", among=ENDS)
     assert "rank 1 of 2 was killed by SIGKILL" in found["error"], found
-    assert found["took_s"] < 25, found
+    assert found["took_s"] < 38, found
 
 
 @pytest.mark.takes(0.5)

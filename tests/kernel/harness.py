@@ -240,7 +240,11 @@ class RealKernel:
         self._executions: MutableMapping[str, Execution] = weakref.WeakValueDictionary()
         self._start = {"env": environment.environ(**{TAG: self._tag}, **environ), "cwd": str(folder)}
         self._manager.start_kernel(**self._start)
-        self._connect()
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self) -> None:
         self._client = self._manager.client()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from kernel.harness import RealKernel, accelerate
 
 BODY = """
@@ -19,7 +21,13 @@ assert total < 100, "too much"
 def test_a_rank_is_debugged_in_the_cell_and_the_run_goes_on(kernel: RealKernel, start: str) -> None:
     execution = kernel.begin(accelerate(BODY, start, flags="--pdb 1 --ranks 0 --out total"))
     assert execution.prompt() == "[rank 1] (Pdb) "
-    cell = execution.until_text("(6)look()\n", "-> return total + 1\n", "rank 1 is in the debugger")
+    # From Python 3.13 on, breakpoint() stops where it stands, not in the line after it.
+    where = (
+        ("(5)look()\n", "-> breakpoint()\n")
+        if sys.version_info >= (3, 13)
+        else ("(6)look()\n", "-> return total + 1\n")
+    )
+    cell = execution.until_text(*where, "rank 1 is in the debugger")
     assert "> Cell In[" in cell.stdout
     execution.answer("total += 10")
     assert execution.prompt() == "[rank 1] (Pdb) "

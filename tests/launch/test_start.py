@@ -110,5 +110,5 @@ def test_a_function_of_the_notebook_that_says_cuda_0_has_each_rank_see_its_own_c
     two = Survey(tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 16 * 10**9) for number in range(2)))
     monkeypatch.setattr(Survey, "take", lambda **options: two)
     notebook = {"__name__": "__main__"}
-    exec(f"def train():\n    import os\n    return '{says}' and os.environ['CUDA_VISIBLE_DEVICES']", notebook)
+    exec(f"def train():\n    import os\n    card = '{says}'\n    return os.environ['CUDA_VISIBLE_DEVICES']", notebook)
     assert launch(notebook["train"], start_method="fork").values == seen  # type: ignore[arg-type]

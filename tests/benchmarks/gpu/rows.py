@@ -209,16 +209,19 @@ def steps(place: Place) -> Sequence[Row]:
         "nbaccel": nbaccel,
         "nbaccel, forward_backward": recovering,
     }
+    gpus = Survey.take().gpus if place.device_type == "cuda" else ()
+    without = ("tf32", "bf16") if gpus and gpus[0].compute_capability < (8, 0) else ()  # emulated there, very slowly
     return [
         _step_row(f"step on {place.device_type}, {work.name}, {precision}", Steps(place, work, precision), ways, 1.05)
         for work in (SMALL, REAL)
         for precision in place.precisions
+        if precision not in without
     ]
 
 
 def ranks(place: Place) -> Sequence[Row]:
     """Two gloo ranks on one device. Gradients go through the host's memory, so a few steps make a turn."""
-    place = replace(place, steps=min(place.steps, 4))
+    place = replace(place, steps=min(place.steps, 4), batch=min(place.batch, 4))  # ten processes share a T4's memory
     ways = {"raw": raw, "Accelerate": accelerate, "nbaccel": nbaccel, "nbaccel, forward_backward": recovering}
     name = f"step of 2 gloo ranks on one {place.device_type}, transformer"
     return [_step_row(name, Steps(place, REAL, ranks=2), ways, 1.05)]

@@ -180,7 +180,10 @@ def machine(device: str) -> dict[str, Any]:
     survey = Survey.take()
     has_card = device != "cpu"
     return _told(
-        cards=[f"{gpu.name}, {gpu.compute_capability}, {gpu.total_bytes // 10**6} MB" for gpu in survey.gpus],
+        cards=[
+            f"{gpu.name}, {gpu.compute_capability}, {gpu.total_bytes // 10**6} MB, {gpu.compute_mode}"
+            for gpu in survey.gpus
+        ],
         arch_list=torch.cuda.get_arch_list() if has_card else [],
         cudnn=torch.backends.cudnn.version() if has_card else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_card else None,
@@ -219,7 +222,7 @@ def one_card(device: str) -> dict[str, Any]:
     from nbaccel.testing import run_ranks
 
     began = time.perf_counter()
-    totals = run_ranks(2, _summed, device, timeout_s=25)
+    totals = run_ranks(2, _summed, device, timeout_s=45)
     return _told(works=totals == [3000.0, 3000.0], totals=totals, took_s=round(time.perf_counter() - began, 1))
 
 

@@ -24,7 +24,7 @@ CYCLES = 20
 _TOO_MANY = 4096
 MIB = 2**20
 _LARGE = "a block that is larger than what is left"
-FREE_MIB = (0, 2, 4, 8, 16, 24, 32, 48, 64)
+FREE_MIB = (0, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 
 
 def cycles(device: str) -> dict[str, Any]:

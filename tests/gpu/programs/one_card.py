@@ -26,8 +26,10 @@ _NCCL = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_MAX_NCHANNELS": "2",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
-"""Few channels: kernels of both ranks have to be on the card at once."""
+"""Few channels: kernels of both ranks have to be on the card at once. A peer that aborts or dies closes its sockets, as
+one on another machine would: torch's watchdog would end this process for that (see `ProcessGroup._form`)."""
 
 
 def enter(device: str) -> None:

@@ -33,8 +33,10 @@ LATE = {
     "after peers have finished": "end",
 }
 _START, _STEPS = 16, 3
-_PLACE_S = 14
-_RUN_S = 17.0
+_PLACE_S = 30
+_RUN_S = 40.0
+_HANG_S = {"cuda": 12.0, "cpu": 3.0}
+"""Longer than ranks take to make contexts and to connect by NCCL, while they enter nothing."""
 _SOAK, _ROUND = 200, 10
 
 
@@ -207,7 +209,7 @@ def _never_comes(device: str) -> None:
 
 def hang(device: str) -> dict[str, Any]:
     """A rank that sleeps while its peer waits for it: the report of the hang."""
-    return _launched(device, _never_comes, hang_timeout_s=3.0)
+    return _launched(device, _never_comes, hang_timeout_s=_HANG_S[device])
 
 
 # Many steps -----------------------------------------------------------------------------------------------------------

@@ -116,15 +116,15 @@ def _plain(device: str) -> dict[str, Any]:
 
 
 def step(device: str) -> Any:
-    return run_ranks(2, _within_a_step, device, timeout_s=25)
+    return run_ranks(2, _within_a_step, device, timeout_s=35)
 
 
 def function(device: str) -> Any:
-    return run_ranks(2, _the_function, device, timeout_s=25)
+    return run_ranks(2, _the_function, device, timeout_s=35)
 
 
 def plain(device: str) -> Any:
-    return run_ranks(2, _plain, device, timeout_s=25)
+    return run_ranks(2, _plain, device, timeout_s=35)
 
 
 CASES = {case.__name__: case for case in (step, function, plain)}

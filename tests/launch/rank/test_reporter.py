@@ -73,7 +73,7 @@ def test_the_thread_leaves_graphs_alone_that_the_program_captures_once_there_is_
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     rank.heard(Loss)
     rank.heard(Loss)
-    assert driver.opened == ["libcuda.so.1"]
+    assert driver.opened.count("libcuda.so.1") == 1  # NVML is opened as well, where torch is built for CUDA
     assert driver.asked == [("nbaccel-telemetry", 1)]
 
 
