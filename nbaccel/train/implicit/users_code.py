@@ -40,7 +40,9 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     Until Python 3.12 a function's frame keeps what it was asked for, and so a model that the function deletes.
     """
     found = frame.f_locals
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or type(found) is not dict:
+    if type(found) is not dict:
+        return dict(found)
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return found
     copy = dict(found)
     if sys.getrefcount(found) <= _OWN_REFERENCES:  # else the program has it, by `locals()`
