@@ -212,6 +212,11 @@ class Settling:
             self._thread.join(_POLL_S)
         return self._is_settled and not is_aborted()
 
+    def ends_within(self, limit_s: float) -> bool:
+        """Return whether the device waits for nothing any more, whatever became of it: an abort, or its own error."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         self._is_settled = self._synchronize()
 
@@ -294,17 +299,20 @@ def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _synchronizer() -> Callable[[], bool]:
-    """What waits for this rank's devices: those that are current in this thread, which another thread does not know,
-    and those on which it has memory, as parts of a model that lies on several.
+    """What waits for this rank's devices: those that are current in the main thread, which another thread does not
+    know, and those on which it has memory, as parts of a model that lies on several.
+
+    In a thread of ours the first device is current, which may be another rank's: asked there, CUDA would take memory.
     """
     torch = sys.modules["torch"]
+    is_main = threading.current_thread() is threading.main_thread()
     modules = [module for name in ("cuda", "xpu") if (module := getattr(torch, name, None)) is not None]
     devices = [
         (module, index)
         for module in modules
         if module.is_initialized()
         for index in range(module.device_count())
-        if index == module.current_device() or module.memory_reserved(index)
+        if (is_main and index == module.current_device()) or module.memory_reserved(index)
     ]
 
     def synchronize() -> bool:

@@ -222,6 +222,23 @@ def setup_rank(namespace: dict[str, Any]) -> None:
     namespace["accelerator"] = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=NAME)])
 
 
+def setup_reading_rank(namespace: dict[str, Any]) -> None:
+    """The same, where a rank's values are read behind all that is queued, as those on a device are."""
+    setup_rank(namespace)
+    from nbaccel.launch.rank import worker
+
+    def after_all(read: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_read(*args: Any, **kwargs: Any) -> Any:
+            if args[0]:
+                world().drain()
+            return read(*args, **kwargs)
+
+        return wait_and_read
+
+    worker._results_of = after_all(worker._results_of)
+    worker.pack_what_can_travel = after_all(worker.pack_what_can_travel)
+
+
 def world() -> DeviceLike:
     """The default group."""
     group: Any = dist.group.WORLD

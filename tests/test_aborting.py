@@ -188,6 +188,12 @@ def test_a_rank_waits_for_all_devices_that_hold_something_of_it(monkeypatch: pyt
     assert aborting._synchronizer()()
     assert synchronized == [0, 2]
 
+    synchronized.clear()
+    thread = threading.Thread(target=lambda: aborting._synchronizer()())
+    thread.start()
+    thread.join()
+    assert synchronized == [2]  # there the first device is current, also in a rank that never asked for it
+
 
 def _two_groups() -> list[bool]:
     devicelike.install()

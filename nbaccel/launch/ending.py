@@ -12,6 +12,7 @@ they have said and how long they have had. It never waits itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from nbaccel.launch.member import Member
@@ -29,7 +30,7 @@ _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
 _HUNG_S = 2.0
 _CUT_S = 0.5  # ranks that hear an interrupt come back sooner, and need nothing to be cut
-_CUT_TAKES_S = 10.0  # an abort of NCCL's; mostly it takes some 0.1 s
+_CUT_TAKES_S = 10.0  # an abort of NCCL's, and before it the time that the device may take; mostly it is 2 s
 _ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
@@ -85,8 +86,11 @@ class Aborting(Ending):
     """A rank failed. It may leave at once, so that peers inside a collective with it notice.
 
     The others are given a moment to fail alike, then interrupted; rank 0 gets some time to hand over its results if
-    somebody waits for them.
+    somebody waits for them. A rank that waits in its device for the failed one hears no interrupt, and one that has
+    heard it would read its results behind that wait: the page says that this is to be ended.
     """
+
+    _has_cut = False
 
     def __init__(self, members: Sequence[Member], now: float, page: ControlPage, wants_results: bool) -> None:
         super().__init__(members, now)
@@ -94,6 +98,10 @@ class Aborting(Ending):
         self._patience_s = _PEERS_S if wants_results and members[0].is_working else _PEERS_S / 4
 
     def advance(self, now: float) -> None:
+        if not self._has_cut and now > self.began + _CUT_S and any(member.is_working for member in self.members):
+            self._has_cut = self._page.is_cut = True
+            if any(self._page.hears_cuts(member.rank) for member in self.members):
+                self._patience_s += _CUT_TAKES_S
         for member in self.members:
             if not member.is_working:
                 member.release(now)
@@ -120,20 +128,15 @@ class BreakingHang(Aborting):
 class Untangling(BreakingHang):
     """A rank failed, or none gets on, and the ranks stay. Rank 0 is kept if one can be: what was trained is there.
 
-    A rank that waits inside torch for the failed one hears no interrupt. If it waits in its device, the page says that
-    this is to be ended. If it is rank 0, those that are through leave, which ends its waiting in a connection; if it is
-    another, it has to go.
+    A rank that waits inside torch for the failed one hears no interrupt. If it waits in its device, that is ended.
+    If it is rank 0, those that are through leave, which ends its waiting in a connection; if it is another, it has to
+    go.
     """
 
     _lets_go = False
-    _has_cut = False
 
     def advance(self, now: float) -> None:
         first, *others = self.members
-        if not self._has_cut and now > self.began + _CUT_S and any(member.is_working for member in self.members):
-            self._has_cut = self._page.is_cut = True
-            if any(self._page.hears_cuts(member.rank) for member in self.members):
-                self._patience_s += _CUT_TAKES_S
         patience_s = _HUNG_S / 2 + (_CUT_TAKES_S if self._page.hears_cuts(first.rank) else 0)
         if first.is_working and not self._lets_go and now > self.began + patience_s:
             self._lets_go = True
@@ -145,13 +148,19 @@ class Untangling(BreakingHang):
 
 
 class Stopping(Ending):
-    """All ranks leave at the same step boundary; those outside of a step are interrupted after a second."""
+    """All ranks leave at the same step boundary; those outside of a step are interrupted after a second.
+
+    Ranks without such steps may be interrupted one exchange apart. One that waits in its device for a peer that has
+    left is told by the page to end that: when all who are left have done their steps, or before it is terminated.
+    """
 
     def __init__(self, members: Sequence[Member], now: float, page: ControlPage) -> None:
         super().__init__(members, now)
         self._page = page
         self._terminated: dict[int, float] = {}
         self._results_at: float | None = None
+        self._slack_s, self._slack_from = math.inf, now
+        self._cut_at: float | None = None
         page.stop()
 
     @property
@@ -165,7 +174,7 @@ class Stopping(Ending):
             if not member.is_working:
                 continue
             position = self._page.read(member.rank)
-            is_stepping = position.in_step or position.parked or self._page.is_saving(member.rank)
+            is_stepping = self._is_stepping(member)
             if not is_stepping and now > self.began + _NO_STEP_S:
                 member.interrupt()  # means nothing to a rank that has finished
             patience_s = _PATIENCE_S
@@ -177,15 +186,52 @@ class Stopping(Ending):
                 patience_s = max(_PATIENCE_S, 2 * position.last_step_s) if position.last_step_s else _FIRST_STEP_S
             elif self._results_at is not None and member.was_interrupted:
                 patience_s = max(_NO_STEP_S, self._results_at - self.began) + _AFTER_RESULTS_S
+            if self._cut_at is not None and self._results_at is None and self._page.hears_cuts(member.rank):
+                patience_s = max(patience_s, self._cut_at - self.began + _CUT_TAKES_S)
             if now > self.began + patience_s:
                 self._end(member, now)
+        self._cut_waits_in_vain(now)
         super().advance(now)
 
     def due_in(self, now: float) -> float | None:
         return TICK_S
 
+    def _cut_waits_in_vain(self, now: float) -> None:
+        """Set the word when all who still work have left their steps, and had time for what they had to compute.
+
+        A rank that has reported comes to no exchange any more. While all work, they are most likely just slow.
+        """
+        taking_part = [member for member in self.members if member.takes_part]
+        working = [member for member in taking_part if member.is_working]
+        if len(taking_part) == 1 or not working or not all(map(self._has_left_its_steps, working)):
+            slack_s = math.inf
+        else:
+            has_one_left = len(working) < len(taking_part)
+            slack_s = (_HUNG_S if working[0].stays else _CUT_S) if has_one_left else _FIRST_STEP_S
+        if slack_s != self._slack_s:
+            self._slack_s, self._slack_from = slack_s, now
+        slowest_s = max((self._page.read(member.rank).last_step_s for member in working), default=0.0)
+        if now > self._slack_from + slack_s + slowest_s:
+            self._cut(now)
+
+    def _has_left_its_steps(self, member: Member) -> bool:
+        has_heard = member.was_interrupted and not self._is_stepping(member)
+        return self._page.has_finished(member.rank) or has_heard
+
+    def _is_stepping(self, member: Member) -> bool:
+        position = self._page.read(member.rank)
+        return position.in_step or position.parked or self._page.is_saving(member.rank)
+
+    def _cut(self, now: float) -> None:
+        if self._cut_at is None:
+            self._cut_at = now
+            self._page.is_cut = True
+
     def _end(self, member: Member, now: float) -> None:
-        if member.rank not in self._terminated:
+        somebody_saves = any(self._page.is_saving(each.rank) for each in self.members)
+        if self._cut_at is None and self._page.hears_cuts(member.rank) and not somebody_saves:
+            self._cut(now)
+        elif member.rank not in self._terminated:
             self._terminated[member.rank] = now
             member.terminate()
         elif now > self._terminated[member.rank] + _TERM_TO_KILL_S:

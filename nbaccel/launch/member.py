@@ -38,7 +38,7 @@ class Report:
     status: "ok", "stopped" (by our stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
     parcel_fd: memfd of its values; whoever takes the report closes it.  snapshot: what it was doing.
     names: the rank's, where it stays.  sequence: how many collectives torch has issued in the default process group;
-    None without one.  cut: of its groups on a device, where it stays and has some.
+    None without one.  cut: of its groups on a device, where it has some.
     """
 
     status: str
@@ -109,9 +109,11 @@ class Member:
         self.released_at: float | None = None
         self.segments: set[str] = set()  # of NCCL's shared memory, which it can no longer give back itself
         self.stays = stays
+        self.takes_part = True
 
     def begin(self, takes_part: bool) -> None:
         """Another run of a rank that stays."""
+        self.takes_part = takes_part
         self.report = None if takes_part else Report.of_an_outsider()
         self.was_interrupted = False
         self.is_looked_at = False

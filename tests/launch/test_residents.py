@@ -471,7 +471,7 @@ def test_rank_0_is_woken_from_its_device_when_another_fails_and_the_next_cell_tr
 @pytest.mark.slow
 def test_ranks_none_of_which_can_be_followed_are_not_connected_anew(ranks: Make) -> None:
     us = ranks(DEVICE)
-    us.cell("import torch, devicelike\nfrom nbaccel.launch.rank import cut\ncut._SETTLE_S = 0.2")
+    us.cell("import torch, devicelike\nfrom nbaccel.launch.rank import cut\ncut._FAILED_S = 0.2")
     us.cell(
         "group = devicelike.world()\n"
         "if accelerator.process_index: group.later(group.wait_for_abort); 1 / 0\n"

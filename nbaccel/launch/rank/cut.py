@@ -1,19 +1,22 @@
-"""CutWatch: ends what a rank that stays waits for in its device, when the kernel says that it never comes. In ranks.
+"""CutWatch: ends what a rank waits for in its device, when the kernel says that it never comes. In ranks.
 
 A rank that waits in its device for one that has failed hears no interrupt, and the end of that rank would not wake it
-either. So the kernel sets a word on the control page, and a thread here aborts the rank's groups, in all ranks at about
-the same time, as NCCL needs it. What a rank has then may be the rest of a sum; it says whether that can be.
+either. So the kernel sets a word on the control page, and a thread here aborts the rank's groups. Ranks that stay all
+do so at about the same time, as NCCL needs it, and form them anew. One that ends with its task does so only if its
+device is not done by itself: its peers end too, and what it has computed is to come back. What a rank has after an
+abort may be the rest of a sum; it says whether that can be.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
 from typing import Any
 
-from nbaccel.aborting import abort_device_groups, can_renew, is_aborted, settle, tore_step, uses_device
+from nbaccel.aborting import Settling, abort_device_groups, can_renew, is_aborted, tore_step, uses_device
 from nbaccel.gpu_driver import has_gpu_driver
 from nbaccel.launch.wire.control import ControlPage
 
@@ -21,6 +24,11 @@ __all__ = ["SPOILT", "CutWatch"]
 
 _POLL_S = 0.1
 _SETTLE_S = 2.0
+_FREE_S = 10.0
+
+_FAILED_S = 10.0
+"""How long a rank that has failed waits for its device before it says so: what it has is whole if the peers still come.
+Nobody ends this wait sooner where all ranks wait for each other."""
 
 SPOILT = "this rank was woken in an exchange to which a peer did not come, and may hold parts of a sum"
 
@@ -33,21 +41,35 @@ class CutWatch:
         self._rank = rank
         self._is_whole = False
         self._is_torn = False
+        self._stays = False
+        self.is_readable = True  # what a rank has is not, while its device still waits
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """The rank stays, and begins with a task. Where there is no device to wait for, no thread is started."""
+    def begin(self, stays: bool) -> None:
+        """The rank begins with a task. Where there is no device to wait for, no thread is started."""
+        self._stays = stays
         if self._thread is None and (uses_device() or has_gpu_driver()):
             self._thread = threading.Thread(target=self._run, name="nbaccel-cut", daemon=True)
             self._thread.start()
 
-    def look(self) -> dict[str, Any] | None:
-        """What the kernel is told after a task of a rank that stays; None without a group on a device."""
+    def look(self, has_failed: bool) -> dict[str, Any] | None:
+        """What the kernel is told after a task; None without a group on a device.
+
+        Before anything is read, for a read would wait in the device, deaf. This wait ends when the device is done or
+        was aborted. The kernel has that done where the run is being ended; it does not know yet of a rank that has
+        failed, which therefore ends its wait itself.
+        """
         if not uses_device():
             return None
-        if not is_aborted():
+        was_aborted = is_aborted()
+        settling = Settling()
+        is_done = settling.wait(_FAILED_S if has_failed else math.inf)
+        if not was_aborted:
             # What it was given is whole, if it comes to an end: whatever is cut later was not begun.
-            self._is_whole = settle(_SETTLE_S)
+            self._is_whole = is_done
+            if not is_done and not settling.ends_within(0):
+                abort_device_groups(0)
+        self.is_readable = settling.ends_within(_FREE_S)
         return {"is_cut": is_aborted(), "is_sound": self._is_whole and not self._is_torn, "obstacle": _obstacle()}
 
     @property
@@ -71,13 +93,21 @@ class CutWatch:
         while os.getpid() == me:
             time.sleep(_POLL_S)
             self._say_that_it_hears()  # a group may be formed in the middle of a task
-            if self._page.is_cut and not is_aborted():
+            if self._page.is_cut and not is_aborted() and (self._stays or _is_hung()):
                 abort_device_groups()
 
     def _say_that_it_hears(self) -> None:
         """So that the kernel gives this rank the time that an abort takes."""
         if not self._page.hears_cuts(self._rank) and uses_device():
             self._page.hear_cuts(self._rank)
+
+
+def _is_hung() -> bool:
+    """Whether this rank's device is still not done with what it was given, after the time that a step may take."""
+    if not uses_device():
+        return False
+    settling = Settling()
+    return not settling.wait(_SETTLE_S) and not settling.ends_within(0)
 
 
 def _obstacle() -> str:

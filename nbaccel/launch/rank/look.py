@@ -18,7 +18,7 @@ from nbaccel.launch.rank.describing import described
 from nbaccel.launch.snapshot import Scene, Value
 from nbaccel.launch.wire.wrappers import plain
 
-__all__ = ["is_users", "left_behind", "scenes"]
+__all__ = ["is_data", "is_users", "left_behind", "scenes"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -76,11 +76,12 @@ def _is_top_level(frame: FrameType) -> bool:
 
 
 def _values(names: Mapping[str, Any]) -> list[Value]:
-    """What a reader would look at: no code, nothing of IPython's, and of what we prepared what they gave."""
-    theirs = [(name, plain(value)) for name, value in names.items() if not name.startswith("_")]
-    data = [(name, value) for name, value in theirs if not issubclass(type(value), _NO_DATA) and not _is_of_ours(value)]
+    """What a reader would look at, and of what we prepared what they gave."""
+    data = [(name, plain(value)) for name, value in names.items() if is_data(name, plain(value))]
     return [described(name, value) for name, value in data[:_MOST_VALUES]]
 
 
-def _is_of_ours(value: Any) -> bool:
-    return str(type(value).__module__).startswith("nbaccel.")
+def is_data(name: str, value: Any) -> bool:
+    """Whether a reader would look at it: no code, nothing of IPython's, and nothing of ours."""
+    is_ours = str(type(value).__module__).startswith("nbaccel.")
+    return not (name.startswith("_") or issubclass(type(value), _NO_DATA) or is_ours)

@@ -41,7 +41,7 @@ from nbaccel.launch.rank.fork_probe import why_this_fork_fails
 from nbaccel.launch.rank.grace import SaveGrace
 from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.launch.rank.jupyter import adopt_notebook, flush_figures
-from nbaccel.launch.rank.look import left_behind, scenes
+from nbaccel.launch.rank.look import is_data, left_behind, scenes
 from nbaccel.launch.rank.lost_threads import LostThreads
 from nbaccel.launch.rank.nested import refuse_launchers
 from nbaccel.launch.rank.one_training import OneTraining
@@ -230,12 +230,11 @@ class _Rank:
             raise
 
     def _begin_with_groups(self, task: Task) -> None:
-        """Form groups anew that were cut short, and listen for the word that they are to be. Of ranks that stay."""
+        """Form groups anew that were cut short, and listen for the word that they are to be."""
         if self._renewal is not None:
             renew(*self._renewal)
-        if task.home is not None:
-            self._cut.begin()
-            self._cut.enter()
+        self._cut.begin(stays=task.home is not None)
+        self._cut.enter()
 
     def _of_batches(self, names: Collection[str], namespace: dict[str, Any] | None) -> list[str]:
         """Those of `names` that stand for what the program made for one batch."""
@@ -250,10 +249,8 @@ class _Rank:
     def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:
         """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""
         chain = [] if error is None else describe(error)  # first: it says how full the memory was
-        cut = None if task is None or task.home is None else self._cut.look()
-        results = Results() if task is None else _results_of(task, self.rank)
-        if self._cut.is_spoilt:
-            results = Results(missing={**results.missing, **dict.fromkeys(results.values, SPOILT)})
+        cut = None if task is None else self._cut.look(has_failed=status in ("failed", "exited"))
+        results = Results() if task is None else self._results_of(task)
         namespace = None if task is None else task.namespace
         anchors = {} if task is None else task.anchors()
         values = {f"out:{name}": value for name, value in results.values.items()}
@@ -296,6 +293,13 @@ class _Rank:
         }
         self.channel.send(message, [parcel.fd])
         os.close(parcel.fd)
+
+    def _results_of(self, task: Task) -> Results:
+        if not self._cut.is_spoilt:
+            return _results_of(task, self.rank)
+        if not self._cut.is_readable:
+            return Results(missing={"the results": SPOILT})
+        return _only_names(_results_of(task, self.rank), SPOILT)
 
     def _collectives(self) -> int:
         """How many collectives this rank has entered: of ours and of torch's default group."""
@@ -389,6 +393,18 @@ def _results_of(task: Task, rank: int) -> Results:
         return task.results(rank)
     except Exception as error:
         return Results(missing={"the results": f"collecting them failed: {type(error).__name__}: {error}"})
+
+
+def _only_names(results: Results, why: str) -> Results:
+    """Name what does not come of `results`, and say why; their facts are about the same leftovers, and go too.
+
+    Of all that a cell has left, its imports and functions are not worth a word.
+    """
+    was_asked_for = results.places is None
+    wanted = {name: value for name, value in results.values.items() if name not in results.optional}
+    names = [name for name, value in wanted.items() if was_asked_for or is_data(name, value)]
+    names += [Place(*change.token).name for change in results.changes]
+    return Results(missing={**results.missing, **dict.fromkeys(names, why)})
 
 
 def _limit_threads(threads: int) -> None:

@@ -1,4 +1,4 @@
-"""What a rank that stays tells the kernel about its waits in a device."""
+"""What a rank tells the kernel about its waits in a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _forms_a_group_in_its_first_task() -> list[bool]:
     cut.uses_device, cut.has_gpu_driver = has_group.is_set, lambda: True
     page = ControlPage.create(2)
     watch = CutWatch(page, 1)
-    watch.begin()
+    watch.begin(stays=True)
     watch.enter()
     told = [page.hears_cuts(1)]
     has_group.set()
