@@ -49,6 +49,12 @@ def event_loop_of_the_process() -> None:
     ensure_event_loop()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def profile_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Kernels run no start-up files of whoever runs the tests, and read no history that another Python has written."""
+    os.environ["IPYTHONDIR"] = str(tmp_path_factory.mktemp("ipython"))
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that left a process, a thread, a variable, a process group, an open descriptor or a handler of a
