@@ -437,7 +437,7 @@ def _inside(value: Any, kind: type) -> list[Any]:
     """What a container or an object holds; nothing of large ones, and of what cannot hold a model."""
     if kind in (list, tuple, set, frozenset):
         parts = list(value) if len(value) <= _MOST_PARTS else []
-    elif issubclass(kind, dict):  # other mappings may read a file for each value, and fail: h5py, shelve, IPython's `db`
+    elif issubclass(kind, dict):  # other mappings may read a file for each value, and fail: h5py, IPython's `db`
         parts = list(dict.values(value)) if dict.__len__(value) <= _MOST_NAMES else []
     elif kind is FunctionType:
         cells = value.__closure__ or ()
