@@ -7,9 +7,11 @@ complete, without an error, and with garbage in its tensors; what is queued behi
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,13 +27,16 @@ from nbaccel import aborting
 NAME = "devicelike"
 GARBAGE = float("nan")
 _LONG = timedelta(minutes=5)
+_FROZEN_S = 3.0
+"""How long a process is frozen at most, in a test that would fail."""
 
 
 class _Work(dist._Work):  # type: ignore[name-defined,misc]
-    """One thing in the queue.  is_deaf: whether whoever waits for it hears no interrupt, as in the CUDA runtime."""
+    """One thing in the queue of `group`. Whoever waits for it hears no interrupt, as in the CUDA runtime."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, group: DeviceLike, tensors: list[Tensor]) -> None:
         super().__init__()
+        self._group = group
         self._tensors = tensors
         self._done = threading.Event()
         self._future: Any = torch.futures.Future()
@@ -41,6 +46,8 @@ class _Work(dist._Work):  # type: ignore[name-defined,misc]
         self._future.set_result(self._tensors)
 
     def is_completed(self) -> bool:
+        """While the group is aborted, waits for a lock that the abort holds, with Python's in its hand."""
+        self._group.freeze_while_aborting()
         return self._done.is_set()
 
     def is_success(self) -> bool:
@@ -65,7 +72,9 @@ class DeviceLike(dist.ProcessGroup):
         self._kept: deque[_Work] = deque(maxlen=64)  # torch 2.6 keeps only its half of one that Python drops
         self._aborted = threading.Event()
         self.is_stuck = False  # whether an abort does not come back
+        self.abort_takes_s = 0.0  # at least, before anything ends by it
         self.ends_with_peers = False  # whether a regular end waits for the peers', who do not come
+        self._aborting_until = 0.0
         self.abort_waits_for: DeviceLike | None = None  # a group whose abort this one's needs
         self.issued = 0
         threading.Thread(target=self._run, name="devicelike", daemon=True).start()
@@ -103,6 +112,8 @@ class DeviceLike(dist.ProcessGroup):
         return NAME
 
     def abort(self) -> None:
+        self._aborting_until = time.monotonic() + self.abort_takes_s
+        time.sleep(self.abort_takes_s)
         self._aborted.set()
         if self.is_stuck:
             threading.Event().wait()
@@ -116,6 +127,11 @@ class DeviceLike(dist.ProcessGroup):
         if self.ends_with_peers:
             self.wait_for_abort()
 
+    def freeze_while_aborting(self) -> None:
+        left_s = self._aborting_until - time.monotonic()
+        if left_s > 0:
+            ctypes.PyDLL(None).usleep(int(1e6 * min(left_s, _FROZEN_S)))  # PyDLL keeps Python's lock
+
     # -- the queue
 
     def drain(self) -> None:
@@ -124,7 +140,7 @@ class DeviceLike(dist.ProcessGroup):
 
     def later(self, action: Callable[[], None]) -> Any:
         """Do `action` after everything that is queued, as a kernel on a stream."""
-        work = _Work([])
+        work = _Work(self, [])
         self._queue.put(lambda: (action(), work.finish()))  # type: ignore[arg-type,return-value]
         return work
 
@@ -138,7 +154,7 @@ class DeviceLike(dist.ProcessGroup):
         if self._aborted.is_set():
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
         self.issued += 1
-        work = _Work(tensors)
+        work = _Work(self, tensors)
         self._kept.append(work)
 
         def run() -> None:

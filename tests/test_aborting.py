@@ -61,6 +61,41 @@ def test_what_a_wait_returns_after_an_abort_is_no_result() -> None:
     assert classify("DistBackendError", "NCCL communicator was aborted on rank 0.") is Failure.PEER_LOST
 
 
+def _waits_while_an_abort_takes_long(by: str) -> tuple[float, float]:
+    """How long it took until the thread that aborts went on, and until the rank did."""
+    accelerator = accelerator_on_a_device()
+    if not accelerator.is_main_process:
+        return 0.0, 0.0
+    devicelike.world().abort_takes_s = 2.0
+    took: list[float] = []
+    began = time.monotonic()
+
+    def abort() -> None:
+        nonlocal began
+        began = time.monotonic()
+        abort_device_groups(0.2)
+        took.append(time.monotonic() - began)
+
+    threading.Timer(0.1, abort).start()
+    waits: dict[str, Any] = {
+        "gather": lambda: accelerator.gather(torch.ones(2)),
+        "barrier": accelerator.wait_for_everyone,
+    }
+    assert _in_time(waits[by]).startswith("PeerFailed: ")
+    waited_s = time.monotonic() - began
+    while not took:
+        time.sleep(0.01)
+    return took[0], waited_s
+
+
+@pytest.mark.parametrize("by", ["gather", "barrier"])
+def test_a_rank_is_not_frozen_while_its_groups_are_aborted(by: str) -> None:
+    """torch answers whether work is over with Python's lock in its hand, and waits for the abort to say so."""
+    abort_s, waited_s = run_ranks(2, _waits_while_an_abort_takes_long, by)[0]
+    assert abort_s < 1.5
+    assert waited_s < 1.5
+
+
 def _leaves_a_wait() -> tuple[str, bool]:
     accelerator = accelerator_on_a_device()
     if not accelerator.is_main_process:

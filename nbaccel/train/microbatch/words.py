@@ -125,7 +125,8 @@ class _Arrival:
         if self._event is None:
             self._work.wait()  # lets the stream wait, not the host
             self._event = self._words.fetch()
-        return bool(self._work.is_completed()) and self._event.query()
+        # The event is behind the sum in the stream, and the work itself must not be asked during an abort.
+        return bool(self._event.query())
 
     def wait(self) -> None:
         self._work.wait()

@@ -148,7 +148,9 @@ class Transport:
         began = time.monotonic()
         due_s = _LOOK_UP.total_seconds()
         try:
-            while not work.is_completed():
+            # Work of an aborted communicator is not asked: torch's answer waits for the lock that the abort holds, and
+            # has Python's meanwhile, so that nothing of this process would run until the abort has come back.
+            while not is_aborted() and not work.is_completed():
                 time.sleep(_DEVICE_POLL_S)
                 waited_s = time.monotonic() - began
                 if waited_s > due_s:
@@ -159,6 +161,7 @@ class Transport:
             if not (self._settle_for_peers() if isinstance(error, KeyboardInterrupt) else settle(_SETTLE_S)):
                 abort_device_groups(_ABORT_S)
             raise
+        refuse_if_aborted(self._where())  # a barrier's own wait would be for the device
         self._let_the_device_wait(work)
 
     def _settle_for_peers(self) -> bool:
