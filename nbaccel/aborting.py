@@ -11,6 +11,7 @@ gloo has none of this: its work fails with an error. Groups of the CPU are never
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ __all__ = [
     "end_device_groups",
     "forget_abort",
     "is_aborted",
+    "leave_device_errors_to_the_program",
     "on_renewal",
     "refuse_if_aborted",
     "renew",
@@ -143,6 +145,16 @@ def renew(source: int, number: int) -> None:
     """
     assert _abort_of_this_process.renewal is not None, "renew() without on_renewal()"
     _abort_of_this_process.renewal(source, number)
+
+
+def leave_device_errors_to_the_program() -> None:
+    """Let an error of the device be raised where the program waits for it. Before a group of NCCL's is formed.
+
+    torch's watchdog asks the device ten times a second, so it often meets the error first, and then ends the process
+    by SIGABRT before anybody has said which line it was. With 0 its thread alone ends. The thread that watches it ends
+    a process that still hangs some ten minutes later. Read by torch 2.6 to 2.13; whoever has set it is obeyed.
+    """
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 
 
 def refuse_if_aborted(what: str) -> None:

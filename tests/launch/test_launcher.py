@@ -534,6 +534,17 @@ def test_a_launch_says_what_will_keep_a_gpu_from_computing(
     assert "GPU 0 Tesla T4 is full: 0.0 GB of 16.0 GB are free" in said
 
 
+@pytest.mark.parametrize(("chosen", "found"), [(None, "0"), ("1", "1")])
+def test_torch_s_watchdog_leaves_errors_of_the_device_to_programs_that_form_their_groups_themselves(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, found: str
+) -> None:
+    name = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+    monkeypatch.delenv(name, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(name, chosen)
+    assert launch(lambda: os.environ[name], 1, cpu=True, start_method="fork").values == [found]
+
+
 def test_inline_runs_in_this_process_and_puts_the_environment_back() -> None:
     before = dict(os.environ)
     run = launch(os.getpid, 1, start_method="inline", mixed_precision="bf16")

@@ -19,7 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from nbaccel.aborting import renew
+from nbaccel.aborting import leave_device_errors_to_the_program, renew
 from nbaccel.errors import RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.home import Home
@@ -114,6 +114,7 @@ class _Rank:
         self.rank = boot.world.rank
         self.channel = Channel.from_fd(boot.channel_fd)
         os.environ.update(boot.environ)
+        leave_device_errors_to_the_program()  # whoever forms a group in it
         _limit_threads(boot.threads)
         self._voice = Voice(boot, self.channel)
         for fd in close_fds:

@@ -25,6 +25,7 @@ from nbaccel.aborting import (
     end_device_groups,
     forget_abort,
     is_aborted,
+    leave_device_errors_to_the_program,
     settle,
     uses_device,
 )
@@ -222,6 +223,8 @@ class ProcessGroup:
         store = dist.PrefixStore(f"nbaccel/{self._formed}", self._store)
         _meet(store, world, timeout)
         backend = options.backend or _fitting(device, world)
+        if "nccl" in _kinds(backend):
+            leave_device_errors_to_the_program()
         if not _is_one_machine(world) and backend != "gloo":
             # When ranks abort because one ran out of memory, a peer on another machine may see a connection close
             # before it has begun to. Torch's watchdog ends the process for that, a minute later; with 0 it is an error

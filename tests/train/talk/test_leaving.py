@@ -159,13 +159,16 @@ def test_an_accelerator_does_not_join_a_group_that_did_not_end(is_under_way: boo
 
 
 class _Init:
-    """Stands for torch's `init_process_group`."""
+    """Stands for torch's `init_process_group`.  variable: of the environment, which it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, variable: str = "") -> None:
         self.timeout: Any = "none was passed"
+        self.found: str | None = None
+        self._variable = variable
 
     def __call__(self, *args: Any, timeout: timedelta | None = None, **kwargs: Any) -> None:
         self.timeout = timeout
+        self.found = os.environ.get(self._variable)
 
 
 @pytest.mark.parametrize("chosen", [None, timedelta(minutes=3)])
@@ -176,6 +179,7 @@ def test_torch_s_own_time_limit_holds_where_nobody_has_chosen_one(
     init = _Init()
     monkeypatch.setattr(module.dist, "init_process_group", init)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")  # so that it is put back
     _form(World(0, 2, 0, 2), GroupOptions("nccl", chosen), monkeypatch)
     assert init.timeout == chosen
 
@@ -187,17 +191,43 @@ def test_torch_s_own_time_limit_holds_where_nobody_has_chosen_one(
 def test_between_machines_torch_s_watchdog_leaves_errors_of_nccl_to_the_program(
     monkeypatch: pytest.MonkeyPatch, local_world_size: int, backend: str, set_already: str | None, found: str | None
 ) -> None:
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    monkeypatch.setenv(name, "x")  # so that it is put back
+    assert (
+        _read_by_torch("TORCH_NCCL_ASYNC_ERROR_HANDLING", set_already, local_world_size, backend, monkeypatch) == found
+    )
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "backend", "set_already", "found"),
+    [
+        *((1, "nccl", None, "0"), (2, "nccl", None, "0"), (2, "cpu:gloo,cuda:nccl", None, "0")),
+        *((2, "nccl", "1", "1"), (1, "gloo", None, None)),
+    ],
+)
+def test_torch_s_watchdog_leaves_errors_of_the_device_to_the_program(
+    monkeypatch: pytest.MonkeyPatch, local_world_size: int, backend: str, set_already: str | None, found: str | None
+) -> None:
+    assert (
+        _read_by_torch("TORCH_NCCL_RETHROW_CUDA_ERRORS", set_already, local_world_size, backend, monkeypatch) == found
+    )
+
+
+def _read_by_torch(
+    name: str, set_already: str | None, local_world_size: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> str | None:
+    """The variable as it is where the first of two ranks forms its group."""
+    for variable in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
+        monkeypatch.setenv(variable, "x")  # so that it is put back
     if set_already is None:
         monkeypatch.delenv(name)
     else:
         monkeypatch.setenv(name, set_already)
-    monkeypatch.setattr(module.dist, "init_process_group", _Init())
-    monkeypatch.setattr(module.dist, "barrier", lambda: None)
+    init = _Init(name)
+    monkeypatch.setattr(module.dist, "init_process_group", init)
+    for collective in ("barrier", "all_reduce"):
+        monkeypatch.setattr(module.dist, collective, lambda *args: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
     _form(World(0, 2, 0, local_world_size), GroupOptions(backend), monkeypatch)
-    assert os.environ.get(name) == found
+    return init.found
 
 
 def _form(world: World, options: GroupOptions, monkeypatch: pytest.MonkeyPatch) -> None:
