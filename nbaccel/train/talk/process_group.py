@@ -284,14 +284,8 @@ def _init(
     backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta | None, device: torch.device | None
 ) -> None:
     """timeout: None for torch's own, which is 10 minutes for NCCL and 30 for the others."""
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if _connects_early(backend, device) else None,
-    )
+    # Without a device, with which nccl would connect in here: without a limit, and deaf. It connects in the warm-up.
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if timeout is None and backend is not None and ":" in backend:
         for part in device_parts():  # torch gives both parts of "cpu:gloo,cuda:nccl" the longer one
             if hasattr(part, "_set_default_timeout") and c10d.default_pg_nccl_timeout is not None:
@@ -304,6 +298,10 @@ def _init(
         dist.all_reduce(torch.zeros(1, device="cpu"))  # the same; torch's barrier would be the device's
     if device is not None and uses_device():
         warm_up(rank, world_size, device)
+        if backend is not None and device.type == "cuda" and "nccl" in _kinds(backend):
+            # As if it had been told before: torch's barrier uses this device, and groups of some ranks split off the
+            # connection that stands.
+            dist.group.WORLD.bound_device_id = device  # type: ignore[union-attr]
 
 
 def _fitting(device: torch.device, world: World) -> str:
@@ -322,13 +320,6 @@ def _is_one_machine(world: World) -> bool:
 def _kinds(backend: str) -> list[str]:
     """The backends in ``"cpu:gloo,cuda:nccl"``; of a single name, that one."""
     return [pair.rpartition(":")[2] for pair in backend.split(",")]
-
-
-def _connects_early(backend: str | None, device: torch.device | None) -> bool:
-    """Whether the group is told its device, so that nccl connects when it is formed and not in the first collective."""
-    if backend is None or device is None:
-        return False
-    return backend == "nccl" or (device.type == "cuda" and "nccl" in _kinds(backend))
 
 
 def _timeout() -> timedelta | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,10 +165,12 @@ class _Init:
     def __init__(self, variable: str = "") -> None:
         self.timeout: Any = "none was passed"
         self.found: str | None = None
+        self.others: dict[str, Any] = {}
         self._variable = variable
 
     def __call__(self, *args: Any, timeout: timedelta | None = None, **kwargs: Any) -> None:
         self.timeout = timeout
+        self.others = kwargs
         self.found = os.environ.get(self._variable)
 
 
@@ -228,6 +231,26 @@ def _read_by_torch(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
     _form(World(0, 2, 0, local_world_size), GroupOptions(backend), monkeypatch)
     return init.found
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_connects_in_the_warm_up_and_its_group_knows_the_device_afterwards(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Told of its device when it is formed, it would connect in there, where nothing has a limit."""
+    init, group = _Init(), SimpleNamespace(bound_device_id=None)
+    found_by_the_warm_up: list[Any] = []
+    monkeypatch.setattr(module.dist, "init_process_group", init)
+    monkeypatch.setattr(module.dist, "group", SimpleNamespace(WORLD=group))
+    monkeypatch.setattr(module.dist, "all_reduce", lambda *args: None)
+    monkeypatch.setattr(module, "uses_device", lambda: True)
+    monkeypatch.setattr(module, "warm_up", lambda *args: found_by_the_warm_up.append(group.bound_device_id))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    _form(World(0, 2, 0, 2), GroupOptions(backend), monkeypatch)
+    assert "device_id" not in init.others
+    assert found_by_the_warm_up == [None]
+    assert group.bound_device_id == CUDA
 
 
 def _form(world: World, options: GroupOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -82,6 +83,13 @@ class _Silent(devicelike.DeviceLike):
         return super().allreduce(tensors, options)
 
 
+class _SilentOnOne(_Silent):
+    """The same on one rank, for which the others wait."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        return super().allreduce(tensors, options) if self.rank() else devicelike.DeviceLike.allreduce(self, tensors)
+
+
 def _first_exchange_of(kind: type[devicelike.DeviceLike], limit_s: float, stops: bool) -> tuple[str, bool]:
     devicelike.install(kind)
     module.LIMIT_S, module._LOOK_UP_S = limit_s, 0.05
@@ -108,8 +116,9 @@ def test_what_the_backend_says_itself_comes_with_the_cure() -> None:
         assert text == f"RuntimeError: Error while creating shared memory segment /dev/shm/nccl-1x2y3z\n{CURE}"
 
 
-def test_an_exchange_that_is_never_over_ends_in_time_with_the_cure() -> None:
-    for rank, (text, is_cut) in enumerate(run_ranks(2, _first_exchange_of, _Silent, 0.3, False)):
+@pytest.mark.parametrize("kind", [_Silent, _SilentOnOne])
+def test_an_exchange_that_is_never_over_ends_in_time_with_the_cure(kind: type[devicelike.DeviceLike]) -> None:
+    for rank, (text, is_cut) in enumerate(run_ranks(2, _first_exchange_of, kind, 0.3, False)):
         assert text == (
             f"TimeoutError: rank {rank} of 2: the first exchange of the process group over cpu (a sum of 1 number) was "
             f"not over after 0.3 s. {CURE}"
@@ -117,7 +126,8 @@ def test_an_exchange_that_is_never_over_ends_in_time_with_the_cure() -> None:
         assert is_cut
 
 
-def test_an_exchange_that_is_never_over_can_be_interrupted() -> None:
-    for text, is_cut in run_ranks(2, _first_exchange_of, _Silent, 60.0, True):
+@pytest.mark.parametrize("kind", [_Silent, _SilentOnOne])
+def test_an_exchange_that_is_never_over_can_be_interrupted(kind: type[devicelike.DeviceLike]) -> None:
+    for text, is_cut in run_ranks(2, _first_exchange_of, kind, 60.0, True):
         assert text == "KeyboardInterrupt: the first exchange of the process group (a sum of 1 number)"
         assert is_cut
