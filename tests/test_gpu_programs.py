@@ -245,6 +245,17 @@ def test_ranks_that_stay_give_back_what_they_have_and_interrupts_come_through(on
 
 @pytest.mark.slow
 @pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_label_out_of_range_is_an_error_of_the_cell(one_kernel: RealKernel, ranks: int) -> None:
+    told = launches.mislabelled(one_kernel, "cpu", ranks)
+    assert told["class"] == "IndexError"
+    assert "Target 1000 is out of bounds" in told["error"]
+    assert "cross_entropy(net(a), labels)" in told["error"]
+    assert f"rank {ranks - 1}" in told["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_stop_and_a_kill_are_timed(tmp_path: Path) -> None:
     kernel = RealKernel(NEWEST, tmp_path)

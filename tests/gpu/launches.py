@@ -16,7 +16,10 @@ from gpu.facts import fact
 from kernel.harness import Cell, RealKernel
 from nbaccel.hardware import Survey
 
-__all__ = ["HISTORIES", "TENSOR_HISTORY", "Trained", "inline", "interrupted", "killed", "staying", "stopped", "trained"]
+__all__ = [
+    *("HISTORIES", "TENSOR_HISTORY", "Trained"),
+    *("inline", "interrupted", "killed", "mislabelled", "staying", "stopped", "trained"),
+]
 
 _CELL_S = 50.0
 _BACK_S = 10.0
@@ -290,6 +293,34 @@ def interrupted(kernel: RealKernel, device: str, tell: Callable[..., None] = fac
     error = cell.failed("KeyboardInterrupt")
     anew = kernel.do(f"{line(device, flags, ranks=2)}\n{_PAIR}print('loss', step())", _CELL_S)
     return {"took_s": took_s, "error": error.text, "anew": anew.text}
+
+
+_MISLABELLED = """
+import time
+net, stepper = accelerator.prepare(model, optimizer)
+a, labels = x.to(accelerator.device), torch.zeros(80, dtype=torch.long, device=accelerator.device)
+for number in range(3):
+    if number == 2 and accelerator.process_index == accelerator.num_processes - 1:
+        labels[3] = 1000
+    loss = nn.functional.cross_entropy(net(a), labels)
+    accelerator.backward(loss)
+    stepper.step()
+    stepper.zero_grad()
+    time.sleep(0.5)  # torch's watchdog has met the error
+    loss.item()
+"""
+
+
+def mislabelled(kernel: RealKernel, device: str, ranks: int, tell: Callable[..., None] = fact) -> dict[str, Any]:
+    """A label out of range in the last rank: on a card an assertion in a kernel, which its host learns of later."""
+    begin(kernel, device)
+    if ranks > 1:
+        kernel.do(SHARE)
+    cell = kernel.run(f"{line(device, '--start fork', ranks=ranks)}\n{_MISLABELLED}", _CELL_S)
+    assert cell.error is not None, cell.text
+    tell("error", f"{cell.error.ename}: {cell.error.evalue.splitlines()[0]}")
+    tell("failed_s", round(cell.seconds, 2), "s")
+    return {"class": cell.error.ename, "error": cell.error.text, "took_s": cell.seconds}
 
 
 _FAILS = {"in_gather": "accelerator.gather(a.mean())", "in_loss_item": "step()"}

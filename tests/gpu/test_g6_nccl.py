@@ -89,3 +89,18 @@ def test_ranks_that_stay_outlive_a_peer_that_fails_and_interrupts_reach_a_rank_t
     interrupted = launches.interrupted(kernel, "cuda", tell=tell)
     assert interrupted["took_s"] < 12, interrupted
     assert "loss" in interrupted["anew"]
+
+
+@pytest.mark.takes(20)
+def test_a_label_out_of_range_is_an_error_of_the_cell_and_ends_both_ranks(
+    kernel: RealKernel, two_ranks: str, tell: Callable[..., None]
+) -> None:
+    """torch's watchdog meets it too, and would end the rank by a signal."""
+    kernel.do(f"import sys; sys.path[:0] = [{str(PROGRAMS)!r}, {str(REPOSITORY)!r}]")
+    told = launches.mislabelled(kernel, "cuda", 2, tell=tell)
+    assert told["class"] in ("AcceleratorError", "RuntimeError"), told
+    assert "device-side assert triggered" in told["error"], told
+    assert "Cell In" in told["error"], told
+    assert "rank 1" in told["error"], told
+    assert "SIGABRT" not in told["error"], told
+    assert told["took_s"] < 30, told
