@@ -11,6 +11,7 @@ gloo has none of this: its work fails with an error. Groups of the CPU are never
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -45,6 +46,9 @@ DEVICE_BACKENDS = {"nccl", "xccl"}
 
 _ABORT_S = 10.0
 """How long an abort may take; NCCL's comes back only when the peers of the same machine have aborted too."""
+
+_ANSWER_S = 0.5
+"""How much longer than its limit an answer may take that comes out of a store."""
 
 _POLL_S = 0.005
 
@@ -233,11 +237,16 @@ class Settling:
         self._is_settled = self._synchronize()
 
 
-def end_device_groups(limit_s: float) -> bool:
-    """End the groups on a device of which nothing is under way; whether they have ended, within `limit_s`.
+def end_device_groups(limit_s: float, do_peers_come: Callable[[], bool]) -> bool:
+    """End the groups on a device of which nothing is under way; whether they have ended, each part within `limit_s`.
 
     Regularly if the peers come for that too, as those of one machine have to; else by an abort, which spoils nothing.
+    The peers are waited for before: an abort cannot overtake an end that waits for them, for torch's
+    ``ProcessGroupNCCL.shutdown`` holds the locks of the group and of its communicators meanwhile.
+    do_peers_come: whether they do, within `limit_s`. Asked in a thread; no answer, or an error, is no.
     """
+    if not _is_true(do_peers_come, limit_s + _ANSWER_S):
+        return abort_device_groups(limit_s, spoils=False)
     parts = device_parts()
     threads = [threading.Thread(target=_shut, args=(part,), name="nbaccel-shut", daemon=True) for part in parts]
     for thread in threads:
@@ -248,6 +257,19 @@ def end_device_groups(limit_s: float) -> bool:
     if not any(thread.is_alive() for thread in threads):
         return True
     return abort_device_groups(limit_s, spoils=False)
+
+
+def _is_true(question: Callable[[], bool], limit_s: float) -> bool:
+    answers: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # a store that is lost: its server went with a peer
+            answers.append(question())
+
+    thread = threading.Thread(target=ask, name="nbaccel-peers", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answers == [True]
 
 
 def _world() -> Any:

@@ -75,6 +75,7 @@ class DeviceLike(dist.ProcessGroup):
         self.abort_takes_s = 0.0  # at least, before anything ends by it
         self.ends_with_peers = False  # whether a regular end waits for the peers', who do not come
         self._aborting_until = 0.0
+        self._ends = threading.Lock()
         self.abort_waits_for: DeviceLike | None = None  # a group whose abort this one's needs
         self.issued = 0
         threading.Thread(target=self._run, name="devicelike", daemon=True).start()
@@ -112,9 +113,10 @@ class DeviceLike(dist.ProcessGroup):
         return NAME
 
     def abort(self) -> None:
-        self._aborting_until = time.monotonic() + self.abort_takes_s
-        time.sleep(self.abort_takes_s)
-        self._aborted.set()
+        with self._ends:
+            self._aborting_until = time.monotonic() + self.abort_takes_s
+            time.sleep(self.abort_takes_s)
+            self._aborted.set()
         if self.is_stuck:
             threading.Event().wait()
         if self.abort_waits_for is not None:
@@ -122,10 +124,11 @@ class DeviceLike(dist.ProcessGroup):
         self.drain()
 
     def shutdown(self) -> None:
-        """As `ncclCommFinalize`: returns when all that is queued has ended."""
-        self.drain()
-        if self.ends_with_peers:
-            self.wait_for_abort()
+        """As torch's for NCCL: returns when all that is queued has ended, and lets no abort overtake it."""
+        with self._ends:
+            self.drain()
+            if self.ends_with_peers:
+                self.wait_for_abort()
 
     def freeze_while_aborting(self) -> None:
         left_s = self._aborting_until - time.monotonic()

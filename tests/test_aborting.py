@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,15 @@ import torch.distributed as dist
 
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs, aborting
-from nbaccel.aborting import abort_device_groups, device_parts, is_aborted, settle, tore_step, uses_device
+from nbaccel.aborting import (
+    abort_device_groups,
+    device_parts,
+    end_device_groups,
+    is_aborted,
+    settle,
+    tore_step,
+    uses_device,
+)
 from nbaccel.errors import PeerFailed, StepCorrupted
 from nbaccel.events import outlet
 from nbaccel.failures import Failure, classify
@@ -251,10 +260,13 @@ def test_all_groups_of_a_process_are_aborted_at_the_same_time() -> None:
 
 class _Part:
     def __init__(self) -> None:
-        self.aborts = 0
+        self.aborts = self.ends = 0
 
     def abort(self) -> None:
         self.aborts += 1
+
+    def shutdown(self) -> None:
+        self.ends += 1
 
 
 def test_of_a_mixed_group_the_part_on_the_device_is_aborted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +281,34 @@ def test_of_a_mixed_group_the_part_on_the_device_is_aborted_alone(monkeypatch: p
     finally:
         aborting.forget_abort()
     assert (nccl.aborts, gloo.aborts) == (1, 0)
+
+
+def _fails() -> bool:
+    raise dist.DistNetworkError("Connection reset by peer")
+
+
+def _has_no_answer() -> bool:
+    threading.Event().wait()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("do_peers_come", "ends", "aborts"),
+    [(lambda: True, 1, 0), (lambda: False, 0, 1), (_fails, 0, 1), (_has_no_answer, 0, 1)],
+)
+def test_a_group_ends_regularly_only_if_the_peers_are_known_to_come(
+    monkeypatch: pytest.MonkeyPatch, do_peers_come: Callable[[], bool], ends: int, aborts: int
+) -> None:
+    part = _Part()
+    monkeypatch.setattr(aborting, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(aborting, "uses_device", lambda: True)
+    monkeypatch.setattr(aborting, "device_parts", lambda: [part])
+    try:
+        assert end_device_groups(0.5, do_peers_come)
+        assert not is_aborted()
+    finally:
+        aborting.forget_abort()
+    assert (part.ends, part.aborts) == (ends, aborts)
 
 
 def test_without_a_group_on_a_device_there_is_nothing_to_abort() -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -44,7 +46,11 @@ _SETTLE_S = 1.0
 """How long a rank that ends its group with an error on its way waits for its device, and again for an abort."""
 
 _END_S = 5.0
-"""How long the end of a group may take in which nothing is under way, or its abort."""
+"""How long a rank waits for its peers at the end of a group in which nothing is under way, and then for that end, or
+its abort.
+"""
+
+_END_POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +161,32 @@ class ProcessGroup:
             # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
             # drop the last collective's tensors (a hang, now and then). At the next end they are idle.
             self._retired = self._group
-            if not uses_device() or _end_on_device():
+            if not uses_device() or _end_on_device(self._do_peers_leave):
                 dist.destroy_process_group()
             else:
                 self._unended = self._group
         self._group = self._talk = None
+
+    def _do_peers_leave(self) -> bool:
+        """Return whether all ranks of this machine come to the end of this group, within `_END_S` from now.
+
+        They are all told the same, by the first one that knows: a rank that comes later does not wait for those that
+        have given it up.
+        """
+        assert self._world is not None, "not a group of ours"
+        first = self._world.rank - self._world.local_rank
+        ranks = range(first, min(first + self._world.local_world_size, self._world.world_size))
+        store = dist.PrefixStore(f"nbaccel/end{self._formed}.{self._renewed}", self._store)
+        store.set(f"here/{self._world.rank}", "1")
+        everyone, answer = [f"here/{rank}" for rank in ranks], f"all come from {first} on"
+        deadline = time.monotonic() + _END_S
+        while not store.check([answer]):
+            do_come = store.check(everyone)
+            if do_come or time.monotonic() > deadline:
+                store.compare_set(answer, "", "yes" if do_come else "no")
+            else:
+                time.sleep(_END_POLL_S)
+        return bool(store.get(answer) == b"yes")
 
     def meeting_place(self, name: str = "") -> MeetingPlace:
         """A place beside the group's own, and empty.
@@ -243,7 +270,7 @@ class _Lost:
     world_size: int
 
 
-def _end_on_device() -> bool:
+def _end_on_device(do_peers_leave: Callable[[], bool]) -> bool:
     """End the groups on this rank's device, as far as they have to be waited for; whether that could be done.
 
     NCCL's own end waits for all that is enqueued, deaf to interrupts. While an error is on its way that may be for
@@ -251,7 +278,7 @@ def _end_on_device() -> bool:
     up, and whoever knows that they will not come ends it.
     """
     if sys.exception() is not None:
-        return end_device_groups(_END_S) if settle(_SETTLE_S) else abort_device_groups(_SETTLE_S)
+        return end_device_groups(_END_S, do_peers_leave) if settle(_SETTLE_S) else abort_device_groups(_SETTLE_S)
     settling, waited_s = Settling(), 0.0
     try:
         while not settling.wait(_LOOK_UP.total_seconds()):
@@ -262,7 +289,7 @@ def _end_on_device() -> bool:
     except BaseException:
         abort_device_groups(_END_S)
         raise
-    return end_device_groups(_END_S)
+    return end_device_groups(_END_S, do_peers_leave)
 
 
 def another(store: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -133,6 +134,72 @@ def test_an_end_for_which_the_peers_do_not_come_spoils_nothing(tmp_path: Any) ->
     assert seconds < 5
     assert files == ["w.pt"]
     assert not is_left
+
+
+def _ends_after_its_peer_has_given_it_up(dies: bool) -> tuple[float, bool, bool]:
+    """Rank 1 is late, or never comes."""
+    accelerator = _accelerator()
+    store = module.process_group.meeting_place("late").store
+    devicelike.world().ends_with_peers = True
+    if accelerator.is_main_process:
+        module._END_S = 0.2
+    else:
+        store.get("has ended")
+        if dies:
+            return 0.0, False, False
+    began = time.monotonic()
+    accelerator.end_training()
+    took_s = time.monotonic() - began
+    store.set("has ended", "1")
+    return took_s, is_aborted(), dist.is_initialized()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_is_late_at_the_end_does_not_wait_for_peers_that_have_given_it_up(dies: bool) -> None:
+    """A regular end would wait for them, and could not be aborted."""
+    for seconds, is_spoilt, is_left in run_ranks(2, _ends_after_its_peer_has_given_it_up, dies):
+        assert seconds < 3
+        assert (is_spoilt, is_left) == (False, False)
+
+
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        [World(0, 4, 0, 2), World(1, 4, 1, 2)],  # the other two are on another machine
+        [World(0, 2, 0, 2), World(1, 2, 0, 2)],  # two machines, of which nobody has said how many ranks are on each
+    ],
+)
+def test_the_end_waits_for_the_ranks_of_the_machine(worlds: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(module, "_END_S", 30.0)
+    answers: list[bool] = []
+    threads = []
+    for world in worlds:
+        group = ProcessGroup()
+        group._store, group._world = store, world
+        threads.append(
+            threading.Thread(target=lambda group=group: answers.append(group._do_peers_leave()), daemon=True)
+        )
+        threads[-1].start()
+    for thread in threads:
+        thread.join(10)
+    assert answers == [True, True]
+
+
+def _ends_together() -> tuple[bool, bool, str]:
+    accelerator = _accelerator()
+    group = devicelike.world()
+    second: Any = dist.new_group([0, 1])
+    ended: list[str] = []
+    for each, name in ((group, "default"), (second, "the program's")):
+        each.shutdown = lambda name=name: ended.append(name)
+        each.abort = lambda: ended.append("an abort")
+    accelerator.end_training()
+    return is_aborted(), dist.is_initialized(), ", ".join(sorted(set(ended)))
+
+
+def test_ranks_that_come_to_the_end_together_end_all_groups_regularly() -> None:
+    assert run_ranks(2, _ends_together) == [(False, False, "default, the program's")] * 2
 
 
 def _begins_again_after_an_end_that_did_not_come(is_under_way: bool) -> str:
