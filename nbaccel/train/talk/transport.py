@@ -112,7 +112,7 @@ class Transport:
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not copy.numel():
             return copy
-        if copy.is_complex():  # which gloo cannot broadcast before torch 2.7
+        if copy.is_complex():  # which gloo cannot broadcast in torch 2.6 and 2.8
             return torch.view_as_complex(self.broadcast(torch.view_as_real(copy), source))
         sent = copy if self._can_send(copy) else self._sendable(copy if copy.ndim else copy[None])
         self._finish(dist.broadcast(sent, source, async_op=True))
