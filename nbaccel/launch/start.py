@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.endable import endable
+from nbaccel.launch.main_thread import MainThread
 from nbaccel.launch.process import RankProcess
 from nbaccel.launch.rank.jupyter import close_kernel_sockets, kernel_ports
 from nbaccel.launch.rank.lost_threads import threads_of_the_notebook
@@ -115,12 +116,15 @@ class ForkStart:
         lost_threads = threads_of_the_notebook()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         _share_resource_tracker()
+        main_thread = MainThread.find()
         with no_collections():
             pid = os.fork()
             if pid == 0:
                 gc.freeze()  # a collection would write to all that the notebook holds, and so copy its pages
         if pid == 0:
             try:
+                if main_thread is not None:
+                    main_thread.become()
                 close_kernel_sockets(ports)
                 # The one thing that a fork does not carry over: CPython reseeds `random` in every forked child.
                 random.setstate(python_rng)

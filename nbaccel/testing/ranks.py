@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.errors import RankDied, RanksFailed
+from nbaccel.launch.main_thread import MainThread
 from nbaccel.launch.rank.inherited import put_aside
 from nbaccel.world import World
 
@@ -152,9 +153,12 @@ def _fork_rank(
     world: World, folder: str, release: _Release, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> _Rank:
     reading, writing = os.pipe()
+    main_thread = MainThread.find()
     pid = os.fork()
     if pid == 0:
         try:
+            if main_thread is not None:
+                main_thread.become()
             gc.freeze()  # as in a launch: a collection would look at all that the tests hold, and copy its pages
             os.close(reading)
             _kept = put_aside(world.rank)  # as in a launch: the worker processes of the test are none of the rank's

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -12,10 +16,12 @@ import pytest
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch.functions import launch
 from nbaccel.launch.launcher import Launcher
+from nbaccel.launch.main_thread import MainThread
 from nbaccel.launch.preflight import Start
 from nbaccel.launch.screen.router import ConsoleScreen
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
 from nbaccel.launch.watching import Watching
+from nbaccel.testing import run_ranks
 
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])
@@ -82,6 +88,36 @@ def test_a_fork_that_fails_leaves_the_collector_as_it_was(monkeypatch: pytest.Mo
         launch(int, 2, start_method="fork", cpu=True)
     assert collector() == here
     assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
+
+
+def _computes(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pass
+
+
+def _hears() -> bool:
+    """Whether an interrupt comes in a loop that waits for nothing."""
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        _computes(10)  # in a function of its own: Python 3.13 does not count each jump of a loop as within a `try`
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_a_rank_hears_an_interrupt_while_it_computes(start_method: str) -> None:
+    assert launch(_hears, 2, start_method=start_method, cpu=True).values == [True, True]
+    assert run_ranks(2, _hears) == [True, True]
+
+
+def test_the_main_thread_of_a_runtime_that_is_laid_out_otherwise_is_left_alone() -> None:
+    words = (ctypes.c_size_t * 2)(threading.get_ident(), 7)
+    MainThread(ctypes.addressof(words), state=8).become()
+    assert words[1] == 7
+    words[0] += 1
+    MainThread(ctypes.addressof(words), state=7).become()
+    assert words[1] == 7
 
 
 @pytest.mark.parametrize(("own_devices", "seen"), [(True, ["GPU-a", "GPU-b"]), (False, ["GPU-a,GPU-b"] * 2)])
