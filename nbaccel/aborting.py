@@ -332,21 +332,27 @@ def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     refuse_if_aborted(f"a step of {type(optimizer).__name__}")
 
 
-def _synchronizer() -> Callable[[], bool]:
-    """What waits for this rank's devices: those that are current in the main thread, which another thread does not
-    know, and those on which it has memory, as parts of a model that lies on several.
+def _is_used(torch: Any, module: Any, index: int) -> bool:
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has_context is not None and module is torch.cuda:
+        return bool(has_context(index))
+    return bool(module.memory_reserved(index))
 
-    In a thread of ours the first device is current, which may be another rank's: asked there, CUDA would take memory.
+
+def _synchronizer() -> Callable[[], bool]:
+    """What waits for all devices that this rank uses; a model may lie on several. On others CUDA would take memory.
+
+    Of those of CUDA their contexts tell. The allocator would too, but its answer waits, with Python's lock, for a
+    thread that looks for memory behind what is to be ended here.
     """
     torch = sys.modules["torch"]
-    is_main = threading.current_thread() is threading.main_thread()
     modules = [module for name in ("cuda", "xpu") if (module := getattr(torch, name, None)) is not None]
     devices = [
         (module, index)
         for module in modules
         if module.is_initialized()
         for index in range(module.device_count())
-        if (is_main and index == module.current_device()) or module.memory_reserved(index)
+        if _is_used(torch, module, index)
     ]
 
     def synchronize() -> bool:

@@ -221,22 +221,18 @@ def test_a_rank_waits_for_all_devices_that_hold_something_of_it(monkeypatch: pyt
     """A model may lie on several; in the others of the machine it makes no context."""
     synchronized: list[int] = []
     cuda = SimpleNamespace(
-        is_initialized=lambda: True,
-        device_count=lambda: 4,
-        current_device=lambda: 0,
-        memory_reserved=lambda index: [0, 0, 64, 0][index],
-        synchronize=synchronized.append,
+        is_initialized=lambda: True, device_count=lambda: 4, synchronize=lambda index: synchronized.append(index)
     )
-    xpu = SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, xpu=xpu))
+    xpu = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        memory_reserved=lambda index: [0, 64][index],
+        synchronize=lambda index: synchronized.append(10 + index),
+    )
+    has_context = SimpleNamespace(_cuda_hasPrimaryContext=lambda index: index in (0, 2))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, xpu=xpu, _C=has_context))
     assert aborting._synchronizer()()
-    assert synchronized == [0, 2]
-
-    synchronized.clear()
-    thread = threading.Thread(target=lambda: aborting._synchronizer()())
-    thread.start()
-    thread.join()
-    assert synchronized == [2]  # there the first device is current, also in a rank that never asked for it
+    assert synchronized == [0, 2, 11]
 
 
 def _two_groups() -> list[bool]:

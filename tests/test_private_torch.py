@@ -102,6 +102,7 @@ UNGUARDED = {
 
 GUARDED = {
     "_cuda_clearCublasWorkspaces": ("2.6", "torch._C._cuda_clearCublasWorkspaces if torch.version.cuda else None"),
+    "_cuda_hasPrimaryContext": ("2.6", "torch._C._cuda_hasPrimaryContext if torch.version.cuda else None"),
     "_host_emptyCache": ("2.6", "torch._C._host_emptyCache if torch.version.cuda else None"),
     "_comm_hooks": ("2.6", "sets(torch.nn.parallel.DistributedDataParallel, '_comm_hooks')"),
     "_ddp_params_and_buffers_to_ignore": ("2.6", "ignoring._ddp_params_and_buffers_to_ignore"),
@@ -141,6 +142,7 @@ VERSIONED = {
 
 OTHERS = {
     "python": """
+        _PyRuntime
         _actions _actual_context _args _check_running _children _concrete_contexts _ctx _current_frames _default_context
         _executor _exit _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver
         _forkserver_ _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer

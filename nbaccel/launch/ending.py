@@ -30,7 +30,8 @@ _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
 _HUNG_S = 2.0
 _CUT_S = 0.5  # ranks that hear an interrupt come back sooner, and need nothing to be cut
-_CUT_TAKES_S = 10.0  # an abort of NCCL's, and before it the time that the device may take; mostly it is 2 s
+_CUT_TAKES_S = 10.0  # an abort of NCCL's, and before it the time that the device may take; mostly it is 4 s
+_FREEING_TAKES_S = 20.0  # the same where nobody has failed: 8 s for the device
 _ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
@@ -151,7 +152,8 @@ class Stopping(Ending):
     """All ranks leave at the same step boundary; those outside of a step are interrupted after a second.
 
     Ranks without such steps may be interrupted one exchange apart. One that waits in its device for a peer that has
-    left is told by the page to end that: when all who are left have done their steps, or before it is terminated.
+    left is told by the page to end that if it takes long: when all who are left have done their steps, or before it is
+    terminated.
     """
 
     def __init__(self, members: Sequence[Member], now: float, page: ControlPage) -> None:
@@ -186,8 +188,9 @@ class Stopping(Ending):
                 patience_s = max(_PATIENCE_S, 2 * position.last_step_s) if position.last_step_s else _FIRST_STEP_S
             elif self._results_at is not None and member.was_interrupted:
                 patience_s = max(_NO_STEP_S, self._results_at - self.began) + _AFTER_RESULTS_S
-            if self._cut_at is not None and self._results_at is None and self._page.hears_cuts(member.rank):
-                patience_s = max(patience_s, self._cut_at - self.began + _CUT_TAKES_S)
+            is_needed = self._results_at is None or member.stays
+            if self._cut_at is not None and is_needed and self._page.hears_cuts(member.rank):
+                patience_s = max(patience_s, self._cut_at - self.began + _FREEING_TAKES_S)
             if now > self.began + patience_s:
                 self._end(member, now)
         self._cut_waits_in_vain(now)
@@ -225,7 +228,7 @@ class Stopping(Ending):
     def _cut(self, now: float) -> None:
         if self._cut_at is None:
             self._cut_at = now
-            self._page.is_cut = True
+            self._page.frees_hung = True
 
     def _end(self, member: Member, now: float) -> None:
         somebody_saves = any(self._page.is_saving(each.rank) for each in self.members)

@@ -145,9 +145,35 @@ def test_what_a_device_is_still_computing_when_another_rank_fails_comes(launcher
 
 
 @pytest.mark.slow
+def test_what_a_device_is_still_computing_at_a_stop_comes(launcher: Launcher, tmp_path: Path) -> None:
+    """Nobody has failed: it may take longer."""
+    here = f"pathlib.Path({str(tmp_path)!r}, str(accelerator.process_index)).touch()"
+    slow = f"group.later(lambda: time.sleep(5))\ngroup.later(lambda: net.weight.data.add_(1))\n{here}\ntime.sleep(60)"
+    press = PressOnce(tmp_path / "0", tmp_path / "1")
+    outcome, _ = run(launcher, slow, f"{here}\ntime.sleep(60)", ("net", "first"), press)
+    try:
+        values = outcome.values()
+        assert missing(outcome) == {}
+        assert (values["net"].weight - values["first"]).flatten().tolist() == pytest.approx([1] * 4)
+    finally:
+        outcome.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_through_waits_for_a_sum_as_long_as_there_is_a_peer_to_join_it(launcher: Launcher) -> None:
+    outcome, seconds = run(launcher, f"cut._ALONE_S = 1\n{BEGINS_A_SUM}", "pass", ("net",))
+    try:
+        assert outcome.error is None
+        assert missing(outcome) == {"net": SPOILT}
+        assert seconds < SOON_S
+    finally:
+        outcome.close()
+
+
+@pytest.mark.slow
 def test_a_device_that_computes_for_long_at_the_end_of_a_run_is_waited_for(launcher: Launcher) -> None:
     late = "group.later(lambda: time.sleep(0.5))"
-    body = f"cut._SETTLE_S = cut._FAILED_S = 0.05\n{BEGINS_A_SUM}"
+    body = f"cut._HUNG_S = cut._FAILED_S = 0.05\n{BEGINS_A_SUM}"
     outcome, _ = run(launcher, body, f"{late}\n{BEGINS_A_SUM}", ("net", "first"))
     try:
         values = outcome.values()
@@ -205,7 +231,8 @@ class Ranks:
         told = []
         for now in times:
             stopping.advance(now)
-            told.append(self.page.is_cut)
+            told.append(self.page.frees_hung)
+        assert not self.page.is_cut, "nobody has failed"
         return told
 
 
@@ -231,10 +258,19 @@ def test_a_rank_in_a_step_that_takes_too_long_is_woken_before_it_is_terminated(r
     ranks.page.write(0, Position(1, 0, 0.0, 3.0, parked=False, in_step=True))
     stopping = ending.Stopping(ranks.members, 100.0, ranks.page)
     ranks.members[1].is_working = False
-    assert ranks.cut_at(stopping, 105.9, 106.1, 116.0) == [False, True, True]
+    assert ranks.cut_at(stopping, 105.9, 106.1, 126.0) == [False, True, True]
     assert ranks.told == []
-    ranks.cut_at(stopping, 116.2)
+    ranks.cut_at(stopping, 126.2)
     assert ranks.told == ["terminate 0"]
+
+
+def test_a_rank_that_stays_is_woken_also_when_the_results_have_come(ranks: Ranks) -> None:
+    ranks.members[1].stays = True
+    stopping = ending.Stopping(ranks.members, 100.0, ranks.page)
+    ranks.cut_at(stopping, 100.9, 101.1)
+    ranks.members[0].is_working = False
+    assert ranks.cut_at(stopping, 102.0, 102.9, 104.1, 122.0) == [False, False, True, True]
+    assert ranks.told == []
 
 
 @pytest.mark.parametrize(("stays", "after_s"), [(False, 0.5), (True, 2.0)])

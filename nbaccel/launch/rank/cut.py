@@ -3,13 +3,13 @@
 A rank that waits in its device for one that has failed hears no interrupt, and the end of that rank would not wake it
 either. So the kernel sets a word on the control page, and a thread here aborts the rank's groups. Ranks that stay all
 do so at about the same time, as NCCL needs it, and form them anew. One that ends with its task does so only if its
-device is not done by itself: its peers end too, and what it has computed is to come back. What a rank has after an
-abort may be the rest of a sum; it says whether that can be.
+device is not done by itself: its peers end too, and what it has computed is to come back. At a stop, where nobody has
+failed, the word is another one, and no rank aborts whose device is just slow. What a rank has after an abort may be the
+rest of a sum; it says whether that can be.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -23,12 +23,23 @@ from nbaccel.launch.wire.control import ControlPage
 __all__ = ["SPOILT", "CutWatch"]
 
 _POLL_S = 0.1
-_SETTLE_S = 2.0
+_HUNG_S = 4.0
+"""How long a device may take for what it was given before the rank takes it for hung, where a peer has failed."""
+
+_HUNG_AT_STOP_S = 8.0
+"""The same where nobody has."""
+
 _FREE_S = 10.0
 
 _FAILED_S = 10.0
-"""How long a rank that has failed waits for its device before it says so: what it has is whole if the peers still come.
-Nobody ends this wait sooner where all ranks wait for each other."""
+"""How long rank 0 waits for its device, when it has failed, before it says so: what it has is whole if the peers still
+come. Nobody ends this wait sooner where all ranks wait for each other."""
+
+_FAILED_PEER_S = 2.0
+"""The same for the other ranks, from which little is asked."""
+
+_ALONE_S = 60.0
+"""How long a rank that is through waits for its device after all its peers are: nobody joins a sum any more."""
 
 SPOILT = "this rank was woken in an exchange to which a peer did not come, and may hold parts of a sum"
 
@@ -63,7 +74,7 @@ class CutWatch:
             return None
         was_aborted = is_aborted()
         settling = Settling()
-        is_done = settling.wait(_FAILED_S if has_failed else math.inf)
+        is_done = self._is_done(settling, has_failed)
         if not was_aborted:
             # What it was given is whole, if it comes to an end: whatever is cut later was not begun.
             self._is_whole = is_done
@@ -93,8 +104,30 @@ class CutWatch:
         while os.getpid() == me:
             time.sleep(_POLL_S)
             self._say_that_it_hears()  # a group may be formed in the middle of a task
-            if self._page.is_cut and not is_aborted() and (self._stays or _is_hung()):
+            if not is_aborted() and self._is_due():
                 abort_device_groups()
+
+    def _is_due(self) -> bool:
+        if self._page.is_cut:
+            return self._stays or _is_hung(_HUNG_S)
+        return self._page.frees_hung and _is_hung(_HUNG_AT_STOP_S)
+
+    def _is_done(self, settling: Settling, has_failed: bool) -> bool:
+        """Whether this rank's device comes to an end with what it was given, as long as there is hope."""
+        if has_failed:
+            return settling.wait(_FAILED_S if self._rank == 0 else _FAILED_PEER_S)
+        alone_s = 0
+        while alone_s < _ALONE_S:
+            if settling.wait(1):
+                return True
+            if settling.ends_within(0) or is_aborted():
+                return False
+            alone_s = alone_s + 1 if self._are_peers_through() else 0
+        return False
+
+    def _are_peers_through(self) -> bool:
+        peers = [rank for rank in range(self._page.world_size) if rank != self._rank]
+        return bool(peers) and all(map(self._page.has_finished, peers))
 
     def _say_that_it_hears(self) -> None:
         """So that the kernel gives this rank the time that an abort takes."""
@@ -102,12 +135,12 @@ class CutWatch:
             self._page.hear_cuts(self._rank)
 
 
-def _is_hung() -> bool:
-    """Whether this rank's device is still not done with what it was given, after the time that a step may take."""
+def _is_hung(limit_s: float) -> bool:
+    """Whether this rank's device is still not done after `limit_s` with what it was given."""
     if not uses_device():
         return False
     settling = Settling()
-    return not settling.wait(_SETTLE_S) and not settling.ends_within(0)
+    return not settling.wait(limit_s) and not settling.ends_within(0)
 
 
 def _obstacle() -> str:

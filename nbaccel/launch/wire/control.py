@@ -49,6 +49,7 @@ _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
 _SAVES_ITSELF = 2  # u8: a rank saves itself at a stop
 _STOP_WANTED = 3  # u8: a rank asks for a stop
 _IS_CUT = 4  # u8: what ranks wait for in their devices can never be complete
+_FREES_HUNG = 5  # u8: it may be so
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
@@ -268,6 +269,15 @@ class ControlPage:
     @is_cut.setter
     def is_cut(self, is_cut: bool) -> None:
         self._map[_IS_CUT] = is_cut
+
+    @property
+    def frees_hung(self) -> bool:
+        """Whether a rank is to end what it waits for in its device if that takes long, where a peer may have left."""
+        return bool(self._map[_FREES_HUNG])
+
+    @frees_hung.setter
+    def frees_hung(self, frees_hung: bool) -> None:
+        self._map[_FREES_HUNG] = frees_hung
 
     def hear_cuts(self, rank: int) -> None:
         """Say that `rank` has groups on a device, and ends its waits there when the page says so."""

@@ -160,11 +160,15 @@ class ProcessGroup:
             # The last reference must not be dropped yet, by us or by a DDP module that dies a moment later: gloo's
             # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
             # drop the last collective's tensors (a hang, now and then). At the next end they are idle.
-            self._retired = self._group
-            if not uses_device() or _end_on_device(self._do_peers_leave):
-                dist.destroy_process_group()
-            else:
-                self._unended = self._group
+            self._retired, has_ended = self._group, False
+            try:
+                has_ended = not uses_device() or _end_on_device(self._do_peers_leave)
+                if has_ended:
+                    dist.destroy_process_group()
+            finally:
+                if not has_ended:  # also after an interrupt
+                    self._unended = self._group
+                self._group = self._talk = None
         self._group = self._talk = None
 
     def _do_peers_leave(self) -> bool:
@@ -286,10 +290,10 @@ def _end_on_device(do_peers_leave: Callable[[], bool]) -> bool:
                 return abort_device_groups(_END_S)
             waited_s += _LOOK_UP.total_seconds()
             emit(Waiting("the end of the process group", waited_s))
+        return end_device_groups(_END_S, do_peers_leave)
     except BaseException:
         abort_device_groups(_END_S)
         raise
-    return end_device_groups(_END_S, do_peers_leave)
 
 
 def another(store: Any) -> Any:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+import torch.distributed as dist
+
+import devicelike
+from nbaccel.aborting import is_aborted
 from nbaccel.launch.rank import cut
 from nbaccel.launch.rank.cut import CutWatch
 from nbaccel.launch.wire.control import ControlPage
@@ -28,6 +33,29 @@ def _forms_a_group_in_its_first_task() -> list[bool]:
     page.begin()
     watch.enter()
     return [*told, page.hears_cuts(1), page.hears_cuts(0)]
+
+
+def _is_told_that_peers_may_have_left() -> tuple[bool, bool]:
+    """Whether a rank that stays has aborted: with its device idle, and while that waits."""
+    devicelike.install()
+    dist.init_process_group(devicelike.NAME)
+    cut._HUNG_AT_STOP_S = 0.2
+    page = ControlPage.create(1)
+    CutWatch(page, 0).begin(stays=True)
+    page.frees_hung = True
+    time.sleep(1)
+    first, group = is_aborted(), devicelike.world()
+    group.later(group.wait_for_abort)
+    end = time.monotonic() + 20
+    while not is_aborted() and time.monotonic() < end:
+        time.sleep(0.005)
+    return first, is_aborted()
+
+
+def test_at_a_stop_no_rank_aborts_whose_device_waits_for_nothing() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "has_gpu_driver", lambda: True)
+        assert run_ranks(1, _is_told_that_peers_may_have_left) == [(False, True)]
 
 
 def test_a_group_that_is_formed_within_a_task_is_heard_of_at_once() -> None:
