@@ -254,7 +254,7 @@ class Averaging:
         pairs: list[tuple[float, float]] = []
         while True:
             known = [number for leaf in leaves if (number := self.models.number(leaf)) is not None]
-            buffers = self.models.changed_buffers()
+            buffers = self.models.changed_buffers(known)
             if header is None:
                 counted = [(-1 - term.elements if term.count is None else term.count, term.constant) for term in terms]
                 numbers = as_floats([*(part for pair in counted for part in pair), *(each.detach() for each in shown)])

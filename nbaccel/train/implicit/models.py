@@ -43,8 +43,8 @@ _EMPTY = CellType()
 class Item:
     """One tensor that is alike in all ranks.
 
-    is_buffer: nothing reaches it backwards.  holder: of a buffer, its layer, and its name there, by which one finds
-    what a forward has assigned anew.  kind: its shape, dtype and device.  version: when it was last averaged.
+    is_buffer: nothing reaches it backwards.  holder: its layer, and its name there, by which one finds what a forward
+    has assigned anew.  kind: its shape, dtype and device.  version: when it was last averaged.
     norm: the layer whose statistics it is.  is_sparse: its gradient is, by its layer's `sparse`.
     """
 
@@ -60,16 +60,23 @@ class Item:
     @property
     def tensor(self) -> Tensor | None:
         known = self.tensor_of()
+        if not self.is_buffer or (found := self.assigned()) is None:
+            return known
+        return found
+
+    def assigned(self) -> Tensor | None:
+        """What its layer has under its name now, if that is another tensor of the same kind."""
         if self.holder is None or (module := self.holder[0]()) is None:
-            return known
-        found: Tensor | None = module._buffers.get(self.holder[1])
-        if found is None or found is known:
-            return known
-        return found if (tuple(found.shape), found.dtype, found.device) == self.kind else known
+            return None
+        name = self.holder[1]
+        found: Tensor | None = module._buffers.get(name, module._parameters.get(name))
+        if found is None or found is self.tensor_of():
+            return None
+        return found if _kind(found) == self.kind else None
 
     @property
     def name(self) -> str:
-        """Of a buffer, as a person may find it."""
+        """Of what a layer holds, as a person may find it."""
         module = None if self.holder is None else self.holder[0]()
         return "a buffer" if module is None or self.holder is None else f"{type(module).__name__}.{self.holder[1]}"
 
@@ -152,8 +159,23 @@ class Models:
             if isinstance(module, _BatchNorm) and module.training
         ]
 
-    def changed_buffers(self) -> list[int]:
-        return [number for number, item in enumerate(self.items) if item.is_buffer and item.has_changed()]
+    def changed_buffers(self, reached: Collection[int]) -> list[int]:
+        """Numbers of the buffers that a forward has changed.
+
+        A parameter that a forward assigns anew and no backward reaches, as a codebook that follows its samples does,
+        is a buffer from then on.
+
+        reached: numbers of what a backward is about to reach.
+        """
+        leaves = set(reached)
+        changed = []
+        for number, item in enumerate(self.items):
+            if not item.is_buffer and number not in leaves:
+                found = item.assigned()
+                item.is_buffer = found is not None and id(found) not in self._number
+            if item.is_buffer and item.has_changed():
+                changed.append(number)
+        return changed
 
     def sort(
         self, leaves: Sequence[Tensor], batch: int, sizes: Collection[int], by_holders: bool = False
@@ -341,8 +363,8 @@ class _Gone:
 _nowhere: Any = weakref.ref(_Gone())
 
 
-def _present(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors.values() if tensor is not None]
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
@@ -351,17 +373,19 @@ def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
     for module in root.modules():
         is_sparse = bool(getattr(module, "sparse", False))
         norm: weakref.ref[Module] | None = weakref.ref(module) if isinstance(module, _NormBase) else None
-        for parameter in _present(module._parameters):  # programs have a `parameters()` of their own
-            if id(parameter) not in seen and not torch.nn.parameter.is_lazy(parameter):
-                seen.add(id(parameter))
-                yield parameter, Item(_nowhere, is_sparse=is_sparse)
+        for name, parameter in list(module._parameters.items()):  # programs have a `parameters()` of their own
+            if parameter is None or id(parameter) in seen or torch.nn.parameter.is_lazy(parameter):
+                continue
+            seen.add(id(parameter))
+            holder = weakref.ref(module), name
+            yield parameter, Item(_nowhere, is_sparse=is_sparse, holder=holder, kind=_kind(parameter))
         for name, buffer in list(module._buffers.items()):
             if buffer is None or id(buffer) in seen:
                 continue
             if buffer.is_floating_point() and not torch.nn.parameter.is_lazy(buffer):
                 seen.add(id(buffer))
-                kind = tuple(buffer.shape), buffer.dtype, buffer.device
-                yield buffer, Item(_nowhere, is_buffer=True, holder=(weakref.ref(module), name), norm=norm, kind=kind)
+                holder = weakref.ref(module), name
+                yield buffer, Item(_nowhere, is_buffer=True, holder=holder, norm=norm, kind=_kind(buffer))
         for value in list(vars(module).values()):  # tensors that are no `Parameter`, and are stepped by hand
             for part in _parts(value):
                 if type(part) is Tensor and part.requires_grad and part.is_leaf and id(part) not in seen:

@@ -196,3 +196,40 @@ def test_what_an_optimizer_was_given_before_the_batch_is_trained_also_if_it_is_a
     for values in run_ranks(2, watched, plain_tensors, size):
         for value, right in zip(values, expected, strict=True):
             torch.testing.assert_close(value.detach(), right.detach(), rtol=0, atol=1e-12)
+
+
+class Codes(nn.Module):
+    """Follows its samples: a parameter that the forward assigns anew, and no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.mean = nn.Parameter(torch.zeros(3))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x)
+        guess: torch.Tensor = self.last(hidden - self.mean.detach())
+        self.mean = nn.Parameter(0.5 * self.mean + 0.5 * hidden.detach().mean(0))
+        return guess
+
+
+def followed() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Codes().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for x, y in points():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_a_parameter_that_a_forward_assigns_anew_is_averaged_as_a_buffer_is(capfd: pytest.CaptureFixture[str]) -> None:
+    expected = followed()
+    for values in run_ranks(2, watched, followed):
+        for value, right in zip(values, expected, strict=True):
+            assert torch.allclose(value, right, rtol=0, atol=1e-12)
+    said = "nbaccel: Codes.mean: a forward changes it by what its batch is, and it is the ranks' average now"
+    assert capfd.readouterr().out.count(said) == 1
