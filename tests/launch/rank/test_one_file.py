@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -163,6 +164,57 @@ def test_open_files_and_our_own_saves_are_left_alone(tmp_path: Path) -> None:
 
     assert _in_ranks(tmp_path, loop) == [((0, [0, 0]), []), ((1, [1, 1]), [])]
     assert not (tmp_path / "run" / "store.files").exists()
+
+
+def test_a_folder_that_another_rank_has_made_is_there(tmp_path: Path) -> None:
+    """Each rank has asked before the other made it; a program that makes one twice is told so as ever."""
+
+    def loop(rank: int) -> list[str]:
+        errors = []
+        makes: list[Callable[[], None]] = [
+            lambda: os.mkdir("plain"),
+            lambda: os.makedirs("deep/er"),
+            lambda: Path("by_path").mkdir(),
+            lambda: os.mkdir("plain"),
+            lambda: os.mkdir("before"),
+            lambda: tempfile.mkdtemp(dir=".") and None,
+        ]
+        for make in makes:
+            try:
+                make()
+            except FileExistsError as error:
+                errors.append(str(error.filename))
+        return errors
+
+    (tmp_path / "before").mkdir()
+    assert _in_ranks(tmp_path, loop, 3) == [(["plain", "before"], [])] * 3
+
+
+def test_a_file_that_several_ranks_write_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    def loop(rank: int) -> None:
+        Path(f"own_{rank}.csv").write_text("own")
+        Path(".hidden").write_text("a cache")
+        torch.save(rank, "model.pt")
+        with open("model.pt", "rb") as file:
+            file.read()
+        for _ in range(2):
+            with open("log.csv", "a") as file:
+                file.write("1,2\n")
+        Path("other.csv").write_text("rows")
+
+    _in_ranks(tmp_path, loop)
+    assert (tmp_path / "log.csv").read_text() == 4 * "1,2\n"
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("nbaccel: ")]
+    assert told == [
+        "nbaccel: log.csv is opened for writing by more than one of 2 ranks: lines that are added stand there once for "
+        "each rank, and of a whole file the last rank's is left. Let one rank write it (if "
+        "accelerator.is_main_process:), or put the rank into its name"
+    ]
 
 
 def test_safetensors_are_one_file_too(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 `torch.save` and the `save_file` of safetensors do nothing in other ranks where rank 0 saves the same path, and return
 when the file is complete. `torch.load` and `load_file` wait until rank 0 has written what it has begun, and what this
 rank has skipped. Ranks that save paths of their own write them. What rank 0 saves stands in a journal, a file of the
-run's. Not covered: open files, names such as `from torch import save` of the notebook, `numpy.save`, `pickle.dump`.
+run's. Not covered: open files, names such as `from torch import save` of the notebook, `numpy.save`, `pickle.dump`:
+the first file that several ranks open for writing is named, once.
+
+A folder that another rank has made meanwhile is there for `os.mkdir`, and is no error, since a program asks before it
+makes one. Not covered: a folder that a rank removes when another has made it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import functools
 import json
 import os
 import sys
+import tempfile
 import time
 import warnings
 import zlib
@@ -20,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 from nbaccel.launch.rank.loaded import when_loaded
@@ -31,7 +37,9 @@ _LONGEST_WAIT_S = 60.0
 _LONGEST_DELAY_S = 2.0
 """How late rank 0 may come to a save that the ranks have in common."""
 _POLL_S = 0.005
-_BEGUN, _DONE, _READ = "begun", "done", "read"
+_BEGUN, _DONE, _READ, _MADE, _OPENED, _TOLD = "begun", "done", "read", "made", "opened", "told"
+_MOST_OPENED = 100
+"""Files of a rank that are looked after: the journal is read for each."""
 
 _KNOW_RANKS = (
     *("nbaccel.", "accelerate.", "deepspeed.", "torch.distributed.", "transformers.trainer"),
@@ -48,21 +56,23 @@ def write_one_file(world: World, store_path: str) -> None:
     journal = _Journal(f"{store_path}.files")
     files = _Writer(journal) if world.is_main_process else _Follower(journal, world)
     when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
+    _wrap_mkdir(_Folders(journal))
+    sys.addaudithook(_OpenedFiles(journal, world).look)  # stays for as long as the process: a rank's
 
 
 class _Journal:
-    """What rank 0 has begun to save, has saved and has read, a line each."""
+    """What rank 0 has begun to save, has saved and has read, and what any rank has made and opened, a line each."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
 
     def note(self, what: str, path: str) -> None:
-        with suppress(OSError), open(self._path, "a") as file:
+        with suppress(OSError), open(self.path, "a") as file:
             file.write(_line(what, path))
 
     def count(self, what: str, path: str) -> int:
         line = _line(what, path)
-        with suppress(OSError), open(self._path) as file:
+        with suppress(OSError), open(self.path) as file:
             return sum(each == line for each in file)
         return 0
 
@@ -71,7 +81,7 @@ class _Journal:
         """Keep a reader of `path` and its writer apart.  kind: `fcntl.LOCK_SH` to read, `fcntl.LOCK_EX` to write."""
         with ExitStack() as stack:
             with suppress(OSError):
-                fcntl.flock(stack.enter_context(open(f"{self._path}.{zlib.crc32(os.fsencode(path))}", "w")), kind)
+                fcntl.flock(stack.enter_context(open(f"{self.path}.{zlib.crc32(os.fsencode(path))}", "w")), kind)
             yield
 
 
@@ -152,6 +162,92 @@ class _Follower:
             )
         with self._journal.lock(path, fcntl.LOCK_SH):
             return loads()
+
+
+class _Folders:
+    """The folders that ranks make."""
+
+    def __init__(self, journal: _Journal) -> None:
+        self._journal = journal
+        self._made: Counter[str] = Counter()  # by this rank, or for it
+
+    def make(self, path: str, makes: Callable[[], None]) -> None:
+        """Make the folder `path`, unless another rank has made it for its own k-th call, and this is our k-th."""
+        with self._journal.lock(path, fcntl.LOCK_EX):
+            try:
+                makes()
+            except FileExistsError:
+                if self._made[path] >= self._journal.count(_MADE, path) or not os.path.isdir(path):
+                    raise
+            else:
+                self._journal.note(_MADE, path)
+            self._made[path] += 1
+
+
+class _OpenedFiles:
+    """The files that this rank opens for writing, compared with those of other ranks."""
+
+    def __init__(self, journal: _Journal, world: World) -> None:
+        self._journal = journal
+        self._world = world
+        self._known: set[str] = set()
+        self._is_over = self._is_looking = False
+
+    def look(self, event: str, args: tuple[Any, ...]) -> None:
+        """Take note of an event of Python's; cheap for all but the opening of files, and never raises."""
+        if event != "open" or self._is_over or self._is_looking:
+            return
+        self._is_looking = True  # what is opened here is ours
+        try:
+            path, mode = args[0], args[1]
+            if isinstance(mode, str) and mode[:1] in "wa" and isinstance(path, (str, bytes, os.PathLike)):
+                self._note(os.path.abspath(os.fsdecode(path)))
+        except Exception:  # an error would be one of the program's `open`
+            self._is_over = True
+        finally:
+            self._is_looking = False
+
+    def _note(self, path: str) -> None:
+        if path in self._known or path.startswith(self._journal.path) or _is_private(path):
+            return
+        self._known.add(path)
+        self._is_over = len(self._known) >= _MOST_OPENED
+        with self._journal.lock("", fcntl.LOCK_EX):
+            self._journal.note(_OPENED, path)
+            if self._journal.count(_OPENED, path) < 2:
+                return
+            self._is_over = True
+            if self._journal.count(_TOLD, ""):
+                return
+            self._journal.note(_TOLD, "")
+        name, ranks = os.path.basename(path), self._world.world_size
+        sys.stdout.write(
+            f"nbaccel: {name} is opened for writing by more than one of {ranks} ranks: lines that are added stand "
+            "there once for each rank, and of a whole file the last rank's is left. Let one rank write it (if "
+            "accelerator.is_main_process:), or put the rank into its name\n"
+        )
+        sys.stdout.flush()
+
+
+def _is_private(path: str) -> bool:
+    """Whether programs keep there what nobody reads as a result: devices, temporary files, caches."""
+    return path.startswith(("/dev/", "/proc/", f"{tempfile.gettempdir()}{os.sep}")) or f"{os.sep}." in path
+
+
+def _wrap_mkdir(folders: _Folders) -> None:
+    makes = os.mkdir
+
+    @functools.wraps(makes)
+    def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (caller := f"{frame.f_globals.get('__name__')}.").startswith(("os.", "pathlib.")):
+            frame = frame.f_back
+        if dir_fd is not None or caller.startswith(("tempfile.", *_KNOW_RANKS)):
+            makes(path, mode, dir_fd=dir_fd)
+        else:
+            folders.make(os.path.abspath(os.fsdecode(path)), partial(makes, path, mode))
+
+    os.mkdir = mkdir
 
 
 def _wrap_torchs(files: _Files, torch: Any) -> None:
