@@ -254,6 +254,8 @@ class Averaging:
         pairs: list[tuple[float, float]] = []
         while True:
             known = [number for leaf in leaves if (number := self.models.number(leaf)) is not None]
+            if header is None and self._is_check_due():
+                self.models.look_at_values()
             buffers = self.models.changed_buffers(known)
             if header is None:
                 counted = [(-1 - term.elements if term.count is None else term.count, term.constant) for term in terms]
@@ -302,6 +304,7 @@ class Averaging:
             why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
             raise NotPrepared(self._cannot_weigh(f"{why} a single sample shows too little"))
         together = self._union(header, known, buffers)
+        buffers = [number for number in together if self.models.items[number].is_buffer]  # those of any rank's forward
         mine = [number for number in (*known, *buffers) if number in set(together)]
         tensors = [self._tensor(number) for number in together]
         round_ = self._exchanges().begin(tuple(together), tensors, mine)
@@ -480,8 +483,8 @@ class Averaging:
                 tensor, value, item = self._tensor(number), values.pop(number), self.models.items[number]
                 if item.norm is None and run.is_of_parts and self.meetings <= _LOOKS:
                     self._note_buffer(number, tensor, value)
-                tensor.data.copy_(value)
-                item.note(tensor)
+                item.note(tensor, value)
+            self.models.reached.update(values)
             if only_buffers:
                 values.clear()
             elif self._withholding.is_on:
@@ -591,10 +594,13 @@ class Averaging:
         return found
 
     def _check(self, numbers: Sequence[int]) -> float:
-        """Of weights that a backward is about to reach, at steps 1, 2, 4, ... and every 64th."""
+        """Of weights that a backward is about to reach."""
+        return sum(sums_of([self._tensor(number) for number in numbers])) if self._is_check_due() else 0.0
+
+    def _is_check_due(self) -> bool:
+        """At steps 1, 2, 4, ... and every 64th."""
         steps = self._steps.count
-        is_due = steps and (steps & (steps - 1) == 0 or steps % 64 == 0)
-        return sum(sums_of([self._tensor(number) for number in numbers])) if is_due else 0.0
+        return steps > 0 and (steps & (steps - 1) == 0 or steps % 64 == 0)
 
     # -- parts
 

@@ -37,6 +37,10 @@ _MOST_FRAMES = 50
 _MOST_LOOKED_AT = 50_000
 _DEPTH = 5
 _EMPTY = CellType()
+_OFTEN_ALIKE = 4
+"""Averages in a row that change nothing: then every rank writes the same, as the average of a model's weights is."""
+
+_ROUNDING = 1e-6
 
 
 @dataclass(slots=True)
@@ -46,6 +50,8 @@ class Item:
     is_buffer: nothing reaches it backwards.  holder: its layer, and its name there, by which one finds what a forward
     has assigned anew.  kind: its shape, dtype and device.  version: when it was last averaged.
     norm: the layer whose statistics it is.  is_sparse: its gradient is, by its layer's `sparse`.
+    sums: by which its values showed when they were last looked at.  is_written: they have changed without a count, as
+    by `.data`.  alike: how often in a row they were the same in other ranks then.
     """
 
     tensor_of: weakref.ref[Tensor]
@@ -56,6 +62,9 @@ class Item:
     norm: weakref.ref[Module] | None = None
     kind: tuple[Any, ...] = ()
     version: int = 0
+    sums: tuple[float, ...] = ()
+    is_written: bool = False
+    alike: int = 0
 
     @property
     def tensor(self) -> Tensor | None:
@@ -86,10 +95,17 @@ class Item:
         if tensor is None:
             return False
         norm = None if self.norm is None else self.norm()
-        return norm.training if norm is not None else tensor is not self.tensor_of() or tensor._version != self.version
+        if norm is not None:
+            return norm.training
+        if self.is_written:
+            return self.alike < _OFTEN_ALIKE
+        return tensor is not self.tensor_of() or tensor._version != self.version
 
-    def note(self, tensor: Tensor) -> None:
-        """It has the value of all ranks."""
+    def note(self, tensor: Tensor, value: Tensor) -> None:
+        """It gets `value`, that of all ranks."""
+        if self.is_written:
+            self.alike = self.alike + 1 if torch.allclose(tensor, value, rtol=_ROUNDING, atol=0, equal_nan=True) else 0
+        tensor.data.copy_(value)
         if tensor is not self.tensor_of():
             self.tensor_of = weakref.ref(tensor)
         self.version = tensor._version
@@ -118,6 +134,7 @@ class Models:
         self._number: dict[int, int] = {}
         self._met: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # leaves of no model: at which batch they were first
         self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # to an optimizer: after how many batches
+        self.reached: set[int] = set()  # numbers of parameters that have got a gradient, from this rank or another
         self._handles: list[Any] = []
         self._around: _Around | None = None
 
@@ -170,12 +187,31 @@ class Models:
         leaves = set(reached)
         changed = []
         for number, item in enumerate(self.items):
+            if item.is_written and number in leaves:
+                item.is_buffer = item.is_written = False
             if not item.is_buffer and number not in leaves:
                 found = item.assigned()
                 item.is_buffer = found is not None and id(found) not in self._number
             if item.is_buffer and item.has_changed():
                 changed.append(number)
         return changed
+
+    def look_at_values(self) -> None:
+        """Find what a forward has written past its version; a parameter of that kind is a buffer from then on.
+
+        Frozen parameters are left out: there may be very many of them.
+        """
+        items = [
+            (item, tensor)
+            for number, tensor in self.alive()
+            if (item := self.items[number]).norm is None
+            and not item.is_written
+            and (item.is_buffer or (tensor.requires_grad and number not in self.reached))
+        ]
+        for (item, _), sums in zip(items, _pairs(sums_of([tensor for _, tensor in items])), strict=True):
+            if item.sums and item.sums != sums and not (item.is_buffer and item.has_changed()):
+                item.is_buffer = item.is_written = True
+            item.sums = sums
 
     def sort(
         self, leaves: Sequence[Tensor], batch: int, sizes: Collection[int], by_holders: bool = False
@@ -274,6 +310,10 @@ class Models:
                 for tensor in tensors:
                     tensor.data.copy_(collectives.broadcast(tensor.detach(), 0))
                 _share_states(tensors, self._surroundings().optimizers, collectives)
+        for about, sums in zip(
+            (each for family in found for each in family.about), _pairs(rows[0].tolist()), strict=True
+        ):
+            about.sums = sums
         for family in found:
             self._add(family)
         self._around = None  # it holds models, which may be let go of
@@ -503,6 +543,10 @@ def _share_states(
         for values in states:
             for value in values:
                 value.copy_(collectives.broadcast(value.detach(), 0))
+
+
+def _pairs(numbers: Sequence[float]) -> list[tuple[float, ...]]:
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[float]:

@@ -198,38 +198,106 @@ def test_what_an_optimizer_was_given_before_the_batch_is_trained_also_if_it_is_a
             torch.testing.assert_close(value.detach(), right.detach(), rtol=0, atol=1e-12)
 
 
-class Codes(nn.Module):
-    """Follows its samples: a parameter that the forward assigns anew, and no gradient reaches."""
+class Follower(nn.Module):
+    """Keeps the mean of what it has seen, in a tensor that no gradient reaches; `keep` writes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Any, is_parameter: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(4, 3)
         self.mean = nn.Parameter(torch.zeros(3))
+        if not is_parameter:
+            del self.mean
+            self.register_buffer("mean", torch.zeros(3))
         self.last = nn.Linear(3, 1)
+        self.keep = keep
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.first(x)
         guess: torch.Tensor = self.last(hidden - self.mean.detach())
-        self.mean = nn.Parameter(0.5 * self.mean + 0.5 * hidden.detach().mean(0))
+        self.keep(self, 0.5 * self.mean.detach() + 0.5 * hidden.detach().mean(0))
         return guess
 
 
-def followed() -> list[torch.Tensor]:
+def assign(model: Any, value: torch.Tensor) -> None:
+    model.mean = nn.Parameter(value)
+
+
+def set_data(model: Any, value: torch.Tensor) -> None:
+    model.mean.data = value
+
+
+def write_data(model: Any, value: torch.Tensor) -> None:
+    model.mean.data.copy_(value)
+
+
+def followed(keep: Any, is_parameter: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = Codes().double()
+    model = Follower(keep, is_parameter).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(2):
+    for _ in range(3):
         for x, y in points():
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    return [value.detach() for value in model.state_dict().values()]
 
 
-def test_a_parameter_that_a_forward_assigns_anew_is_averaged_as_a_buffer_is(capfd: pytest.CaptureFixture[str]) -> None:
-    expected = followed()
-    for values in run_ranks(2, watched, followed):
+@pytest.mark.parametrize(
+    ("keep", "is_parameter"), [(assign, True), (set_data, True), (write_data, True), (write_data, False)]
+)
+def test_what_a_forward_writes_and_no_gradient_reaches_is_averaged(
+    keep: Any, is_parameter: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = followed(keep, is_parameter)
+    for values in run_ranks(2, watched, followed, keep, is_parameter):
         for value, right in zip(values, expected, strict=True):
             assert torch.allclose(value, right, rtol=0, atol=1e-12)
-    said = "nbaccel: Codes.mean: a forward changes it by what its batch is, and it is the ranks' average now"
+    said = "nbaccel: Follower.mean: a forward changes it by what its batch is, and it is the ranks' average now"
     assert capfd.readouterr().out.count(said) == 1
+
+
+def seldom() -> list[float]:
+    """The values of a buffer that only rank 0's forward has written, after each backward."""
+    seen = []
+    model = nn.Linear(4, 1).double()
+    model.register_buffer("count", torch.full((), 8.0))
+    for x, _ in points():
+        if os.environ["RANK"] == "0" and seen:
+            model.count += 4
+        model(x).sum().backward()
+        seen.append(float(model.count))
+    return seen
+
+
+def test_a_buffer_that_one_ranks_forward_writes_counts_in_the_others_as_it_was() -> None:
+    first, second = run_ranks(2, watched, seldom)
+    assert first == second
+    assert first[0] == 8
+    assert 9 < first[1] < first[2] < 16
+
+
+def alike() -> list[int]:
+    """How many numbers each backward has exchanged, of a model that holds the average of its own weights."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"net": nn.Linear(4, 1), "average": nn.Linear(4, 1)}).double()
+    optimizer = torch.optim.SGD(model["net"].parameters(), lr=0.05)
+    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch.begin(None)
+    changed = []
+    for _ in range(6):
+        for x, y in points():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model["net"](x), y).backward()
+            optimizer.step()
+            for mean, parameter in zip(model["average"].parameters(), model["net"].parameters(), strict=True):
+                mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+            changed.append(len(watch._averaging.models.changed_buffers(())))
+    watch.end()
+    watch.stop()
+    return changed
+
+
+def test_what_all_ranks_write_alike_is_averaged_no_more_after_some_times() -> None:
+    for changed in run_ranks(2, alike):
+        assert max(changed) == 2
+        assert changed[-4:] == [0, 0, 0, 0]
