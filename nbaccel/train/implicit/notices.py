@@ -49,7 +49,8 @@ class Notices:
             text += f"; {self._models}"
         text += (
             "; what it counts or computes of a batch by itself (len(x), right answers, its longest sample, a mean of "
-            "its targets, a loss before its backward) is of each rank's part"
+            "its targets, a loss before its backward) is of each rank's part: divide sums by counts, not by "
+            "len(dataset)"
         )
         if self._has_batch_norm:
             text += (
