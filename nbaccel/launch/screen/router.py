@@ -27,6 +27,9 @@ _STREAMS = ("stdout", "stderr")
 _PARTIAL_S = 0.3
 _BURST_BYTES = 1_000_000
 _PIECE_BYTES = 256 * 1024
+_OF_GLOO = b"[Gloo] Rank "
+"""How a line begins that gloo of torch 2.8 to 2.10 prints in each rank for each group that it has connected."""
+
 _COLUMNS = 120
 """Of text that no terminal shows: what stands beside each other in a notebook."""
 
@@ -178,8 +181,8 @@ class OutputRouter:
                 yield rank, stream, reader
 
     def _push(self, rank: int, stream: str, lines: Sequence[bytes], now: float) -> None:
-        if lines:
-            self._merger.push(rank, stream, lines, now)
+        if shown := [line for line in lines if not line.startswith(_OF_GLOO)]:
+            self._merger.push(rank, stream, shown, now)
             self._release(now)
 
     def _take_partial(self, now: float, older_than_s: float) -> None:

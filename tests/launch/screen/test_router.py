@@ -116,6 +116,17 @@ def test_a_run_where_only_one_rank_prints_is_not_tagged() -> None:
     assert run.screen.text == "only me\n"
 
 
+def test_what_gloo_prints_of_its_connections_is_in_the_log_alone() -> None:
+    log = io.BytesIO()
+    run = Run(2, log=log)
+    for rank in range(2):
+        said = f"[Gloo] Rank {rank} is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+        run.feed(rank, said)
+    run.feed(1, "loss 0.5\n")
+    assert run.end() == ["loss 0.5"]
+    assert log.getvalue().count(b"is connected to 1 peer ranks") == 2
+
+
 def test_lines_are_tagged_once_two_ranks_have_printed() -> None:
     run = Run(2)
     run.feed(0, "early\n")
