@@ -59,6 +59,8 @@ def profile_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that left a process, a thread, a variable, a process group, an open descriptor or a handler of a
     signal behind, or a file in the repository."""
+    # IPython adds it, and up to version 7 it has a package `tests` there, which would hide ours from zygotes.
+    sys.path[:] = [path for path in sys.path if not path.endswith(os.path.join("IPython", "extensions"))]
     processes = Processes.now()
     threads = set(threading.enumerate())
     environ = _environ()
