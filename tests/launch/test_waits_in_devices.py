@@ -37,6 +37,7 @@ total = torch.ones(4)
 dist.all_reduce(total, async_op=True)
 group.later(lambda: net.weight.data.add_(total))
 """
+SOONER = "cut._HUNG_S = cut._HUNG_AT_STOP_S = 1"
 WAITS = {"in Python": "time.sleep(60)", "deaf": "group.drain()", "at its end": "pass"}
 
 
@@ -92,7 +93,7 @@ def missing(outcome: Outcome) -> dict[str, str]:
 def test_a_rank_that_waits_in_its_device_for_one_that_failed_says_what_does_not_come(
     launcher: Launcher, wait: str
 ) -> None:
-    outcome, seconds = run(launcher, f"{BEGINS_A_SUM}\n{WAITS[wait]}", "1 / 0")
+    outcome, seconds = run(launcher, f"{SOONER}\n{BEGINS_A_SUM}\n{WAITS[wait]}", "1 / 0")
     try:
         assert isinstance(outcome.error, ZeroDivisionError)
         assert missing(outcome) == dict.fromkeys(["net", "first", "group", "total", "known"], SPOILT)
@@ -105,7 +106,8 @@ def test_a_rank_that_waits_in_its_device_for_one_that_failed_says_what_does_not_
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_was_killed_says_what_does_not_come(launcher: Launcher) -> None:
-    outcome, seconds = run(launcher, f"{BEGINS_A_SUM}\ngroup.drain()", "os.kill(os.getpid(), 9)", ("net", "first"))
+    body = f"{SOONER}\n{BEGINS_A_SUM}\ngroup.drain()"
+    outcome, seconds = run(launcher, body, "os.kill(os.getpid(), 9)", ("net", "first"))
     try:
         assert missing(outcome) == {"net": SPOILT, "first": SPOILT}
         assert outcome.ended.first_failed == 1
@@ -118,7 +120,7 @@ def test_a_rank_that_waits_for_one_that_was_killed_says_what_does_not_come(launc
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_stop_ends_a_wait_for_a_rank_that_was_stopped_before(launcher: Launcher, tmp_path: Path, wait: str) -> None:
     here = f"pathlib.Path({str(tmp_path)!r}, str(accelerator.process_index)).touch()"
-    rank_0 = f"{BEGINS_A_SUM}\n{here}\n{WAITS[wait]}"
+    rank_0 = f"{SOONER}\n{BEGINS_A_SUM}\n{here}\n{WAITS[wait]}"
     press = PressOnce(tmp_path / "0", tmp_path / "1")
     outcome, seconds = run(launcher, rank_0, f"{here}\ntime.sleep(60)", ("net",), press)
     try:
@@ -198,7 +200,7 @@ def test_a_rank_that_failed_behind_a_wait_without_end_says_so(launcher: Launcher
 
 @pytest.mark.slow
 def test_a_device_that_an_abort_does_not_free_is_not_read(launcher: Launcher) -> None:
-    stuck = "cut._FREE_S = 0.2\ngroup.later(lambda: time.sleep(1000))\ntime.sleep(60)"
+    stuck = f"{SOONER}\ncut._FREE_S = 0.2\ngroup.later(lambda: time.sleep(1000))\ntime.sleep(60)"
     outcome, seconds = run(launcher, stuck, "1 / 0", ("net",))
     try:
         assert isinstance(outcome.error, ZeroDivisionError)
