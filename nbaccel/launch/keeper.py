@@ -75,8 +75,8 @@ class Keeper:
         return held if self._zygote is None else [*held, self._zygote.fileno()]
 
     def close(self) -> None:
-        """End what was started. Does nothing in a process that inherited this object by fork."""
-        if os.getpid() != self.pid:
+        """End what was started. Does nothing the second time, nor in a process that inherited this object by fork."""
+        if os.getpid() != self.pid or self.kernel_pidfd < 0:
             return
         atexit.unregister(self.close)
         self._end_zygote()
@@ -93,6 +93,7 @@ class Keeper:
                 self._guardian.wait(_GUARDIAN_S)
             self._guardian = self._line = None
         os.close(self.kernel_pidfd)
+        self.kernel_pidfd = -1  # the number may be somebody else's now
 
     def _end_zygote(self) -> None:
         if self._zygote is not None:

@@ -180,6 +180,7 @@ def test_the_guardian_leaves_with_a_keeper_that_closes() -> None:
     process = keeper._guardian
     assert process is not None
     keeper.close()
+    keeper.close()  # closes nobody else's descriptor
     assert process.returncode == 0
 
 
