@@ -7,6 +7,7 @@ uncaught error does not come this way: it is reported, whoever's text is shown.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -27,8 +28,10 @@ _STREAMS = ("stdout", "stderr")
 _PARTIAL_S = 0.3
 _BURST_BYTES = 1_000_000
 _PIECE_BYTES = 256 * 1024
-_OF_GLOO = b"[Gloo] Rank "
-"""How a line begins that gloo of torch 2.8 to 2.10 prints in each rank for each group that it has connected."""
+_OF_GLOO = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
+)
+"""What gloo of torch 2.8 to 2.10 prints in each rank for each group that it has connected."""
 
 _COLUMNS = 120
 """Of text that no terminal shows: what stands beside each other in a notebook."""
@@ -181,7 +184,7 @@ class OutputRouter:
                 yield rank, stream, reader
 
     def _push(self, rank: int, stream: str, lines: Sequence[bytes], now: float) -> None:
-        if shown := [line for line in lines if not line.startswith(_OF_GLOO)]:
+        if shown := [line for line in lines if not _OF_GLOO.fullmatch(line)]:
             self._merger.push(rank, stream, shown, now)
             self._release(now)
 
