@@ -156,7 +156,7 @@ def leave_device_errors_to_the_program() -> None:
 
     torch's watchdog asks the device ten times a second, so it often meets the error first, and then ends the process
     by SIGABRT before anybody has said which line it was. With 0 its thread alone ends. The thread that watches it ends
-    a process that still hangs some ten minutes later. Read by torch 2.6 to 2.13; whoever has set it is obeyed.
+    a process that still hangs some ten minutes later. Read by torch 2.6 to 2.15; whoever has set it is obeyed.
     """
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 

@@ -34,7 +34,10 @@ class MainThread:
         """Before a fork. None before Python 3.13, and where the runtime is laid out in another way."""
         if sys.version_info < (3, 13):
             return None
-        begin, states = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime")), _thread_states()
+        try:
+            begin, states = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime")), _thread_states()
+        except (ValueError, AttributeError):  # a Python that does not export them
+            return None
         words = list((ctypes.c_size_t * _WORDS).from_address(begin))
         identity = threading.main_thread().ident
         found = [

@@ -156,20 +156,17 @@ class ProcessGroup:
 
     def leave(self) -> None:
         """End the group, if we formed it. One whose device does not let go stays; `join` refuses it then."""
-        if self._world is not None and dist.is_initialized() and self._group is dist.group.WORLD:
-            # The last reference must not be dropped yet, by us or by a DDP module that dies a moment later: gloo's
-            # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
-            # drop the last collective's tensors (a hang, now and then). At the next end they are idle.
-            self._retired, has_ended = self._group, False
-            try:
-                has_ended = not uses_device() or _end_on_device(self._do_peers_leave)
-                if has_ended:
+        try:
+            if self._world is not None and dist.is_initialized() and self._group is dist.group.WORLD:
+                # The last reference must not be dropped yet, by us or by a DDP module that dies a moment later: gloo's
+                # destructor joins its threads while it holds the GIL, for which one of them may still be waiting to
+                # drop the last collective's tensors (a hang, now and then). At the next end they are idle.
+                self._retired = self._unended = self._group  # the latter also after an interrupt
+                if not uses_device() or _end_on_device(self._do_peers_leave):
+                    self._unended = None
                     dist.destroy_process_group()
-            finally:
-                if not has_ended:  # also after an interrupt
-                    self._unended = self._group
-                self._group = self._talk = None
-        self._group = self._talk = None
+        finally:
+            self._group = self._talk = None
 
     def _do_peers_leave(self) -> bool:
         """Return whether all ranks of this machine come to the end of this group, within `_END_S` from now.
