@@ -11,18 +11,46 @@ import glob
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nbaccel.errors import CheckpointCorrupt
 
-__all__ = ["aside", "checksum", "read_sealed", "sync", "write_sealed"]
+__all__ = ["SideThread", "aside", "checksum", "read_sealed", "sync", "write_sealed"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _CHUNK_BYTES = 1 << 20
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """How file systems that cannot sync a folder (FUSE, network drives) say so; the rename is all there is then."""
+
+
+class SideThread(ThreadPoolExecutor):
+    """One thread that works beside its maker; where no thread can be had any more, the maker does the work.
+
+    Python 3.12.0 and 3.12.1 start none once a program is at its end, where its last checkpoint may still be written.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, name)
+        self._is_had = True
+
+    def submit(self, function: Callable[_P, _T], /, *args: _P.args, **options: _P.kwargs) -> Future[_T]:
+        if self._is_had:
+            try:
+                return super().submit(function, *args, **options)
+            except RuntimeError:
+                self._is_had = False  # the work stays in a queue that nobody reads from here on
+        done: Future[_T] = Future()
+        try:
+            done.set_result(function(*args, **options))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 def aside(target: Path, pattern: str) -> Iterator[Path]:

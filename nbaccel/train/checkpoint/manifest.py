@@ -10,7 +10,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from nbaccel.errors import CheckpointCorrupt
-from nbaccel.train.checkpoint.files import checksum, read_sealed, sync, write_sealed
+from nbaccel.train.checkpoint.files import SideThread, checksum, read_sealed, sync, write_sealed
 
 __all__ = ["MANIFEST", "FileRecord", "Manifest"]
 
@@ -107,7 +106,7 @@ class Manifest:
         records: those of files that were checksummed while they were written, by name.
         """
         paths = sorted(folder.rglob("*"))
-        with ThreadPoolExecutor(1, "nbaccel-sync") as disk:  # checksums are computed while the disk writes
+        with SideThread("nbaccel-sync") as disk:  # checksums are computed while the disk writes
             synced = disk.map(sync, paths)
             listed = [path for path in paths if path.is_file() and not path.match(_SEALED_THEMSELVES)]
             listed = [path for path in listed if path != folder / MANIFEST]  # of an earlier checkpoint in this folder

@@ -12,12 +12,13 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nbaccel.train.checkpoint.files import SideThread
 from nbaccel.train.checkpoint.manifest import FileRecord
 
 __all__ = ["knows_dtypes_of", "record_of", "write_tensors"]
@@ -59,8 +60,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     crc, size, flushed_size = 0, 0, 0
     with (
         open(path, "wb", buffering=0) as file,
-        ThreadPoolExecutor(1, "nbaccel-crc") as checker,
-        ThreadPoolExecutor(1, "nbaccel-disk") as disk,
+        SideThread("nbaccel-crc") as checker,
+        SideThread("nbaccel-disk") as disk,
     ):
         checked = checker.submit(zlib.crc32, b"")
         flushed: Future[None] = Future()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from nbaccel.train.checkpoint import tensors as module
+from nbaccel.train.checkpoint.files import SideThread
 from nbaccel.train.checkpoint.manifest import FileRecord
 from nbaccel.train.checkpoint.tensors import knows_dtypes_of, write_tensors
 
@@ -68,6 +70,37 @@ def test_what_the_disk_refuses_meanwhile_is_raised(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "_flush", refuse)
     with pytest.raises(OSError, match="on purpose"):
         write_tensors(tmp_path / "file", {"a": torch.zeros(10_000)}, {})
+
+
+def test_where_no_thread_can_be_had_its_maker_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(module, "_FLUSH_BYTES", 1)
+    tensors = {"a": torch.arange(5), "b": torch.ones(3)}
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        record = write_tensors(tmp_path / "file", tensors, {})
+        with SideThread("test") as beside:
+            assert beside.submit(max, [], default=3).result() == 3
+            refused = beside.submit(int, "x")
+    assert record == FileRecord.of(tmp_path / "file")
+    assert load_file(tmp_path / "file")["a"].equal(tensors["a"])
+    with pytest.raises(ValueError, match="invalid literal"):
+        refused.result()
+
+
+def test_work_that_found_no_thread_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[int] = []
+    with SideThread("test") as beside:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            beside.submit(done.append, 1)
+        beside.submit(done.append, 2)
+    assert done == [1, 2]
 
 
 def test_rarer_types_are_left_to_the_library() -> None:
