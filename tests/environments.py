@@ -16,6 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import IPython
+import pytest
+
+reads_assigned_commands = pytest.mark.skipif(
+    IPython.version_info < (8,) and sys.version_info >= (3, 12),
+    reason="to IPython 7 on Python 3.12 and later `x = !command` is a SyntaxError, in the notebook too",
+)
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

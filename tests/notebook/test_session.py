@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from environments import reads_assigned_commands
 from nbaccel.errors import NestedLaunch, RankDied, ResultsMissing
 
 pytestmark = pytest.mark.slow
@@ -271,9 +272,15 @@ def test_time_above_and_below(notebook: Any) -> None:
 
 
 def test_commands_and_line_magics_work_in_ranks(notebook: Any) -> None:
-    cell = notebook.run("%%accelerate -n 2 -o files\n!echo hello\nfiles = !echo one two\n%time x = 1\n")
+    cell = notebook.run("%%accelerate -n 2 -o x\n!echo hello\n%time x = 1\n")
     assert cell.error is None
     assert "[all] hello" in cell.stdout
+    assert notebook.names["x"] == 1
+
+
+@reads_assigned_commands
+def test_what_a_command_prints_is_a_value_in_ranks(notebook: Any) -> None:
+    assert notebook.run("%%accelerate -n 2 -o files\nfiles = !echo one two\n").error is None
     assert list(notebook.names["files"]) == ["one two"]
 
 
