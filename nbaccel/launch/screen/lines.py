@@ -22,8 +22,8 @@ _MOST_ROWS = 50
 _COLOUR_FREE = rb"[@-ln-~]"  # the last character of every escape sequence but `m`, which only colours
 _REWRITES = re.compile(rb"\x1b(?:\[[0-9;?]*(?:" + _COLOUR_FREE + rb"|\Z)|\Z)")
 _CONTROL = re.compile(r"(\n|\x1b\[[0-9;?]*" + _COLOUR_FREE.decode() + ")")
-_WHOLE_BAR = re.compile(r"\[[\d:?]+(?:<[\d:?]+)?, [^\]]*\]\Z")
-"""How a state of tqdm ends: "[00:01<00:02, 3.45it/s]"."""
+_WHOLE_BAR = re.compile(r"\[[\d:?]+(?:<[\d:?]+)?, [^\]]*\] *\Z")
+"""How a state of tqdm ends: "[00:01<00:02, 3.45it/s]", and blanks where its state before was longer."""
 _UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*)?)\Z")  # a carriage return may yet become the end of a line
 
 

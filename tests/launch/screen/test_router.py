@@ -692,6 +692,14 @@ def test_an_inner_bar_that_stays_is_not_torn_by_the_longer_outer_one_that_it_is_
         assert re.fullmatch(r"a long description:  40%\|█+ +\| 4/10 \[[^\]]*\]", outer)
 
 
+def test_nor_is_one_that_became_shorter_with_its_last_state() -> None:
+    run = Run(1, has_room_for_bars=True)
+    run.feed(0, "\ra long description:  40%|####      | 4/10 [00:00<00:00, 762600.73it/s]")
+    run.feed(0, "\n\r 80%|####  | 4/5 [00:00<00:00, 10125.99it/s]\x1b[A")
+    run.feed(0, "\r100%|######| 5/5 [00:00<00:00, 9125.99it/s] \n")
+    assert run.end()[0] == "100%|######| 5/5 [00:00<00:00, 9125.99it/s]"
+
+
 def test_bars_that_stay_are_all_kept() -> None:
     run = Run(1)
     for name in ("a", "b"):
