@@ -247,8 +247,8 @@ class Program:
     def look(self) -> None:
         with self.accelerator.autocast():
             self.loss(self.batches()[0])
-        stacks = not _torch_holds_what_it_profiled()
-        options = ProfileKwargs(activities=["cpu"], profile_memory=True, record_shapes=True, with_stack=stacks)
+        # Without stacks: torch 2.11 on Python 3.13 keeps the modules of those for ever, 2.6 fails with them by chance.
+        options = ProfileKwargs(activities=["cpu"], profile_memory=True, record_shapes=True)
         with self.accelerator.profile(options):
             self.train()
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
@@ -280,17 +280,6 @@ class Program:
         for name in dir(Accelerator):
             if not name.startswith("_") and not callable(getattr(Accelerator, name)):
                 getattr(self.accelerator, name)
-
-
-def _torch_holds_what_it_profiled() -> bool:
-    """Whether `with_stack` keeps modules for ever without nbaccel, as torch 2.11 does on Python 3.13."""
-    module = torch.nn.Linear(1, 1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True):
-        module(torch.zeros(1, 1))
-    reference = weakref.ref(module)
-    del module
-    gc.collect()
-    return reference() is not None
 
 
 WALK: dict[Callable[[Program], None], str] = {
