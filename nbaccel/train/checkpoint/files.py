@@ -37,14 +37,14 @@ class SideThread(ThreadPoolExecutor):
 
     def __init__(self, name: str) -> None:
         super().__init__(1, name)
-        self._is_had = True
+        self._has_thread = True
 
     def submit(self, function: Callable[_P, _T], /, *args: _P.args, **options: _P.kwargs) -> Future[_T]:
-        if self._is_had:
+        if self._has_thread:
             try:
                 return super().submit(function, *args, **options)
             except RuntimeError:
-                self._is_had = False  # the work stays in a queue that nobody reads from here on
+                self._has_thread = False  # the work stays in a queue that nobody reads from here on
         done: Future[_T] = Future()
         try:
             done.set_result(function(*args, **options))
