@@ -18,7 +18,22 @@ from collections.abc import Sequence
 from nbaccel.launch.member import Member
 from nbaccel.launch.wire.control import SAVE_GRACE_S, ControlPage
 
-__all__ = ["Aborting", "BreakingHang", "Ending", "Killing", "Running", "Stopping", "Untangling"]
+__all__ = [
+    "FINISHING",
+    "NOTICE_AFTER_S",
+    "Aborting",
+    "BreakingHang",
+    "Ending",
+    "Killing",
+    "Running",
+    "Stopping",
+    "Untangling",
+    "finishing_s",
+]
+
+FINISHING = "finishing the step, press again to stop now"
+NOTICE_AFTER_S = 0.5
+"""When a user whose interrupt has not ended the run yet is told so."""
 
 TICK_S = 0.02
 _NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
@@ -34,6 +49,19 @@ _CUT_TAKES_S = 10.0  # an abort of NCCL's, and before it the time that the devic
 _FREEING_TAKES_S = 20.0  # the same where nobody has failed: 8 s for the device
 _ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
+
+
+def finishing_s(is_stepping: bool, last_step_s: float) -> float:
+    """Return how long a program may go on after the first interrupt: to finish its step, or to reach one.
+
+    last_step_s: how long its last whole step took; 0 if there was none.
+
+    >>> finishing_s(True, 4.0), finishing_s(True, 0.0), finishing_s(False, 4.0)
+    (8.0, 30.0, 1.0)
+    """
+    if not is_stepping:
+        return _NO_STEP_S
+    return max(_PATIENCE_S, 2 * last_step_s) if last_step_s else _FIRST_STEP_S
 
 
 class Ending:
@@ -185,7 +213,7 @@ class Stopping(Ending):
             elif self._page.is_saving(member.rank):
                 patience_s = SAVE_GRACE_S
             elif is_stepping:
-                patience_s = max(_PATIENCE_S, 2 * position.last_step_s) if position.last_step_s else _FIRST_STEP_S
+                patience_s = finishing_s(is_stepping, position.last_step_s)
             elif self._results_at is not None and member.was_interrupted:
                 patience_s = max(_NO_STEP_S, self._results_at - self.began) + _AFTER_RESULTS_S
             is_needed = self._results_at is None or member.stays

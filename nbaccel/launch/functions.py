@@ -1,6 +1,8 @@
 """Functions that run a function in ranks. Run in the kernel, in a notebook or a script.
 
-`launch` returns a `Run`; `notebook_launcher` and `debug_launcher` have Accelerate's signatures.
+`launch` returns a `Run`; `notebook_launcher` and `debug_launcher` have Accelerate's signatures. As in Accelerate,
+`notebook_launcher` calls a function that needs one process where it is: its arguments and globals are the notebook's
+own objects. `launch` gives it a process, which can be watched, restarted and ended.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.here import ProcessState
-from nbaccel.launch.inline import left_for_why, run_inline
+from nbaccel.launch.inline import ends_its_group, left_for_why, run_inline
 from nbaccel.launch.launcher import Launcher, Outcome, default_launcher, refuse_nested_launch
 from nbaccel.launch.postmortem import PostMortem
-from nbaccel.launch.preflight import Devices, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.rank.card_numbers import says_first_card
 from nbaccel.launch.rank.names import codes_of
-from nbaccel.launch.report import show_users_frames
+from nbaccel.launch.report import begin_with_users_frames, show_users_frames
 from nbaccel.launch.run import Run
 from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.shown import ShownRun
@@ -43,7 +45,7 @@ _T = TypeVar("_T")
 
 
 def _without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """In a notebook errors of `function` show the user's lines alone."""
+    """Errors of `function` begin with the user's own lines, and show these alone in a notebook."""
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -51,6 +53,7 @@ def _without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         except BaseException as error:
             show_users_frames(error)
+            begin_with_users_frames(error)
             raise
 
     return called
@@ -105,14 +108,6 @@ def launch(
     refuse_nested_launch()
     survey = Survey.take(looks_for_gpus=not cpu)
     chosen = choose_devices(num_processes, devices, cpu, survey)
-    settings = RunSettings(
-        mixed_precision=mixed_precision,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        seed=seed,
-        cpu=None if chosen.gpus else True,
-        debug=debug,
-        independent=independent or None,
-    )
     here = ProcessState.now()
     start = choose_start(
         start_method,
@@ -121,6 +116,14 @@ def launch(
         why_forks_fail=here.why_forks_fail,
     )
     chosen = chosen.started_by(start)
+    settings = RunSettings(
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        seed=seed,
+        cpu=True if cpu or not (chosen.gpus or chosen.is_here) else None,  # here torch knows devices that we do not
+        debug=debug,
+        independent=independent or None,
+    )
     spec = LaunchSpec(
         task=FunctionTask(function, args, kwargs),
         world_size=chosen.num_processes,
@@ -134,18 +137,13 @@ def launch(
         gpus=chosen.gpus,
         own_devices=chosen.can_be_told_apart and bool(_first_card(function)),
     )
-    launcher = default_launcher()
-    launcher.post_mortem = None  # of the run before
-    facts = Facts(_call_in_words(function, args, kwargs), str(chosen), chosen.names())
-    shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
-    aside = None
-    if free_kernel and start.method != "inline":
-        aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
-    freed_on = (lambda device: 0) if aside is None else aside.bytes_on
-    for line in [*_without_gpus(chosen), *before_a_run(chosen.gpus, freed_on)]:
-        shown.write("stderr", f"{line}\n")
     if start.method == "inline":
-        return _launch_inline(spec, check, shown, launcher, facts.title)
+        return _launch_inline(spec, chosen, survey, check=check)
+    aside = None
+    if free_kernel:
+        aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
+    launcher = default_launcher()
+    shown, title = _show(launcher, spec, chosen, survey, aside)
     outcome = None
     try:
         with contextlib.ExitStack() as block:
@@ -154,10 +152,28 @@ def launch(
             outcome = launcher.run(spec, Watching(shown, listeners=[shown]))
     finally:
         if outcome is not None:  # also after an interrupt while models came back, which is raised behind it
-            run = _conclude(outcome, spec, launcher, shown, facts.title)
+            run = _conclude(outcome, spec, launcher, shown, title)
             if run.error is not None and check:
                 raise run.error
     return run
+
+
+def _show(
+    launcher: Launcher, spec: LaunchSpec, devices: Devices, survey: Survey, aside: SetAside | None = None
+) -> tuple[ShownRun, str]:
+    """Begin to show a run, with what there is to know before; it, and the run in words.
+
+    aside: what the notebook frees on the GPUs for the time of the run.
+    """
+    launcher.post_mortem = None  # of the run before
+    assert isinstance(spec.task, FunctionTask)
+    title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
+    facts = Facts(title, str(devices), devices.names())
+    shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
+    freed_on = (lambda device: 0) if aside is None else aside.bytes_on
+    for line in [*_without_gpus(devices), *before_a_run(devices.gpus, freed_on)]:
+        shown.write("stderr", f"{line}\n")
+    return shown, title
 
 
 def _conclude(outcome: Outcome, spec: LaunchSpec, launcher: Launcher, shown: ShownRun, title: str) -> Run:
@@ -242,20 +258,25 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
     )
 
 
-def _launch_inline(spec: LaunchSpec, check: bool, shown: ShownRun, launcher: Launcher, title: str) -> Run:
+def _launch_inline(spec: LaunchSpec, devices: Devices, survey: Survey, check: bool = True, news: str = "") -> Run:
+    """Run a function in this process.  news: what there is to say about that; empty if nothing."""
+    launcher, start = default_launcher(), spec.start
     error, stopped = None, ""
-    try:
-        with shown.until_its_end(), left_for_why(launcher, title, spec.task):
-            run_inline(spec, [shown])
-    except RunStopped as stop:
-        stopped = str(stop)
-        shown.write("stdout", f"{stopped}\n")
-    except Exception as failure:
-        if check:
-            raise
-        error = failure
+    with launcher.turn():
+        shown, title = _show(launcher, spec, devices, survey)
+        if news:
+            shown.write("stdout", f"{news}\n")
+        try:
+            with shown.until_its_end(), ends_its_group(launcher), left_for_why(launcher, title, spec.task):
+                run_inline(spec, [shown])
+        except RunStopped as stop:
+            stopped = str(stop)
+            shown.write("stdout", f"{stopped}\n")
+        except Exception as failure:
+            if check:
+                raise
+            error = failure
     assert isinstance(spec.task, FunctionTask)
-    start = spec.start
     return Run([spec.task.value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
 
 
@@ -302,10 +323,11 @@ class _Ignored:
             warnings.warn(
                 f"{', '.join(changed)}: accepted and not used. The ranks of one machine meet in a private file, are "
                 "watched without polling and do not restart by themselves.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
+@_without_our_frames
 def notebook_launcher(
     function: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -324,12 +346,18 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
     oom: str = STOP,
 ) -> Any:
-    """Run ``function(*args)`` in `num_processes` ranks, with Accelerate's signature; returns what rank 0 returned.
+    """Run ``function(*args)`` in `num_processes` processes, with Accelerate's signature; returns what rank 0 returned.
 
     Works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
     mixed_precision: "no", "fp16" or "bf16": what `Accelerator()` in the function uses unless it says otherwise.
     num_processes: None for one per GPU, or one.
     oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
+
+    One process is this one, as in Accelerate: the function is called here. What it changes is changed afterwards, and
+    what it returns is the object itself. The settings hold while it runs. An interrupt ends it before its next step,
+    the second one at once. What only a process of its own can have it does not get: a restart when memory runs out,
+    a watch for hangs, and a notebook whose device memory and CUDA are as before; ``launch(function, num_processes=1)``
+    has these, and so has ``oom="shrink"``.
 
     The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
 
@@ -352,7 +380,30 @@ def notebook_launcher(
         "log_line_prefix_template": log_line_prefix_template,
     }
     _Ignored().explain(given)
-    return launch(function, num_processes, args, mixed_precision=str(mixed_precision).lower(), oom=oom).value
+    precision = str(mixed_precision).lower()
+    if num_processes in (None, 1) and oom == STOP:
+        _check_call(function, args, {})
+        refuse_nested_launch()
+        survey = Survey.take()
+        chosen = choose_devices(num_processes, None, False, survey)
+        if chosen.num_processes == 1:
+            return _call_in_place(function, args, precision, chosen, survey)
+    return launch(function, num_processes, args, mixed_precision=precision, oom=oom).value
+
+
+def _call_in_place(
+    function: Callable[..., Any], args: tuple[Any, ...], precision: str, devices: Devices, survey: Survey
+) -> Any:
+    """Call the function as Accelerate does where one process is enough, and return what it returned."""
+    start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
+    task, environ = FunctionTask(function, args), RunSettings(precision).environ()
+    name = getattr(function, "__name__", "")
+    news = (
+        "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
+        f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
+    )
+    spec = LaunchSpec(task, 1, start, environ=environ)
+    return _launch_inline(spec, devices.started_by(start), survey, news=news).value
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:

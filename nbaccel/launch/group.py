@@ -17,7 +17,17 @@ from nbaccel.events import Listener
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.causes import Causes
 from nbaccel.launch.crew import Crew
-from nbaccel.launch.ending import Aborting, BreakingHang, Ending, Killing, Running, Stopping, Untangling
+from nbaccel.launch.ending import (
+    FINISHING,
+    NOTICE_AFTER_S,
+    Aborting,
+    BreakingHang,
+    Ending,
+    Killing,
+    Running,
+    Stopping,
+    Untangling,
+)
 from nbaccel.launch.hangs import Hang, HangWatch
 from nbaccel.launch.limits import ProgramLimit, TimeLimits
 from nbaccel.launch.member import Member, Report
@@ -35,7 +45,6 @@ from nbaccel.launch.wire.pipes import MarkedPipe
 __all__ = ["BadFork", "Ended", "WorkerGroup"]
 
 _DRAIN_S = 0.2
-_FINISHING_NOTICE_S = 0.5
 
 
 class BadFork(Exception):
@@ -202,10 +211,10 @@ class WorkerGroup:
                 elif (hang := self._hangs.tick(now)) is not None:
                     self._hang = hang
                     ending = (Untangling if self._spec.stays else BreakingHang)(self._members, now, page)
-            if isinstance(ending, Stopping) and not has_noticed and now > ending.began + _FINISHING_NOTICE_S:
+            if isinstance(ending, Stopping) and not has_noticed and now > ending.began + NOTICE_AFTER_S:
                 has_noticed = True
                 if ending.is_finishing_a_step:
-                    self._notice("finishing the step, press again to stop now")
+                    self._notice(FINISHING)
             self._is_running = isinstance(ending, Running)
             ending.advance(now)
             self._router.tick()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import Any
 
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.events import Restarted
@@ -50,13 +51,15 @@ class Launcher:
 
     occupied: why nobody should wait for the run that goes on; a run that would is refused with it. Empty: it waits.
     post_mortem: of the last run, if it ended badly; whoever concludes a run keeps it here.
+    ended_group: torch's, which a run in this process has left; see `ends_its_group`.
     """
 
     def __init__(self) -> None:
         self.audience = Audience()
         self.occupied = ""
         self.post_mortem: PostMortem | None = None
-        self._one_at_a_time = threading.Lock()
+        self.ended_group: Any = None
+        self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
         self._residents: list[Residents] = []
 
     @functools.cached_property
@@ -75,12 +78,16 @@ class Launcher:
             CannotSend, CannotFork: nothing was started.
         """
         refuse_nested_launch()
-        with self._turn():
+        with self.turn():
             return self._run(spec, watching)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Of the runs that several threads want, one after the other."""
+    def turn(self) -> Iterator[None]:
+        """Serialize the runs that several threads start. A run may start another one, in its own thread.
+
+        Raises:
+            LaunchRefused: a run goes on that nobody should wait for here, see `occupied`.
+        """
         if not self._one_at_a_time.acquire(blocking=not self.occupied):
             raise LaunchRefused(self.occupied)
         try:
@@ -127,7 +134,7 @@ class Launcher:
             What a rank failed of; KeyboardInterrupt: no rank is left.
         """
         refuse_nested_launch()
-        with self._turn():
+        with self.turn():
             _load_once(spec)
             try:
                 residents = self._settle(spec, Watching(screen))

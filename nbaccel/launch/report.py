@@ -21,7 +21,16 @@ from nbaccel.demand import Demand
 from nbaccel.errors import RanksFailed
 from nbaccel.launch.loaderworkers import WorkerEnd, dead_worker
 
-__all__ = ["Failure", "Link", "Place", "describe", "show_as", "show_users_frames", "signal_name"]
+__all__ = [
+    "Failure",
+    "Link",
+    "Place",
+    "begin_with_users_frames",
+    "describe",
+    "show_as",
+    "show_users_frames",
+    "signal_name",
+]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ASYNCIO = os.path.join(os.path.dirname(contextlib.__file__), "asyncio")
@@ -203,6 +212,17 @@ def show_users_frames(error: BaseException) -> None:
     if not hasattr(error, "_render_traceback_"):
         # No closure: an error that leads to itself would keep its frames, and what they hold, from being freed.
         error._render_traceback_ = _current_error_without_our_frames  # type: ignore[attr-defined]
+
+
+def begin_with_users_frames(error: BaseException) -> None:
+    """Take our frames off that led to the user's code in which `error` was raised; without such code all stay."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = _ours([frame.f_code.co_filename for frame, _ in frames])
+    trace = error.__traceback__
+    for _ in range(ours.index(False) if False in ours else 0):
+        assert trace is not None
+        trace = trace.tb_next
+    error.__traceback__ = trace
 
 
 def _current_error_without_our_frames() -> list[str]:

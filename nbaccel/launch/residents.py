@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 from nbaccel.launch.crew import Crew
 from nbaccel.launch.endable import endable
@@ -49,7 +49,7 @@ class Residents:
         home: Home,
         ended: Ended,
         *,
-        lock: threading.Lock,
+        lock: AbstractContextManager[Any],
         new_log: Callable[[], str],
     ) -> None:
         self.spec = spec

@@ -3,29 +3,29 @@
 Nothing is imported here that the program does not import: a trainer's class is met when its module is loaded, or
 has been in the kernel. Its training method then adds a callback of ours to the trainer first, through the trainer's
 own list of callbacks. Where a version of theirs does not fit, the program runs as it would without us.
+
+A run in the kernel's own process has them report for its time, and leaves classes and trainers as they were.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
 from nbaccel.launch.rank.foreign import lightning, transformers
-from nbaccel.launch.rank.loaded import when_loaded
+from nbaccel.launch.rank.loaded import when_loaded, when_loaded_meanwhile
 
-__all__ = ["attach_to_foreign_trainers"]
+__all__ = ["attach_to_foreign_trainers", "foreign_trainers_report"]
 
-_AddCallback = Callable[[Any], None]
-
-_TRAINERS: Mapping[str, tuple[str, _AddCallback]] = {
-    "transformers.trainer": ("train", transformers.add_callback),
-    "lightning.pytorch.trainer.trainer": ("fit", lightning.add_callback),
-    "pytorch_lightning.trainer.trainer": ("fit", lightning.add_callback),
+_TRAINERS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], None]]] = {
+    "transformers.trainer": ("train", transformers.add_callback, transformers.remove_callback),
+    "lightning.pytorch.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
+    "pytorch_lightning.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
 }
-"""Modules that define a class `Trainer`: the method that trains, and what to do to a trainer first."""
+"""Modules that define a class `Trainer`: the method that trains, what to do to a trainer first, and how to undo it."""
 
 
 def attach_to_foreign_trainers() -> None:
@@ -33,8 +33,47 @@ def attach_to_foreign_trainers() -> None:
     when_loaded(dict.fromkeys(_TRAINERS, _attach))
 
 
+@contextmanager
+def foreign_trainers_report(has_stopped: Callable[[], bool]) -> Iterator[None]:
+    """Let the trainers that the block uses report, as they do in ranks.
+
+    has_stopped: whether an interrupt of the user's has acted in the block. A trainer that ends its training for that,
+    in its own way, returns to a program that cannot know: `KeyboardInterrupt` is raised there.
+    """
+    with ExitStack() as undo:
+        attach = functools.partial(_attach_meanwhile, undo, has_stopped)
+        undo.enter_context(when_loaded_meanwhile(dict.fromkeys(_TRAINERS, attach)))
+        yield
+
+
+def _attach_meanwhile(undo: ExitStack, has_stopped: Callable[[], bool], module: ModuleType) -> None:
+    method, add_callback, remove_callback = _TRAINERS[module.__name__]
+    trains = getattr(module.Trainer, method)
+
+    @functools.wraps(trains)
+    def with_callback(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        had_stopped, is_added = has_stopped(), False
+        try:
+            with suppress(Exception):  # as below
+                is_added = add_callback(trainer)
+            value = trains(trainer, *args, **kwargs)
+        finally:
+            if is_added:
+                remove_callback(trainer)
+        if has_stopped() and not had_stopped:
+            raise KeyboardInterrupt("the run was interrupted")
+        return value
+
+    def detach() -> None:
+        if getattr(module.Trainer, method) is with_callback:
+            setattr(module.Trainer, method, trains)
+
+    setattr(module.Trainer, method, with_callback)
+    undo.callback(detach)
+
+
 def _attach(module: ModuleType) -> None:
-    method, add_callback = _TRAINERS[module.__name__]
+    method, add_callback, _ = _TRAINERS[module.__name__]
     trains = getattr(module.Trainer, method)
 
     @functools.wraps(trains)

@@ -13,16 +13,22 @@ from typing import Any
 from nbaccel.events import Loss, Metric, Progress, emit
 from nbaccel.launch.rank.foreign.boundaries import Boundaries, Shown
 
-__all__ = ["Reports", "add_callback"]
+__all__ = ["Reports", "add_callback", "remove_callback"]
 
 
-def add_callback(trainer: Any) -> None:
-    """Let `trainer` report, unless it does already."""
+def add_callback(trainer: Any) -> bool:
+    """Let `trainer` report, unless it does already, and tell whether it did not."""
     if any(isinstance(callback, Reports) for callback in trainer.callbacks):
-        return
+        return False
     package = type(trainer).__module__.partition(".trainer.")[0]
     base = __import__(f"{package}.callbacks", fromlist=["Callback"]).Callback
     trainer.callbacks.append(type("NbaccelReports", (Reports, base), {})())
+    return True
+
+
+def remove_callback(trainer: Any) -> None:
+    """Undo `add_callback`."""
+    trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, Reports)]
 
 
 class Reports:

@@ -12,17 +12,24 @@ from typing import Any
 from nbaccel.events import Loss, Metric, Progress, emit
 from nbaccel.launch.rank.foreign.boundaries import Boundaries, Shown
 
-__all__ = ["Reports", "add_callback"]
+__all__ = ["Reports", "add_callback", "remove_callback"]
 
 
-def add_callback(trainer: Any) -> None:
-    """Let `trainer` report, unless it does already."""
+def add_callback(trainer: Any) -> bool:
+    """Let `trainer` report, unless it does already, and tell whether it did not."""
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, Reports) for callback in callbacks):
-        return
+        return False
     # Every trainer has callbacks (that of the default flow at least), and their base is the class to build on.
     base = next(kind for callback in callbacks for kind in type(callback).__mro__ if kind.__name__ == "TrainerCallback")
     trainer.add_callback(type("NbaccelReports", (Reports, base), {})())
+    return True
+
+
+def remove_callback(trainer: Any) -> None:
+    """Undo `add_callback`."""
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Reports)]
 
 
 class Reports:
