@@ -51,7 +51,7 @@ class Launcher:
 
     occupied: why nobody should wait for the run that goes on; a run that would is refused with it. Empty: it waits.
     post_mortem: of the last run, if it ended badly; whoever concludes a run keeps it here.
-    ended_group: torch's, which a run in this process has left; see `ends_its_group`.
+    ended_group: torch's, which a run in this process has left; kept until the next run, see `ends_its_group`.
     """
 
     def __init__(self) -> None:
@@ -91,6 +91,7 @@ class Launcher:
         if not self._one_at_a_time.acquire(blocking=not self.occupied):
             raise LaunchRefused(self.occupied)
         try:
+            self.ended_group = None
             yield
         finally:
             self._one_at_a_time.release()

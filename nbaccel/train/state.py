@@ -51,6 +51,7 @@ class PartialState(Exchange):
         self._options = GroupOptions(backend, timeout, init_method)
         self._pid = 0
         self._world = World()
+        self._chosen = RunSettings()
         self._device: torch.device | None = None
         if current_world().is_distributed:
             self.form_group()
@@ -61,6 +62,7 @@ class PartialState(Exchange):
         pid = os.getpid()
         if self._pid != pid:  # first use, or the first one after a fork or a pickle
             self._world = current_world()
+            self._chosen = RunSettings.from_env()  # once: a run in this process puts the environment back
             self._device = None
             self._pid = pid
         return self._world
@@ -69,7 +71,7 @@ class PartialState(Exchange):
     def device(self) -> torch.device:
         world = self.world
         if self._device is None:
-            cpu = self._cpu if self._cpu is not None else bool(RunSettings.from_env().cpu)
+            cpu = self._cpu if self._cpu is not None else bool(self._chosen.cpu)
             joined = process_group.device if self._cpu is None else None
             self._device = torch.device("cpu") if cpu else joined or _choose_device(world)
         return self._device
@@ -142,7 +144,8 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        return self._asked.over(RunSettings.from_env()).mixed_precision or "no"
+        _ = self.world
+        return self._asked.over(self._chosen).mixed_precision or "no"
 
 
 def current_world() -> World:

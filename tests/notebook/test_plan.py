@@ -242,6 +242,18 @@ def test_a_notebook_that_used_cuda_starts_ranks_by_zygote_and_names_the_cell(
     assert "since cell [2]" in planned.run("%accelerate doctor").stdout
 
 
+def test_a_function_that_used_cuda_in_place_has_the_next_cell_start_by_zygote(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    planned.names["touch"] = lambda: monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    ran = planned.run("import nbaccel\nnbaccel.notebook_launcher(touch, num_processes=1)")
+    assert ran.stdout.startswith("in this process, as in Accelerate: no restart")
+    ran = planned.run("%%accelerate\nx = 1")
+    assert "zygote (CUDA is initialised in the notebook since cell [1])" in ran.stdout
+
+
 def test_each_reason_why_forks_fail_is_given_with_the_cell_that_it_came_with(
     planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

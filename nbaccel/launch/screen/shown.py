@@ -97,6 +97,8 @@ class ShownRun(Listener):
             yield
         except BaseException as error:
             word = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            if isinstance(error, SystemExit) and not error.code:
+                word = "done"
             self.end(word, self.elapsed_s, error)
             raise
         self.end("done", self.elapsed_s)
