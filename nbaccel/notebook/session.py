@@ -57,7 +57,7 @@ from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
 from nbaccel.notebook.source import read_cell
 from nbaccel.notebook.start_flags import of_the_start
 from nbaccel.notebook.stay import Stay
-from nbaccel.notebook.steered import Steered, steered
+from nbaccel.notebook.steered import FormerButton, Steered, steered
 from nbaccel.world import is_notebook_kernel
 
 __all__ = ["LastRun", "Session"]
@@ -108,6 +108,7 @@ class Session:
         self.rank_memory = RankMemory()
         self.background = Background(self.say, self._conclude)
         self._audience = Audience()
+        self._former_button = FormerButton(getattr(shell, "kernel", None))
         self._launcher = launcher
         self._setup = setup
         self._told: set[str] = set()
@@ -147,7 +148,7 @@ class Session:
         self.launcher.post_mortem = None
         if plan.start.method == "inline":
             return self._run_inline(spec, source.name, task, self._show(plan, source, spec, Frames()))
-        with steered(self.shell) as (frames, beside):
+        with steered(self.shell, self._former_button) as (frames, beside):
             run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told)
             self.rank_memory.begin(source.name)
             freed = kernel_freed(self._movable(plan), self.say) if plan.options.free_kernel else nullcontext()
@@ -246,6 +247,7 @@ class Session:
         """End what runs for this notebook."""
         self.background.close()
         self.stay.close()
+        self._former_button.close()
 
     def _check_names(self, options: Options, body: str) -> None:
         """Refuse names that can only be mistakes, before anything starts."""
@@ -281,7 +283,8 @@ class Session:
 
     def _leave(self, host: Host, plan: Plan, source: CellSource, task: CellTask, spec: LaunchSpec) -> None:
         """Start the run and let the cell end."""
-        button = Steered(None, set(), "Stop: %accelerate stop")  # clicks come between cells, as all messages do
+        # Clicks come between cells, as all messages do.
+        button = Steered(None, set(), "Stop: %accelerate stop", self._former_button)
         shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
         run = CellRun(plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown, self._told)
         self.rank_memory.begin(source.name)

@@ -20,11 +20,43 @@ from nbaccel.notebook.pump import Pump
 if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missing
     from nbaccel.notebook.stop_button import StopButton
 
-__all__ = ["Steered", "steered"]
+__all__ = ["FormerButton", "Steered", "steered"]
 
 _PUMP_S = 0.05  # a person does not feel it, and it costs half a percent of a core
 _PATIENCE_S = 4.0
 """For a front end to load its widgets and say that it shows ours; it may be far away."""
+
+
+class FormerButton:
+    """Keeps the widgets of a run that is over, unseen, until the next run has opened its own; then closes them.
+
+    JupyterLab has the kernel start a subshell, a thread, when a page opens its first widget, and has it deleted when
+    the last one is closed. The page also tells the subshell that the button has gone from the screen. If that message
+    and the end meet there, ipykernel (7.0 to 7.4) loses it, and "Task was destroyed but it is pending!" is printed in
+    red into the cell: https://github.com/jupyterlab/jupyterlab/issues/19722. As long as a widget stays, so does the
+    subshell, and no message can meet its end.
+
+    kernel: ipykernel's. Where no page uses a subshell, widgets are closed at once.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._button: StopButton | None = None
+
+    def take(self, button: StopButton) -> None:
+        """The run of this button is over."""
+        self.close()
+        if _has_subshells(self._kernel):
+            button.retire()
+            self._button = button
+        else:
+            button.close()
+
+    def close(self) -> None:
+        """Close what is kept."""
+        button, self._button = self._button, None
+        if button is not None:
+            button.close()
 
 
 class Steered(Frames, Beside):
@@ -32,6 +64,7 @@ class Steered(Frames, Beside):
 
     poll: handles messages of the widgets `model_ids`, now and then; None where the main thread is free to do it.
     otherwise: what the panel says where there is no button.
+    former: the notebook's; gets the button in the end.
     """
 
     def __init__(
@@ -39,11 +72,13 @@ class Steered(Frames, Beside):
         poll: Callable[[], None] | None,
         model_ids: set[str],
         otherwise: str,
+        former: FormerButton,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._poll = poll
         self._model_ids = model_ids
         self._otherwise = otherwise
+        self._former = former
         self._clock = clock
         self._button: StopButton | None = None
         self._has_given_up = False
@@ -66,6 +101,7 @@ class Steered(Frames, Beside):
                 self._button.pressed(self._times)
                 self._model_ids |= self._button.model_ids
                 self._shown_at = self._clock()
+                self._former.close()
 
     def show(self, data: dict[str, Any]) -> dict[str, Any] | None:
         button = self._button
@@ -84,7 +120,7 @@ class Steered(Frames, Beside):
         button, self._button = self._button, None
         if button is not None:
             with contextlib.suppress(Exception):
-                button.close()
+                self._former.take(button)
 
     @contextlib.contextmanager
     def _or_without(self) -> Iterator[None]:
@@ -120,8 +156,15 @@ def _nothing() -> None:
     """Before the ranks have been started."""
 
 
+def _has_subshells(kernel: Any) -> bool:
+    """Whether a front end has this kernel run a subshell; what ipykernel calls it is private, and may change."""
+    manager = getattr(getattr(kernel, "shell_channel_thread", None), "manager", None)
+    names = getattr(manager, "list_subshell", None)
+    return bool(names is not None and names())
+
+
 @contextlib.contextmanager
-def steered(shell: Any) -> Iterator[tuple[Frames, list[Beside]]]:
+def steered(shell: Any, former: FormerButton) -> Iterator[tuple[Frames, list[Beside]]]:
     """How the cell that runs now is shown, and what is looked at beside it; what came meanwhile waits for its end."""
     model_ids: set[str] = set()
     pump = Pump.of(getattr(shell, "kernel", None), model_ids) if can_answer(shell) else None
@@ -129,5 +172,5 @@ def steered(shell: Any) -> Iterator[tuple[Frames, list[Beside]]]:
         yield Frames(), []
         return
     with pump:
-        button = Steered(pump.poll, model_ids, Frames().hint)
+        button = Steered(pump.poll, model_ids, Frames().hint, former)
         yield button, [button]

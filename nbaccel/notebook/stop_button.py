@@ -40,7 +40,8 @@ class StopButton:
         # Not None: front ends are to report how many of them show it. The innermost, since of a widget whose class they
         # do not have (ipywidgets 7 here, 8 there) they count the box of their error as a view.
         self._button._view_count = 0
-        self._button.on_click(lambda button: on_click())
+        self._on_click: Callable[[Any], None] = lambda button: on_click()
+        self._button.on_click(self._on_click)
         self.pressed(0)
 
     @property
@@ -67,6 +68,11 @@ class StopButton:
         label, tooltip = LABELS[min(times, len(LABELS) - 1)]
         self._button.description, self._button.tooltip = label, tooltip
         self._button.disabled = times >= len(LABELS) - 1
+
+    def retire(self) -> None:
+        """The run is over: nobody sees it any more, a click does nothing, and the state of the panel is let go."""
+        self._button.on_click(self._on_click, remove=True)
+        self._panel.value = ""
 
     def close(self) -> None:
         """Nothing of it is left, here or in the front end."""

@@ -290,9 +290,14 @@ class RealKernel:
         reply = self._client.complete(f"{line}\nx = 1", len(line), reply=True, timeout=timeout_s)
         return list(reply["content"]["matches"])
 
-    def send(self, kind: str, content: dict[str, Any]) -> None:
-        """Send what the kernel does not answer, such as a widget's message; it is handled before the next cell."""
-        self._client.shell_channel.send(self._client.session.msg(kind, content))
+    def send(self, kind: str, content: dict[str, Any], *, subshell_id: str | None = None) -> None:
+        """Send what the kernel does not answer, such as a widget's message; it is handled before the next cell.
+
+        subshell_id: of the subshell that is to handle it.
+        """
+        message = self._client.session.msg(kind, content)
+        message["header"] |= {"subshell_id": subshell_id} if subshell_id else {}
+        self._client.shell_channel.send(message)
 
     def send_forged(self, kind: str, content: dict[str, Any]) -> None:
         """Send what somebody would who does not know the kernel's key."""
@@ -311,6 +316,26 @@ class RealKernel:
         """The value in the kernel of an expression that JSON can hold."""
         cell = self.do(f"import json as _json; print(_json.dumps({expression}))")
         return json.loads(cell.stdout)
+
+    # --- its subshells -----------------------------------------------------------------------------------------
+
+    def start_subshell(self) -> str | None:
+        """Have the kernel make a subshell, as JupyterLab does for widgets; its id, None if this kernel has none."""
+        if "kernel subshells" not in self.value("get_ipython().kernel.kernel_info.get('supported_features', ())"):
+            return None
+        return str(self._control("create_subshell_request", {})["subshell_id"])
+
+    def end_subshell(self, subshell_id: str) -> None:
+        """Return when its thread has ended."""
+        self._control("delete_subshell_request", {"subshell_id": subshell_id})
+
+    def _control(self, kind: str, content: dict[str, Any]) -> dict[str, Any]:
+        message = self._client.session.msg(kind, content)
+        self._client.control_channel.send(message)
+        while True:
+            reply = self._client.get_control_msg(timeout=10.0)
+            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+                return dict(reply["content"])
 
     # --- the kernel's life -------------------------------------------------------------------------------------
 

@@ -51,14 +51,18 @@ class FrontEnd:
     def show(self, *, after_end: bool = False) -> None:
         """Render the panel's widgets, and say so as ipywidgets do."""
         self._running.until(lambda cell: cell.frames and VIEW in cell.panel, after_end=after_end)
-        self._send(self._id_of("description"), {"method": "update", "state": {"_view_count": 1}, "buffer_paths": []})
+        self._send(self.button_id, {"method": "update", "state": {"_view_count": 1}, "buffer_paths": []})
 
     def click(self) -> None:
-        self._send(self._id_of("description"), {"method": "custom", "content": {"event": "click"}})
+        self._send(self.button_id, {"method": "custom", "content": {"event": "click"}})
+
+    def lose_sight(self, model_id: str, subshell_id: str) -> None:
+        """Say that the button is shown no longer, to the subshell that JupyterLab lets the kernel have for widgets."""
+        self._send(model_id, {"method": "update", "state": {"_view_count": 0}, "buffer_paths": []}, subshell_id)
 
     @property
     def label(self) -> str:
-        return str(self._running.cell.widgets[self._id_of("description")]["description"])
+        return str(self._running.cell.widgets[self.button_id]["description"])
 
     def until_it_follows(self) -> None:
         """Return when the ranks train, and new states of the panel come in its widgets alone."""
@@ -74,11 +78,30 @@ class FrontEnd:
 
         self._running.until(follows)
 
+    @property
+    def button_id(self) -> str:
+        return self._id_of("description")
+
     def _id_of(self, name: str) -> str:
         return next(model_id for model_id, state in self._running.cell.widgets.items() if state.get(name))
 
-    def _send(self, model_id: str, data: dict[str, Any]) -> None:
-        self._kernel.send("comm_msg", {"comm_id": model_id, "data": data})
+    def _send(self, model_id: str, data: dict[str, Any], subshell_id: str | None = None) -> None:
+        self._kernel.send("comm_msg", {"comm_id": model_id, "data": data}, subshell_id=subshell_id)
+
+
+OPEN_WIDGETS = """[
+    comm.comm_id for comm in get_ipython().kernel.comm_manager.comms.values() if comm.target_name == "jupyter.widget"
+]"""
+
+IS_BUSY = """
+import threading
+_subshell = next(thread for thread in threading.enumerate() if thread.name == "subshell-{subshell_id}")
+_is_held, _is_asked = threading.Event(), threading.Event()
+_stop, _subshell.stop = _subshell.stop, lambda: (_stop(), _is_asked.set())
+_subshell.io_loop.add_callback(lambda: (_is_held.set(), _is_asked.wait(30)))
+_is_held.wait()
+"""
+"""A subshell does nothing until it is asked to end, as on a busy machine; what came meanwhile it finds together."""
 
 
 def stopped(kernel: RealKernel, stop: Callable[[FrontEnd], None]) -> tuple[Cell, float]:
@@ -117,6 +140,30 @@ def test_what_is_kept_is_one_picture_and_no_widget(kernel: RealKernel) -> None:
     assert cell.panels == 1
     assert sorted(cell.panel) == ["image/png", "text/plain"]
     assert cell.widgets == {}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+def test_the_last_word_of_a_page_does_not_meet_the_end_of_its_subshell(kernel: RealKernel) -> None:
+    subshell_id = kernel.start_subshell()
+    if subshell_id is None:
+        pytest.skip("this ipykernel has no subshells")
+    running = kernel.begin(trains(then="time.sleep(0.02)\n    if steps == 50: break"))
+    page = FrontEnd(kernel, running)
+    page.show()
+    button_id = page.button_id
+    running.end().succeeded()
+    kernel.do(IS_BUSY.format(subshell_id=subshell_id))
+    page.lose_sight(button_id, subshell_id)
+    open_ids = kernel.value(OPEN_WIDGETS)
+    behind = kernel.begin("pass")  # in which the subshell would complain
+    behind.end()
+    if not open_ids:  # what makes JupyterLab end it
+        kernel.end_subshell(subshell_id)
+    kernel.do("_is_asked.set()")
+    assert behind.cell.stderr == ""
+    assert button_id in open_ids
+    kernel.end_subshell(subshell_id)
 
 
 @pytest.mark.slow

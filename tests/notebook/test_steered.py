@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nbaccel.notebook.steered import Steered
+from nbaccel.notebook.steered import FormerButton, Steered
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PANEL = {"text/plain": "running", "text/html": "<b>running</b>"}
@@ -29,8 +30,23 @@ def shown(steered: Steered) -> dict[str, Any] | None:
     return steered.show(dict(PANEL))
 
 
-def steered_by(poll: Callable[[], None] | None = lambda: None, clock: Clock | None = None) -> Steered:
-    return Steered(poll, set(), HINT, clock or Clock())
+def steered_by(
+    poll: Callable[[], None] | None = lambda: None, clock: Clock | None = None, former: FormerButton | None = None
+) -> Steered:
+    return Steered(poll, set(), HINT, former or FormerButton(None), clock or Clock())
+
+
+def kernel_with(*subshells: str) -> Any:
+    """ipykernel's, as far as it tells which subshells front ends have asked for."""
+    manager = SimpleNamespace(list_subshell=lambda: list(subshells))
+    return SimpleNamespace(shell_channel_thread=SimpleNamespace(manager=manager))
+
+
+def button_of(steered: Steered) -> Any:
+    """The button, once the panel is shown; its widget has a comm as long as it is open."""
+    shown(steered)
+    assert steered._button is not None
+    return steered._button._button
 
 
 def test_the_panel_is_displayed_with_the_button_until_a_front_end_shows_it() -> None:
@@ -53,6 +69,34 @@ def test_where_no_front_end_shows_it_within_seconds_the_panel_goes_on_without() 
     assert shown(steered) == PANEL
     assert steered.hint == HINT
     assert shown(steered) == PANEL
+
+
+def test_where_a_page_has_a_subshell_some_widget_is_open_from_the_first_run_on() -> None:
+    presses: list[int] = []
+    former = FormerButton(kernel_with("subshell"))
+    steered = steered_by(former=former)
+    first = button_of(steered)
+    steered.tick(0.0, lambda: presses.append(1))
+    steered.close()
+    first.click()  # by a page that is far behind
+    assert first.comm is not None
+    assert presses == []
+    steered = steered_by(former=former)
+    second = button_of(steered)
+    assert first.comm is None
+    steered.close()
+    assert second.comm is not None
+    former.close()
+    assert second.comm is None
+
+
+@pytest.mark.parametrize("kernel", [None, kernel_with(), SimpleNamespace(shell_channel_thread=object())])
+def test_where_no_page_has_a_subshell_the_button_is_closed_with_its_run(kernel: Any) -> None:
+    steered = steered_by(former=FormerButton(kernel))
+    button = button_of(steered)
+    assert button.comm is not None
+    steered.close()
+    assert button.comm is None
 
 
 def test_without_ipywidgets_the_panel_says_how_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
