@@ -70,9 +70,9 @@ class StopButton:
         self._button.disabled = times >= len(LABELS) - 1
 
     def retire(self) -> None:
-        """The run is over: nobody sees it any more, a click does nothing, and the state of the panel is let go."""
+        """The run is over: what is left is the last state of its panel, for a page that was reloaded meanwhile."""
         self._button.on_click(self._on_click, remove=True)
-        self._panel.value = ""
+        self._button.layout.display = "none"
 
     def close(self) -> None:
         """Nothing of it is left, here or in the front end."""

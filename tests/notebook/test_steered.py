@@ -80,6 +80,7 @@ def test_where_a_page_has_a_subshell_some_widget_is_open_from_the_first_run_on()
     steered.close()
     first.click()  # by a page that is far behind
     assert first.comm is not None
+    assert first.layout.display == "none"
     assert presses == []
     steered = steered_by(former=former)
     second = button_of(steered)
