@@ -51,7 +51,7 @@ class TensorBoard(GeneralTracker):
                 self._writer.add_scalars(name, value, step, **options)
             elif isinstance(value, Number):
                 self._writer.add_scalar(name, value, step, **options)
-            else:
+            elif value is not None:
                 self._writer.add_histogram(name, value, step, **options)
 
     def finish(self) -> None:

@@ -50,6 +50,7 @@ from nbaccel.train.prepared import Prepared
 from nbaccel.train.project import ProjectConfiguration
 from nbaccel.train.raw import RawSteps
 from nbaccel.train.resuming import Epochs, Remembered
+from nbaccel.train.seeding import warn_of_rng_types
 from nbaccel.train.state import AcceleratorState
 from nbaccel.train.strategies import Strategy, choose_strategy
 from nbaccel.train.talk.collectives import Collectives
@@ -86,6 +87,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     split_batches: a loader's batch is that of all ranks together, instead of each rank's.
     even_batches: fill the last round up with the first samples, so that all ranks see equally many batches.
     dataloader_config: these two and more, as a `DataLoaderConfiguration`, instead of them.
+    rng_types: accepted with a warning: the order of samples is the same on all ranks in any case.
 
     What is kept:
 
@@ -141,6 +143,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         keep: int | None = None,
         resume: bool | str | os.PathLike[str] | None = None,
         time_limit: str | float | timedelta | None = None,
+        rng_types: Sequence[str] | None = None,
     ) -> None:
         self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
         if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
@@ -152,6 +155,8 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
             raise ValueError(f"on_nan must be one of {', '.join(map(repr, ON_NAN))}, got {on_nan!r}")
         if on_save_error not in ON_SAVE_ERROR:
             raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}")
+        if rng_types is not None:
+            warn_of_rng_types(rng_types)
         self._limit_s = None if time_limit is None else seconds_of(time_limit)
         self._handlers = Handlers.of(kwargs_handlers)
         self._on_nan = on_nan

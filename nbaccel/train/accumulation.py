@@ -20,7 +20,7 @@ __all__ = ["Accumulation", "Gate", "GradientAccumulationPlugin", "Saver", "StepC
 _NO_LOOP = LoopEntered(obstacle="no loop over a prepared loader was under way")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GradientAccumulationPlugin:
     """The rules of accumulation; the names are Accelerate's, but for `scale_last_window`.
 
@@ -232,8 +232,9 @@ class Window:
         self,
         source: Any = None,
         batches_left: int | None = None,
-        rules: GradientAccumulationPlugin = GradientAccumulationPlugin(),
+        rules: GradientAccumulationPlugin | None = None,
     ) -> None:
+        rules = rules or GradientAccumulationPlugin()
         self.source = source
         self.batches_left = batches_left
         self.ends_with_source = rules.sync_with_dataloader

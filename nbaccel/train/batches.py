@@ -109,8 +109,12 @@ def find_batch_size(data: Any) -> int:
     raise ValueError(f"no batch size can be read from this {type(data).__name__}: it holds no tensor with a dimension")
 
 
-def slice_tensors(data: Any, tensor_slice: slice) -> Any:
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
     """`tensor_slice` of every tensor in `data`.
+
+    process_index, num_processes: accepted; what cuts batches for ranks is told them (`slice_fn_for_dispatch`).
 
     >>> slice_tensors({"x": torch.arange(4), "name": "a"}, slice(2))
     {'x': tensor([0, 1]), 'name': 'a'}

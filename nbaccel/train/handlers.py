@@ -25,7 +25,12 @@ __all__ = [
 
 
 class KwargsHandler:
-    """What every handler is: a frozen dataclass of options."""
+    """What every handler is: a dataclass of options. Fields may be assigned until an Accelerator is made of it."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Check the options, and bring them into one form; also when an Accelerator takes them."""
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from their defaults, by name.
@@ -57,7 +62,7 @@ def _hook_type(
     raise ValueError(f"{name} must be one of {', '.join(repr(choice.value) for choice in choices)}, got {value!r}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of torch's `DistributedDataParallel`; used with more than one process.
 
@@ -86,11 +91,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         hook = _hook_type("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
         wrappers = [DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
         wrapper = _hook_type("comm_wrapper", self.comm_wrapper, wrappers)
-        object.__setattr__(self, "comm_hook", hook)
-        object.__setattr__(self, "comm_wrapper", wrapper)
+        self.comm_hook, self.comm_wrapper = hook, wrapper
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GradScalerKwargs(KwargsHandler):
     """Options of torch's `GradScaler`; used with ``mixed_precision="fp16"``.
 
@@ -114,7 +118,7 @@ class GradScalerKwargs(KwargsHandler):
                              f"{self.min_scale:g}")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AutocastKwargs(KwargsHandler):
     """Options of ``torch.autocast``, for prepared models and for `Accelerator.autocast`.
 
@@ -125,7 +129,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of ``torch.distributed.init_process_group``, where we form the group.
 
@@ -142,7 +146,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile``, for `Accelerator.profile`.
 
@@ -168,11 +172,11 @@ class ProfileKwargs(KwargsHandler):
 class Handlers:
     """One handler of each kind: those that were given, and torch's defaults for the others."""
 
-    ddp: DistributedDataParallelKwargs = DistributedDataParallelKwargs()
-    scaler: GradScalerKwargs = GradScalerKwargs()
-    autocast: AutocastKwargs = AutocastKwargs()
-    group: InitProcessGroupKwargs = InitProcessGroupKwargs()
-    profile: ProfileKwargs = ProfileKwargs()
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
 
     @classmethod
     def of(cls, given: Sequence[KwargsHandler] | None) -> Handlers:
@@ -182,7 +186,7 @@ class Handlers:
             TypeError: something that is no handler of ours.
             ValueError: two handlers of one class.
         """
-        places = {type(known.default): known.name for known in fields(cls)}
+        places: dict[Any, str] = {known.default_factory: known.name for known in fields(cls)}
         chosen: dict[str, KwargsHandler] = {}
         for handler in given or ():
             kind = type(handler)
@@ -193,5 +197,6 @@ class Handlers:
                 )
             if places[kind] in chosen:
                 raise ValueError(f"kwargs_handlers has two {kind.__name__}: which one holds? Give one")
+            handler.__post_init__()
             chosen[places[kind]] = handler
         return cls(**chosen)  # type: ignore[arg-type]

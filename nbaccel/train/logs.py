@@ -14,12 +14,18 @@ from nbaccel.train.state import PartialState, current_world
 __all__ = ["RankLogger", "get_logger"]
 
 
+_CALLER = 2
+"""Whose line a record names: that of whoever called the logger, which is one above the logger's own."""
+
+
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose calls take two more keywords.
 
     main_process_only: True by default: only rank 0 speaks, once for all. False: every rank does, and with several
         ranks the line begins with its rank.
     in_order: every rank speaks, rank after rank. Collective: all of them make the call.
+
+    A `stacklevel` counts as in Accelerate: 2, the default, is the line of the call.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -29,7 +35,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line of the caller, not this one
+        kwargs.setdefault("stacklevel", _CALLER)
         if in_order:
             self._log_in_order(level, msg, args, kwargs)
         elif self.isEnabledFor(level):
@@ -58,7 +64,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         text = repr((msg, args))
         if text not in self._said:
             self._said.add(text)
-            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", _CALLER) + 1})
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:

@@ -70,7 +70,7 @@ def keep_compiled(model: Module, inner: Module) -> Module:
     if is_compiled_module(model):
         # The wrapper around DDP must stay as it is, for the training; this one shares its compiler.
         return model if without_compile(model) is inner else type(model)(inner, model.dynamo_ctx)
-    while isinstance(model, DistributedDataParallel):
+    while isinstance(model, DistributedDataParallel | DataParallel):
         model = model.module
     return model if without_compile(model) is inner else inner
 

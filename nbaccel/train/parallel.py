@@ -17,7 +17,8 @@ def extract_model_from_parallel(
 ) -> Module:
     """The user's own module, out of DDP, ``nn.DataParallel`` and ``torch.compile``.
 
-    keep_fp32_wrapper: False also takes autocast off its forward.
+    keep_fp32_wrapper: False also takes autocast off its forward, and puts the one back that the program (or Accelerate)
+        has kept as ``_original_forward``.
     keep_torch_compile: a compiled model stays compiled; False gives the module below.
     recursive: accepted; every layer is taken off in any case.
 
@@ -31,4 +32,14 @@ def extract_model_from_parallel(
         inner = without_compile(inner.module)
     if not keep_fp32_wrapper:
         restore_forward(inner)
+        _restore_original_forward(inner)
     return keep_compiled(model, inner) if keep_torch_compile else inner
+
+
+def _restore_original_forward(model: Module) -> None:
+    original = vars(model).pop("_original_forward", None)
+    if original is None:
+        return
+    model.forward = original
+    if getattr(original, "__func__", None) is type(model).forward:
+        del model.forward  # the class has it

@@ -72,6 +72,18 @@ class Precision:
     def forget(self) -> None:
         """The step under way is given up, and its gradients are dropped."""
 
+    def take_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Scale losses by the program's own `scaler` from now on; without fp16 only a disabled one is taken.
+
+        Raises:
+            ValueError: `scaler` is enabled, and losses need no scaling.
+        """
+        if scaler is not None and scaler.is_enabled():
+            raise ValueError(
+                f"accelerator.scaler: losses are scaled with mixed_precision='fp16' only; this is {self.name!r}. "
+                "Leave the scaler out, or give it enabled=False."
+            )
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -248,6 +260,13 @@ class Fp16(Bf16):
         self._stepped.clear()
         self._found.clear()
         self._has_skipped = False
+
+    def take_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        if self._stepped:
+            self._update()
+        self.forget()
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=False) if scaler is None else scaler
+        self._is_scaled_by_hand = True  # its `scale` is the program's to call, and nobody hears of it
 
     def state_dict(self) -> dict[str, Any]:
         if self._stepped:

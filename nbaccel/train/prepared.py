@@ -6,7 +6,7 @@ prepared is not its business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -118,10 +118,10 @@ class Prepared:
             for loader, state in zip(self.loaders, content.progress.get("loaders", ()), strict=False)
         )
 
-    def load(self, content: Content, models: Sequence[Module], strategy: Strategy) -> None:
+    def load(self, content: Content, models: Sequence[Module], strategy: Strategy, options: Mapping[str, Any]) -> None:
         """Take what `model_states`, `loader_states` and the other objects' ``state_dict`` gave.
 
-        models: those that the content's model states belong to.
+        models: those that the content's model states belong to.  options: for their ``load_state_dict``.
         Raises:
             ValueError: it was another number of objects.
         """
@@ -136,7 +136,7 @@ class Prepared:
                     "prepare the same ones, in the same order, before load_state"
                 )
         for model, state in zip(models, content.models, strict=True):
-            strategy.load_state_dict(model, with_tied(strategy.unwrap(model), state))
+            strategy.load_state_dict(model, with_tied(strategy.unwrap(model), state), **options)
         for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
             optimizer.load_state_dict(state)
         for scheduler, state in zip(self.schedulers, content.schedulers, strict=True):

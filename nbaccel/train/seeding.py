@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from nbaccel.train.state import PartialState, current_world
+from nbaccel.train.warned import warn_user
 
-__all__ = ["RNGType", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+__all__ = ["RNGType", "set_seed", "synchronize_rng_state", "synchronize_rng_states", "warn_of_rng_types"]
 
 
 class RNGType(StrEnum):
@@ -87,3 +88,11 @@ def _of_rank_0(rng_state: torch.Tensor) -> torch.Tensor:
     state = PartialState()
     sent: torch.Tensor = state.collectives.broadcast(rng_state.to(state.device))
     return sent.cpu()
+
+
+def warn_of_rng_types(rng_types: Any) -> None:
+    """Say that a program's choice of generators changes nothing."""
+    warn_user(
+        f"rng_types={rng_types!r} has no effect: the order of samples is the same on all ranks in any case, and no "
+        "other generator is touched. synchronize_rng_states takes rank 0's for all ranks where a program wants that."
+    )

@@ -146,7 +146,7 @@ def mark(value: Any) -> int | None:
     if torch is not None and issubclass(kind, torch.utils.data.Dataset | torch.utils.data.Sampler):
         return None
     is_module = torch is not None and issubclass(kind, torch.nn.Module)
-    if is_module and next(value.parameters(), None) is not None:
+    if is_module and next(iter(value.parameters()), None) is not None:
         return None  # it has a `checksum`
     return hash(tuple((name, id(part)) for name, part in attributes.items() if not is_module or name != "training"))
 

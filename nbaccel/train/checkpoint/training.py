@@ -5,7 +5,7 @@ It takes their state as a `Content` and gives it back, and knows which moment a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +106,15 @@ class Training:
             ancestors=dict(self.lineage.ancestors),
         )
 
-    def take(self, content: Content, models: Sequence[Module]) -> None:
+    def take(self, content: Content, models: Sequence[Module], options: Mapping[str, Any]) -> None:
         """Continue from `content`.
 
         models: those that its model states belong to; a hook may have filled the others already.
+        options: for their ``load_state_dict``.
         Raises:
             ValueError: other things were prepared when it was written.
         """
-        self.prepared.load(content, models, self.strategy)
+        self.prepared.load(content, models, self.strategy, options)
         progress = content.progress
         if progress.get("precision"):
             self.precision.load_state_dict(progress["precision"])

@@ -41,6 +41,9 @@ _DEVICE_PATIENCE_S = 10.0
 _PATIENCE_S = 1800.0
 """How long a peer may compute before it comes to its next collective: torch's own time limit for gloo."""
 
+_FAREWELL_S = 10.0
+"""How long rank 0 waits for peers that know already that all are done; one that was killed does not say so."""
+
 _SETTLE_S = 10.0
 """How long the device of a rank that failed may still work; a peer may be late for a sum that it has begun."""
 
@@ -138,6 +141,7 @@ class Together(Alone):
         if error is None:
             self._board.post("done", _calls())
             if self._board.wait("done", f"the end of {self._call}", lambda _: self._is_given_up):
+                self._see_everybody_off()
                 return True
         elif attempt.shortage is not None:
             self._is_sound = self._is_sound or self._is_settled(attempt.shortage)
@@ -199,6 +203,18 @@ class Together(Alone):
         process_group.recoveries.remove(self)
         if self._watcher is not None:
             self._watcher.stop()
+
+    def _see_everybody_off(self) -> None:
+        """Return once no peer asks the store any more whether all are done: it may be this process's, which ends next.
+
+        Ranks that our launcher or torchrun started have a store that outlives them; those of mpirun, srun or a fork of
+        the program's own have it on rank 0.
+        """
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._board.post("gone", True)
+        if self._rank == 0:
+            self._board.wait("gone", f"the end of {self._call}", lambda waited_s: waited_s > _FAREWELL_S)
 
     def _is_settled(self, shortage: Shortage) -> bool:
         """Whether this rank's tensors are as its last whole step left them, now that its device has nothing to do.

@@ -13,9 +13,10 @@ import os
 import warnings
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +84,10 @@ class Checkpointing(Exporting):
     def project_configuration(self) -> ProjectConfiguration:
         return self._shelf.project
 
+    @project_configuration.setter
+    def project_configuration(self, project: ProjectConfiguration) -> None:
+        self._shelf.project = project
+
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
         return self._shelf.project.project_dir
@@ -105,6 +110,7 @@ class Checkpointing(Exporting):
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
+        **save_model_func_kwargs: Any,
     ) -> str:
         """Write everything prepared and registered, and the random states, into a folder; returns its name.
 
@@ -121,6 +127,7 @@ class Checkpointing(Exporting):
         blocking: False copies the state, into memory of the host that is kept for the next time, and writes it in
         the background; the next save, `load_state`, `end_training` and the end of the process wait for it. Not with
         hooks of the program's, which may look at the models.
+        save_model_func_kwargs: accepted with a warning; in Accelerate they are for DeepSpeed.
 
         Raises:
             ValueError: no folder, or the number that was set by hand exists; or hooks, and not `blocking`.
@@ -136,6 +143,8 @@ class Checkpointing(Exporting):
         ...     _ = accelerator.save_state(f"{folder}/last")
         ...     accelerator.load_state(f"{folder}/last")
         """
+        if save_model_func_kwargs:
+            warn_user(f"save_state(…, {_named(save_model_func_kwargs)}) has no effect: that is for DeepSpeed's engine.")
         if not blocking and self._registered.save_hooks:
             raise ValueError(
                 "save_state(blocking=False) writes while the training goes on, when a hook of "
@@ -158,7 +167,14 @@ class Checkpointing(Exporting):
         self._save(target, moment, blocking, shelf if is_numbered else None)
         return os.fspath(target)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, trust: bool = False) -> None:
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        trust: bool = False,
+        **load_model_func_kwargs: Any,
+    ) -> None:
         """Continue from a checkpoint, in this or another number of ranks. Collective.
 
         Everything that was prepared and registered when it was written must be so now, in the same order. Prepared
@@ -167,7 +183,10 @@ class Checkpointing(Exporting):
 
         input_dir: the folder; None for the newest whole one of those that are named automatically. Damaged ones
         are passed over with a warning, and the numbering of `save_state` goes on behind the newest.
-        trust: load pickles too, which can run any code.
+        trust: load pickles too, which can run any code; ``load_kwargs={"weights_only": False}`` says the same, and the
+        other `load_kwargs` of Accelerate mean nothing here.
+        load_model_func_kwargs: for each model's ``load_state_dict``, such as ``strict=False`` for a checkpoint with
+        more or fewer weights. A `map_location` is accepted: tensors go where the objects that take them are.
 
         Raises:
             FileNotFoundError: no checkpoint there.
@@ -178,7 +197,9 @@ class Checkpointing(Exporting):
         self._join_world()
         self._writer.join()
         choice, free = self._from_main(lambda: (self._shelf.choose(input_dir), self._shelf.free()))
-        self._load(choice, trust, was_chosen=input_dir is None)
+        trust = trust or dict(load_kwargs or {}).get("weights_only") is False
+        load_model_func_kwargs.pop("map_location", None)
+        self._load(choice, trust, was_chosen=input_dir is None, options=load_model_func_kwargs)
         self._shelf.go_on_at(free)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -365,10 +386,12 @@ class Checkpointing(Exporting):
             hook(kept, os.fspath(folder))
         return [known.get(id(model), model) for model in kept]
 
-    def _load(self, choice: Choice, trust: bool, was_chosen: bool) -> None:
+    def _load(
+        self, choice: Choice, trust: bool, was_chosen: bool, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Continue from `choice`, in which every rank agrees. Collective.
 
-        was_chosen: by us, among several.
+        was_chosen: by us, among several.  options: for the models' ``load_state_dict``.
         """
         training = self._training()
         for reason in choice.passed_over if self.is_main_process else ():
@@ -377,7 +400,7 @@ class Checkpointing(Exporting):
         content = _read(choice, trust)
         self._refuse_other_objects(choice, content)
         reorders = training.prepared.reorders(content)
-        training.take(content, models)
+        training.take(content, models, options)
         for thing, state in zip(self._registered.objects, content.customs, strict=True):
             thing.load_state_dict(state)
         seed = content.progress.get("seed", torch.initial_seed())
@@ -437,6 +460,10 @@ class Checkpointing(Exporting):
         if error is not None:
             raise error
         return answer  # type: ignore[return-value]  # rank 0 has asked
+
+
+def _named(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _read(choice: Choice, trust: bool) -> Content:

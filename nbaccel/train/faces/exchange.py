@@ -21,10 +21,10 @@ __all__ = ["Exchange"]
 class Exchange(ProcessControl):
     """`gather`, `reduce` and their kin."""
 
-    def gather(self, value: Any) -> Any:
-        """Every tensor in `value`, those of all ranks joined along the first dimension, on every rank. Collective.
+    def gather(self, tensor: Any) -> Any:
+        """Every tensor in `tensor`, those of all ranks joined along the first dimension, on every rank. Collective.
 
-        value: tensors in any nesting, of equal shapes on all ranks; scalars give one entry per rank, None stays
+        tensor: tensors in any nesting, of equal shapes on all ranks; scalars give one entry per rank, None stays
         None. A value without any tensor, such as a list of generated texts, is gathered by pickle: lists joined,
         mappings joined by key, other values listed by rank.
         Raises:
@@ -35,9 +35,9 @@ class Exchange(ProcessControl):
         >>> Accelerator().gather({"loss": torch.ones(2)})
         {'loss': tensor([1., 1.])}
         """
-        return self.collectives.gather(value)
+        return self.collectives.gather(tensor)
 
-    def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather` without the samples that only fill up the loader's last round: each sample once. Collective.
 
         Objects other than tensors are gathered by pickle, one list entry per sample.
@@ -49,17 +49,17 @@ class Exchange(ProcessControl):
         """
         may_be_uneven, samples = self._last_round()
         if self._counts_nothing():
-            value = _first_samples(value, 0)
-        if use_gather_object or not holds_only_tensors(value):
-            joined = self.collectives.gather_objects(value)
+            input_data = _first_samples(input_data, 0)
+        if use_gather_object or not holds_only_tensors(input_data):
+            joined = self.collectives.gather_objects(input_data)
             return joined if samples is None else _first_samples(joined, samples)
-        joined = self.collectives.gather_uneven(value) if may_be_uneven else self.collectives.gather(value)
+        joined = self.collectives.gather_uneven(input_data) if may_be_uneven else self.collectives.gather(input_data)
         return joined if samples is None else slice_rows(joined, 0, samples)
 
-    def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Every tensor in `value` reduced over the ranks by "sum", "mean", "max" or "min". Collective.
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Every tensor in `tensor` reduced over the ranks by "sum", "mean", "max" or "min". Collective.
 
-        scale: what the result is multiplied with.  `value` is not changed; booleans are counted.
+        scale: what the result is multiplied with.  `tensor` is not changed; booleans are counted.
         Raises:
             CollectiveMismatch: the ranks called it with different structures, dtypes or shapes.
 
@@ -67,10 +67,10 @@ class Exchange(ProcessControl):
         >>> Accelerator().reduce(torch.tensor([2.0, 4.0]), "mean", scale=0.5)
         tensor([1., 2.])
         """
-        return self.collectives.reduce(value, reduction, scale)
+        return self.collectives.reduce(tensor, reduction, scale)
 
-    def pad_across_processes(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Every tensor in `value` padded along `dim` to the longest of all ranks. Collective.
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Every tensor in `tensor` padded along `dim` to the longest of all ranks. Collective.
 
         pad_index: what is filled in.  pad_first: in front instead of behind.
         A tensor without that dimension stays as it is.
@@ -79,7 +79,7 @@ class Exchange(ProcessControl):
         >>> Accelerator().pad_across_processes(torch.ones(2)).shape
         torch.Size([2])
         """
-        return self.collectives.pad(value, dim, pad_index, pad_first)
+        return self.collectives.pad(tensor, dim, pad_index, pad_first)
 
     def _last_round(self) -> tuple[bool, int | None]:
         """Whether ranks may hold differently many samples, and how many of all ranks' are real; None for all.

@@ -75,7 +75,7 @@ class Exporting(ProcessControl):
         if self._writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 
-    def save(self, obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False, *, save_on_each_node: bool = False) -> None:
         """``torch.save(obj, f)`` on the main process only; a path is written beside its name and renamed.
 
         save_on_each_node: on the first rank of each node.

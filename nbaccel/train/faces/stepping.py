@@ -54,8 +54,15 @@ class Stepping(ProcessControl):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch in hand ends a step: its backward synchronises, and optimizers step."""
+        """Whether the batch in hand ends a step: its backward synchronises, and optimizers step.
+
+        Set it where a program decides that for the batch in hand itself.
+        """
         return self._accumulation.window.sync
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self._accumulation.window.sync = sync
 
     def accumulate(self, *models: Module) -> AbstractContextManager[None]:
         """One batch of an accumulation window; gradients synchronise at the window's last batch.
@@ -72,11 +79,15 @@ class Stepping(ProcessControl):
         context.models = models or self._prepared.models
         return context
 
-    def no_sync(self, *models: Module) -> AbstractContextManager[None]:
-        """While entered, backward leaves gradients unsynchronised, for windows that the program counts itself."""
+    def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
+        """While entered, backward leaves gradients unsynchronised, for windows that the program counts itself.
+
+        model, models: whose; None for all prepared ones.
+        """
+        named = models if model is None else (model, *models)
         if not self._is_ready:
-            self._make_ready("no_sync", models)
-        return NoSync(self._accumulation, self._strategy, models or self._prepared.models)
+            self._make_ready("no_sync", named)
+        return NoSync(self._accumulation, self._strategy, named or self._prepared.models)
 
     def hold_gradients(self, model: Module) -> AbstractContextManager[None]:
         """`no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
@@ -148,9 +159,17 @@ class Stepping(ProcessControl):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, with ``mixed_precision="fp16"``; it is updated before the first loss after a step."""
+        """The gradient scaler, with ``mixed_precision="fp16"``; it is updated before the first loss after a step.
+
+        A program may set one of its own, between two steps.
+        """
         self._equip()
         return getattr(self._precision, "scaler", None)
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._equip()
+        self._precision.take_scaler(scaler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring the gradients of `optimizer` (one, several, or None for all prepared ones) to true size.

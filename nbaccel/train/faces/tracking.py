@@ -23,6 +23,7 @@ from nbaccel.events import Opened, Phase, emit, reports
 from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names
 from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.readings import Reading, is_plain
+from nbaccel.train.warned import warn_user
 
 __all__ = ["Trackers", "Tracking"]
 
@@ -48,13 +49,24 @@ class Tracking(ProcessControl):
 
     @property
     def log_with(self) -> list[str | GeneralTracker]:
-        """The trackers that were chosen, as the program named them."""
+        """The trackers that were chosen, as the program named them; set it before `init_trackers`."""
         return list(self._trackers.chosen)
+
+    @log_with.setter
+    def log_with(self, log_with: LogWith) -> None:
+        self._trackers.choose(log_with)
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers of this process; empty before `init_trackers` and on ranks that do not track."""
+        """The trackers of this process; empty before `init_trackers` and on ranks that do not track.
+
+        A program may set trackers that it has opened itself.
+        """
         return self._trackers.opened(self.is_main_process)
+
+    @trackers.setter
+    def trackers(self, trackers: Sequence[GeneralTracker]) -> None:
+        self._trackers.adopt(trackers)
 
     def init_trackers(
         self,
@@ -96,18 +108,22 @@ class Tracking(ProcessControl):
         average: report the mean of all ranks of every number and one-element tensor. Collective then: every rank
             logs the same names.
 
-        Without `init_trackers` it goes to the notebook only.
+        Without `init_trackers` it goes to the notebook only. What is no mapping goes to the trackers as it is, and
+        without any nowhere, with a warning.
 
         >>> from nbaccel import Accelerator
         >>> Accelerator().log({"loss": torch.tensor(0.5)}, step=3)
         """
+        if not isinstance(values, Mapping):
+            self._log_as_it_is(values, step, log_kwargs or {})
+            return
         kept = dict(values) if is_plain(values) else _detached(values)
         if average and self.num_processes > 1:
             kept = self._averaged(kept)
         at = self._step_under_way() if step is None else step
         reports.record_metric(kept, at)
         trackers = self._trackers
-        if trackers.is_planned:
+        if trackers.are_used:
             if trackers.is_foreign:
                 trackers.open_here(self.is_main_process)
             trackers.log(kept, at, step, log_kwargs or {})
@@ -143,6 +159,14 @@ class Tracking(ProcessControl):
             there = f"open are {', '.join(map(repr, opened))}" if opened else "none is open: call init_trackers first"
             raise ValueError(f"there is no tracker {name!r}; {there}. It must be named in Accelerator(log_with=…) too.")
         return opened[name].tracker if unwrap else opened[name]
+
+    def _log_as_it_is(self, values: Any, step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        trackers = self.trackers
+        if not trackers:
+            warn_user(f"accelerator.log takes numbers by name, log({{'loss': loss}}): this {type(values).__name__} "
+                      "is shown nowhere.")  # fmt: skip
+        for tracker in trackers:
+            tracker.log(values, step=step, **log_kwargs.get(tracker.name, {}))
 
     def _averaged(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """One exchange for all of them. In float64 where the device has it: counts are exact up to 2**53."""
@@ -192,20 +216,30 @@ class Trackers:
     """
 
     def __init__(self, log_with: LogWith = None) -> None:
-        several = [log_with] if isinstance(log_with, str | GeneralTracker) else log_with or ()
-        self.chosen: list[str | GeneralTracker] = []
-        for one in several:
-            if one not in self.chosen:
-                self.chosen.append(_accepted(one))
+        self.choose(log_with)
         self._plan: _Plan | None = None
         self._opened: list[GeneralTracker] = []
         self._rows: deque[_Row] = deque()
         self._pid = 0  # of the process that opened them
 
+    def choose(self, log_with: LogWith) -> None:
+        """Open these instead, at the next `open`."""
+        several = [log_with] if isinstance(log_with, str | GeneralTracker) else log_with or ()
+        self.chosen: list[str | GeneralTracker] = list(dict.fromkeys(map(_accepted, several)))
+
+    def adopt(self, trackers: Sequence[GeneralTracker]) -> None:
+        """Hand rows to these, which are open, instead of those that are; they are closed with the others."""
+        if self._pid != os.getpid():
+            atexit.register(self.finish)
+        self._opened, self._pid = list(trackers), os.getpid()
+
     @property
-    def is_planned(self) -> bool:
-        """Whether `init_trackers` was called, in this process or in one that it was forked or unpickled from."""
-        return self._plan is not None
+    def are_used(self) -> bool:
+        """Whether `init_trackers` was called, in this process or in one that it was forked or unpickled from.
+
+        Or the program has set trackers of its own.
+        """
+        return self._plan is not None or bool(self._opened)
 
     def open(self, plan: _Plan, is_main_process: bool) -> None:
         """Make and start them. A plan from before is finished first."""

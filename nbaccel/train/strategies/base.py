@@ -97,8 +97,9 @@ class Strategy:
         """The whole model's state, as a single process would save it."""
         return self.unwrap(model).state_dict()
 
-    def load_state_dict(self, model: Module, state: dict[str, Any]) -> None:
-        self.unwrap(model).load_state_dict(state)
+    def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
+        """options: as the module's own ``load_state_dict`` takes them, ``strict`` for example."""
+        self.unwrap(model).load_state_dict(state, **options)
 
     def unwrap(self, model: Module) -> Module:
         """The user's own module."""

@@ -76,7 +76,7 @@ class Replicated(Strategy):
             return model  # DDP refuses a module without gradients, and there is nothing to average
         replica = Replica(
             model,
-            device_ids=[self.device] if next(model.parameters()).device.type == "cuda" else None,
+            device_ids=[self.device] if next(iter(model.parameters())).device.type == "cuda" else None,
             **self._options(),
         )
         self._compress(replica)

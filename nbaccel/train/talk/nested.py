@@ -102,18 +102,18 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     return map_children(lambda child: slice_rows(child, start, stop), value)
 
 
-def concatenate(values: Sequence[Any], dim: int = 0) -> Any:
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Collated batches of one structure joined along the samples, or their tensors along another dimension.
 
     >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
     torch.Size([3, 2])
     """
-    first = values[0]
+    first = data[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(list(values), dim) if first.ndim else first
+        return torch.cat(list(data), dim) if first.ndim else first
     if _lists_samples(first):
-        return type(first)(sample for value in values for sample in value)
-    parts = iter([[child for _, child in children(value)] for value in values])
+        return type(first)(sample for value in data for sample in value)
+    parts = iter([[child for _, child in children(value)] for value in data])
     columns = iter(list(zip(*parts, strict=True)))
     return map_children(lambda _: concatenate(next(columns), dim), first)
 
