@@ -2,12 +2,16 @@
 
 Importing it costs milliseconds and touches neither torch nor IPython nor a device: a name is loaded from its
 module when it is first asked for. `%load_ext nbaccel` gives the notebook `%%accelerate` and `%accelerate`.
+Modules that programs know from Accelerate (``nbaccel.utils``, ``nbaccel.state``, …) are attributes as well, as there.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from nbaccel.missing_names import AbsentModules, missing_from
 
 if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal to the table below
     from IPython.core.interactiveshell import InteractiveShell
@@ -127,13 +131,42 @@ _HOME = {
 }
 """Each public name and the module that defines it, or is it."""
 
+_MODULES = frozenset(
+    [
+        "accelerator",
+        "big_modeling",
+        "checkpointing",
+        "commands",
+        "data_loader",
+        "hooks",
+        "inference",
+        "launchers",
+        "local_sgd",
+        "logging",
+        "memory_utils",
+        "optimizer",
+        "parallelism_config",
+        "scheduler",
+        "state",
+        "tracking",
+        "utils",
+    ]
+)
+"""Modules that ``import accelerate`` shows."""
+
+_missing = missing_from(__name__)
+
+sys.meta_path.append(AbsentModules())
+
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module, once."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _missing(name)
     home = import_module(_HOME[name])
     value = home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)  # `launch` is a room, called
     globals()[name] = value

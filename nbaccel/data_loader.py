@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from nbaccel.missing_names import missing_from
 from nbaccel.train.accumulation import Accumulation
-from nbaccel.train.data import DataLoaderConfiguration, Facts, PreparedLoader, prepare_loader, skip_first_batches
+from nbaccel.train.data import (
+    BatchShard,
+    DataLoaderConfiguration,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    Facts,
+    PreparedLoader,
+    prepare_loader,
+    skip_first_batches,
+)
 from nbaccel.train.data.dispatch import SliceFunction
+from nbaccel.train.seeding import warn_of_rng_types
 from nbaccel.train.state import PartialState
 from nbaccel.world import World
 
-__all__ = ["prepare_data_loader", "skip_first_batches"]
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.state", "nbaccel.utils")
 
 
 def prepare_data_loader(
@@ -31,13 +57,15 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
+    torch_device_mesh: None = None,
 ) -> PreparedLoader:
     """`dataloader` as rank `process_index` of `num_processes` sees it; see `Accelerator.prepare_data_loader`.
 
     num_processes, process_index: by default those of this run; the call is then collective. Given, nobody is asked,
     and the ranks' order follows from `data_seed`, or from a torch seed that all of them must have set alike.
     device, put_on_device: where batches go, if they are moved. dispatch_batches: see `DataLoaderConfiguration`.
-    rng_types: accepted; the order of samples is always the same on all ranks, and no other generator is touched.
+    rng_types: accepted with a warning; the order of samples is always the same on all ranks, and no other generator is
+    touched.
 
     The batches know nothing of an Accelerator: windows of accumulation do not end with this loader.
 
@@ -45,6 +73,8 @@ def prepare_data_loader(
     >>> [batch.tolist() for batch in loader]
     [[2, 3], [6, 7]]
     """
+    if rng_types is not None:
+        warn_of_rng_types(rng_types)
     state = PartialState()
     is_this_run = num_processes is None and process_index is None
     ranks = state.num_processes if num_processes is None else num_processes
@@ -71,3 +101,151 @@ def prepare_data_loader(
     )
     prepared.is_bound = is_this_run
     return prepared
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A `RandomSampler` whose order follows from a seed and the epoch, which counts up with every whole iteration.
+
+    data_seed: that seed; None is torch's. The other arguments are those of `RandomSampler`.
+
+    >>> sampler = SeedableRandomSampler(range(4), data_seed=0)
+    >>> first = list(sampler)
+    >>> sampler.set_epoch(0)
+    >>> list(sampler) == first
+    True
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of `epoch`."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator(device="cpu")
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+class BatchSamplerShard(BatchShard):
+    """One rank's share of a batch sampler: whole batches in turn, or with `split_batches` a part of each.
+
+    even_batches: fill the last round up, so that all ranks get equally many full batches.
+
+    >>> sampler = BatchSampler(range(5), batch_size=2, drop_last=False)
+    >>> [list(BatchSamplerShard(sampler, num_processes=2, process_index=rank)) for rank in range(2)]
+    [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        world = World(process_index, num_processes, process_index, num_processes)
+        super().__init__(batch_sampler, world, even=even_batches, split=split_batches)
+        self.batch_sampler = batch_sampler
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """One rank's samples of a stream, in rounds of a batch for each rank.
+
+    batch_size: of one rank; with `split_batches` of all ranks together.
+    drop_last: drop an incomplete last round, instead of filling it up with the samples of the first one.
+
+    Raises:
+        ValueError: with `split_batches`, a batch size that does not divide by the ranks.
+
+    >>> list(IterableDatasetShard(range(5), batch_size=2, num_processes=2, process_index=1))
+    [2, 3, 1, 2]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ValueError(
+                f"split_batches needs a batch_size that divides by the {num_processes} ranks, got {batch_size}"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of `epoch`."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        rounds, left = divmod(len(self.dataset), self.batch_size * self.num_processes)
+        return (rounds + bool(left and not self.drop_last)) * self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)
+        mine = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        start = mine * self.process_index
+        samples = iter(self.dataset)
+        first: list[Any] = []
+        while members := list(itertools.islice(samples, size)):
+            first = first or members.copy()
+            if len(members) < size:
+                if self.drop_last:
+                    return
+                members += itertools.islice(itertools.cycle(first), size - len(members))
+            yield from members[start : start + mine]
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches, in every iteration."""
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    @property
+    def total_length(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skip_batches
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A loader over `dataset` without its first batches, in every iteration; `skip_first_batches` does it to any."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, skip_batches=skip_batches, **kwargs)
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """What `dataloader` draws its order from."""
+    if isinstance(dataloader.sampler, BatchSampler):
+        return getattr(dataloader.sampler, "sampler", None)
+    return getattr(dataloader.batch_sampler, "sampler", None)

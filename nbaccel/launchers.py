@@ -3,5 +3,8 @@
 from __future__ import annotations
 
 from nbaccel.launch.functions import debug_launcher, notebook_launcher
+from nbaccel.missing_names import missing_from
 
 __all__ = ["debug_launcher", "notebook_launcher"]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.state", "nbaccel.train.environment")

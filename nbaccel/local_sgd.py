@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from nbaccel.missing_names import missing_from
 from nbaccel.train.local_sgd import LocalSGD
 
 __all__ = ["LocalSGD"]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.accelerator")

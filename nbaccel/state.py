@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from nbaccel.missing_names import missing_from
 from nbaccel.train.gradient_state import GradientState
-from nbaccel.train.state import AcceleratorState, PartialState
+from nbaccel.train.state import AcceleratorState, PartialState, is_initialized
 
-__all__ = ["AcceleratorState", "GradientState", "PartialState"]
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.environment", "nbaccel.train.distributed_type")

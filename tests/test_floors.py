@@ -27,6 +27,7 @@ FLOORS = {
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py
+    **dict.fromkeys(["accelerator", "memory_utils", "missing_names", "optimizer", "scheduler"], 3),
     **dict.fromkeys(["", "utils", "logging", "data_loader", "launchers", "local_sgd", "state", "cli", "testing"], 3),
 }
 """Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top also see
@@ -45,6 +46,7 @@ READS_ENVIRONMENT = {
     "launch/rank/foreign/oneprocess.py": "the variables by which transformers and accelerate speak to each other",
     "launch/rank/foreign/one_run.py": "the variables by which wandb's user chooses a mode and a group",
     "train/talk/process_group.py": "the variable by which torch's watchdog is told to leave errors to the program",
+    "train/environment.py": "functions by which programs read theirs",
     "train/logs.py": "the level that programs written for Accelerate choose",
 }
 

@@ -11,12 +11,46 @@ from collections.abc import Callable
 
 import torch
 
+from nbaccel.train.versions import compare_versions, is_torch_version
+
+_PACKAGES = {
+    "is_aim_available": "aim",
+    "is_boto3_available": "boto3",
+    "is_clearml_available": "clearml",
+    "is_comet_ml_available": "comet_ml",
+    "is_dvclive_available": "dvclive",
+    "is_lomo_available": "lomo_optim",
+    "is_megatron_lm_available": "megatron",
+    "is_msamp_available": "msamp",
+    "is_pynvml_available": "pynvml",
+    "is_pytest_available": "pytest",
+    "is_sagemaker_available": "sagemaker",
+    "is_schedulefree_available": "schedulefree",
+    "is_swanlab_available": "swanlab",
+    "is_timm_available": "timm",
+    "is_torchao_available": "torchao",
+    "is_torchdata_available": "torchdata",
+    "is_tqdm_available": "tqdm",
+    "is_trackio_available": "trackio",
+    "is_transformer_engine_available": "transformer_engine",
+    "is_triton_available": "triton",
+}
+"""Functions beside those below that programs ask for, each by the package that it looks for."""
+
+_UNKNOWN_DEVICES = ["hpu", "mlu", "musa", "neuron", "sdaa"]
+
 __all__ = [
+    *_PACKAGES,
+    *(f"is_{device}_available" for device in _UNKNOWN_DEVICES),
+    "is_4bit_bnb_available",
+    "is_8bit_bnb_available",
     "is_bf16_available",
     "is_bnb_available",
     "is_cuda_available",
     "is_datasets_available",
     "is_deepspeed_available",
+    "is_fp8_available",
+    "is_fp16_available",
     "is_matplotlib_available",
     "is_mlflow_available",
     "is_mps_available",
@@ -26,6 +60,8 @@ __all__ = [
     "is_rich_available",
     "is_tensorboard_available",
     "is_torch_xla_available",
+    "is_torch_distributed_available",
+    "is_torchdata_stateful_dataloader_available",
     "is_torchvision_available",
     "is_transformers_available",
     "is_wandb_available",
@@ -42,7 +78,7 @@ def _installed(package: str) -> Callable[[], bool]:
     return is_installed
 
 
-is_bnb_available = _installed("bitsandbytes")
+is_4bit_bnb_available = is_8bit_bnb_available = _installed("bitsandbytes")
 is_datasets_available = _installed("datasets")
 is_deepspeed_available = _installed("deepspeed")
 is_matplotlib_available = _installed("matplotlib")
@@ -61,14 +97,53 @@ def is_cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def is_mps_available() -> bool:
-    """Whether torch can compute on an Apple GPU."""
-    return torch.backends.mps.is_available()
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Whether the package bitsandbytes is installed, in this version or a later one; it is not imported."""
+    there = importlib.util.find_spec("bitsandbytes") is not None
+    return there and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether torch, of this version or a later one, can compute on an Apple GPU."""
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
     """Whether torch sees an Intel GPU."""
     return torch.xpu.is_available()
+
+
+def __getattr__(name: str) -> Callable[[], bool]:
+    if name in _PACKAGES:
+        return _installed(_PACKAGES[name])
+    if name in __all__:
+        return _unknown_device
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+
+
+def _unknown_device(check_device: bool = False) -> bool:
+    """False: nbaccel does not know these devices."""
+    return False
+
+
+def is_torch_distributed_available() -> bool:
+    """Whether this torch can form process groups."""
+    return torch.distributed.is_available()
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """False: every prepared loader has a ``state_dict`` here, and torchdata is not used."""
+    return False
+
+
+def is_fp16_available() -> bool:
+    """True: float16 works on every device, with a gradient scaler."""
+    return True
+
+
+def is_fp8_available() -> bool:
+    """False: nbaccel does not compute in fp8."""
+    return False
 
 
 def is_npu_available(check_device: bool = False) -> bool:

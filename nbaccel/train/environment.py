@@ -1,17 +1,27 @@
-"""Environment: variables for the length of a block, or none of them. Runs anywhere."""
+"""Environment: variables for the length of a block, or none of them, and reading some. For programs; runs anywhere."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
-__all__ = ["clear_environment", "patch_environment"]
+__all__ = [
+    "clear_environment",
+    "get_int_from_env",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "purge_accelerate_environment",
+]
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
 @contextmanager
-def patch_environment(**variables: Any) -> Iterator[None]:
+def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Variables of the environment, upper-cased, for the length of the block.
 
     >>> with patch_environment(my_variable=3):
@@ -19,7 +29,7 @@ def patch_environment(**variables: Any) -> Iterator[None]:
     '3'
     """
     before = os.environ.copy()
-    names = {name.upper(): str(value) for name, value in variables.items()}
+    names = {name.upper(): str(value) for name, value in kwargs.items()}
     os.environ.update(names)
     try:
         yield
@@ -44,3 +54,43 @@ def clear_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The number in the first of these variables that is set and not negative, else `default`."""
+    numbers = (int(os.environ.get(key, "-1")) for key in env_keys)
+    return next((number for number in numbers if number >= 0), default)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Whether the variable `key` says yes: "1", "true", "yes", "on", …"""
+    return os.environ.get(key, str(default)).lower() in ("y", "yes", "t", "true", "on", "1")
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The variable `key`, else `default`."""
+    return os.environ.get(key, str(default))
+
+
+def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
+    """Decorator for tests: variables that begin with ``ACCELERATE_`` are afterwards as they were.
+
+    func_or_cls: a function; or a class, for each of its tests.
+    """
+    if isinstance(func_or_cls, type):
+        for name, value in list(vars(func_or_cls).items()):
+            if callable(value) and name.startswith("test"):
+                setattr(func_or_cls, name, purge_accelerate_environment(value))
+        return func_or_cls
+
+    @wraps(func_or_cls)
+    def purged(*args: Any, **kwargs: Any) -> Any:
+        before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+        try:
+            return func_or_cls(*args, **kwargs)
+        finally:
+            for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+                del os.environ[name]
+            os.environ.update(before)
+
+    return purged  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from nbaccel.train.talk.collectives import Collectives
 from nbaccel.train.talk.process_group import GroupOptions, process_group
 from nbaccel.world import World
 
-__all__ = ["AcceleratorState", "PartialState", "current_world"]
+__all__ = ["AcceleratorState", "PartialState", "current_world", "is_initialized"]
 
 
 class PartialState(Exchange):
@@ -146,6 +146,21 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         _ = self.world
         return self._asked.over(self._chosen).mixed_precision or "no"
+
+    # What programs ask before they take a way that is not here: `None` sends them the other way.
+
+    deepspeed_plugin: None = None
+    fsdp_plugin: None = None
+    megatron_lm_plugin: None = None
+    torch_tp_plugin: None = None
+    parallelism_config: None = None
+    dynamo_plugin: None = None
+    is_fsdp2 = False
+
+
+def is_initialized() -> bool:
+    """Always true: an `AcceleratorState` needs no Accelerator before it."""
+    return True
 
 
 def current_world() -> World:

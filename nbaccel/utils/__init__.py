@@ -5,6 +5,8 @@ Which of Accelerate's names are here, and what differs on purpose, is `notebooks
 
 from __future__ import annotations
 
+from nbaccel.errors import CollectiveMismatch as DistributedOperationException
+from nbaccel.missing_names import missing_from
 from nbaccel.notebook.basic_config import write_basic_config
 from nbaccel.tracking import LoggerType
 from nbaccel.train.accumulation import GradientAccumulationPlugin
@@ -28,7 +30,6 @@ from nbaccel.train.available import (
     is_wandb_available,
     is_xpu_available,
 )
-from nbaccel.train.bars import tqdm
 from nbaccel.train.batches import (
     convert_outputs_to_fp32,
     convert_to_fp32,
@@ -71,12 +72,14 @@ from nbaccel.train.saving import load, save
 from nbaccel.train.seeding import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
 from nbaccel.train.talk.nested import concatenate
 from nbaccel.train.versions import compare_versions, is_torch_version
+from nbaccel.utils.tqdm import tqdm
 
 __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "DistributedOperationException",
     "DistributedType",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -138,3 +141,12 @@ __all__ = [
     "wait_for_everyone",
     "write_basic_config",
 ]
+
+__getattr__ = missing_from(
+    __name__,
+    "nbaccel.utils.constants",
+    "nbaccel.train.helpers",
+    "nbaccel.train.environment",
+    "nbaccel.train.available",
+    "nbaccel.train.enumerations",
+)

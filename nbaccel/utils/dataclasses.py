@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbaccel.missing_names import missing_from
 from nbaccel.tracking import LoggerType
 from nbaccel.train.accumulation import GradientAccumulationPlugin
 from nbaccel.train.data import DataLoaderConfiguration
@@ -35,3 +36,5 @@ __all__ = [
     "ProjectConfiguration",
     "RNGType",
 ]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.enumerations")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbaccel.missing_names import missing_from
 from nbaccel.train.available import (
     is_bf16_available,
     is_bnb_available,
@@ -43,3 +44,5 @@ __all__ = [
     "is_wandb_available",
     "is_xpu_available",
 ]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.available", "nbaccel.train.versions")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbaccel.missing_names import missing_from
 from nbaccel.train.executable import find_executable_batch_size
 from nbaccel.train.memory import release_memory
 
@@ -9,3 +10,5 @@ __all__ = [
     "find_executable_batch_size",
     "release_memory",
 ]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.helpers", "nbaccel.train.available")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nbaccel.errors import CollectiveMismatch as DistributedOperationException
+from nbaccel.missing_names import missing_from
 from nbaccel.train.batches import (
     convert_outputs_to_fp32,
     convert_to_fp32,
@@ -23,6 +25,7 @@ from nbaccel.train.functions import (
 from nbaccel.train.talk.nested import concatenate
 
 __all__ = [
+    "DistributedOperationException",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
@@ -39,3 +42,5 @@ __all__ = [
     "send_to_device",
     "slice_tensors",
 ]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.helpers")

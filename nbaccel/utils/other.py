@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbaccel.missing_names import missing_from
 from nbaccel.train.functions import wait_for_everyone
 from nbaccel.train.models import is_compiled_module
 from nbaccel.train.parallel import extract_model_from_parallel
@@ -14,3 +15,5 @@ __all__ = [
     "save",
     "wait_for_everyone",
 ]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.helpers", "nbaccel.train.environment", "nbaccel.utils.constants")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbaccel.missing_names import missing_from
 from nbaccel.train.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
 
 __all__ = [
@@ -9,3 +10,5 @@ __all__ = [
     "synchronize_rng_state",
     "synchronize_rng_states",
 ]
+
+__getattr__ = missing_from(__name__, "nbaccel.train.seeding")

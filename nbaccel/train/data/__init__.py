@@ -12,12 +12,20 @@ from nbaccel.train.data.lengths import LengthBatches, batches_by_length
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.placement import to_device
-from nbaccel.train.data.prepare import Facts, prepare_loader, skip_first_batches
+from nbaccel.train.data.prepare import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    Facts,
+    prepare_loader,
+    skip_first_batches,
+)
 from nbaccel.train.data.shard import BatchShard, Shard, StreamShard
 
 __all__ = [
     "BatchShard",
     "DataLoaderConfiguration",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
     "Facts",
     "LengthBatches",
     "PreparedLoader",

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader
@@ -70,6 +70,20 @@ class PreparedLoader(DataLoader[Any]):
         self._skip = 0  # this rank's batches that every iteration leaves out
         self._fetching = Fetching()
         self.move_to(device)
+
+    @classmethod
+    def over(
+        cls,
+        loader: DataLoader[Any],
+        source: Source,
+        world: World,
+        accumulation: Accumulation,
+        device: torch.device | None,
+    ) -> Self:
+        """One of a subclass, whose constructor takes what programs give it."""
+        prepared = cls.__new__(cls)
+        PreparedLoader.__init__(prepared, loader, source, world, accumulation, device)
+        return prepared
 
     def __nbaccel_unwrap__(self) -> DataLoader[Any]:
         """What travels from a rank to the notebook in this object's place."""

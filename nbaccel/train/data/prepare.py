@@ -18,10 +18,64 @@ from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.sources import IndexSource, Source, StreamSource, length_of, rebuilt
+from nbaccel.train.state import PartialState
 from nbaccel.train.warned import warn_user
 from nbaccel.world import World
 
-__all__ = ["Facts", "prepare_loader", "skip_first_batches"]
+__all__ = ["DataLoaderDispatcher", "DataLoaderShard", "Facts", "prepare_loader", "skip_first_batches"]
+
+
+class DataLoaderShard(PreparedLoader):
+    """A prepared loader whose ranks read for themselves; by hand, one process's loader over `dataset`.
+
+    device: where batches go.  skip_batches: left out by every iteration.  options: of the `DataLoader`.
+    The other arguments are accepted as Accelerate does, and mean nothing here.
+
+    >>> loader = DataLoaderShard(range(4), batch_size=2)
+    >>> [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+    [([0, 1], False), ([2, 3], True)]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Any = None,
+        synchronized_generator: Any = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **options: Any,
+    ) -> None:
+        loader: DataLoader[Any] = DataLoader(dataset, **options)
+        super().__init__(loader, Source(loader), World(), Accumulation(), device)
+        self._skip = skip_batches
+        self.is_bound = False
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A prepared loader whose rank 0 reads for all; by hand, one over `dataset` in this run. Collective then.
+
+    split_batches: a batch is that of all ranks together.  skip_batches: left out by every iteration.
+    slice_fn: cuts a round's batch for one rank, see `Accelerator.prepare_data_loader`.  options: of the `DataLoader`.
+    The other arguments are accepted as Accelerate does, and mean nothing here.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        slice_fn: SliceFunction | None = None,
+        **options: Any,
+    ) -> None:
+        loader: DataLoader[Any] = DataLoader(dataset, **options)
+        state = PartialState()
+        facts = [Facts.of(loader)] * state.num_processes
+        chosen = DataLoaderConfiguration(split_batches=split_batches, dispatch_batches=True)
+        source = _Choice(loader, state.world, chosen, facts).source(state.device, slice_fn, keeps_on_host=True)
+        super().__init__(loader, source, state.world, Accumulation(), None)
+        self._skip = skip_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +122,8 @@ def prepare_loader(
         ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
     """
     source = _Choice(loader, world, configuration, facts).source(device, slice_function, keeps_on_host=not moves)
-    return PreparedLoader(loader, source, world, accumulation, device if moves else None)
+    kind = DataLoaderDispatcher if isinstance(source, DispatchSource) else DataLoaderShard
+    return kind.over(loader, source, world, accumulation, device if moves else None)
 
 
 @dataclass(frozen=True)

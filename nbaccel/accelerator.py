@@ -1,0 +1,11 @@
+"""The face of ``accelerate.accelerator``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.missing_names import missing_from
+from nbaccel.train.accelerator import Accelerator
+from nbaccel.train.accumulation import GradientAccumulationPlugin
+
+__all__ = ["Accelerator", "GradientAccumulationPlugin"]
+
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -1,0 +1,11 @@
+"""The face of ``accelerate.memory_utils``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.missing_names import missing_from
+from nbaccel.train.executable import find_executable_batch_size
+from nbaccel.train.memory import release_memory
+
+__all__ = ["find_executable_batch_size", "release_memory"]
+
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -1,0 +1,204 @@
+"""Names and modules of Accelerate that are not here, and what to use instead of each. Runs anywhere; imports no torch.
+
+The modules of this package that stand for one of Accelerate's end with ``__getattr__ = missing_from(__name__)``, so
+that an import of such a name fails with one sentence. Modules that have no file here are made by `AbsentModules`.
+Classes and functions that programs import at their top and use only under a flag (``if args.deepspeed:``) can be
+imported, and refuse when they are called: more programs run that way.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dis import opmap
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
+
+__all__ = ["AbsentModules", "missing_from"]
+
+_BESIDE = "it works on models, whoever trains them: import it from accelerate, which may be installed beside nbaccel"
+_ONE_DEVICE = (
+    "every rank holds the whole model here (DDP). To make it fit: mixed_precision, gradient_accumulation_steps with a "
+    "smaller batch, accelerator.gradient_checkpointing(model)"
+)
+_FP8 = 'there is no fp8 here: use mixed_precision="bf16" or "fp16"'
+_TRACKER = (
+    "hand an object on nbaccel.tracking.GeneralTracker to log_with, or log by the library itself on the main process"
+)
+_FOLDER = "use accelerator.save_state(folder), load_state(folder) and register_for_checkpointing(...)"
+_LAUNCH = "use `nbaccel launch` on the command line, or nbaccel.launch(function, num_processes=...) in Python"
+_INNER = "it is a part of Accelerate's inside; nbaccel has no counterpart"
+
+_UNDER_A_FLAG: dict[str, str] = {
+    _ONE_DEVICE: """
+        DeepSpeedPlugin FullyShardedDataParallelPlugin MegatronLMPlugin TorchTensorParallelPlugin ParallelismConfig
+        TorchContextParallelConfig TorchTensorParallelConfig DeepSpeedSequenceParallelConfig
+        DummyOptim DummyScheduler DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
+        HfDeepSpeedConfig get_active_deepspeed_plugin MegatronLMDummyDataLoader MegatronLMDummyScheduler
+        load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer merge_fsdp_weights
+        enable_fsdp_ram_efficient_loading disable_fsdp_ram_efficient_loading
+    """,
+    _FP8: "FP8RecipeKwargs AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs",
+    "compile with Accelerator(dynamo_backend=...), or with torch.compile before or after prepare": "TorchDynamoPlugin",
+    "quantise with transformers: from_pretrained(..., quantization_config=BitsAndBytesConfig(...))": """
+        BnbQuantizationConfig load_and_quantize_model
+    """,
+}
+"""What can be imported and refuses when it is called: names by what to use instead."""
+
+_NOT_HERE: dict[str, str] = {
+    _BESIDE: """
+        init_empty_weights init_on_device dispatch_model cpu_offload cpu_offload_with_hook disk_offload
+        load_checkpoint_and_dispatch load_checkpoint_in_model infer_auto_device_map attach_layerwise_casting_hooks
+        ModelHook SequentialHook AlignDevicesHook CpuOffload UserCpuOffloadHook LayerwiseCastingHook add_hook_to_module
+        remove_hook_from_module remove_hook_from_submodules attach_execution_device_hook attach_align_device_hook
+        attach_align_device_hook_on_blocks get_balanced_memory get_max_memory get_max_layer_size compute_module_sizes
+        calculate_maximum_sizes set_module_tensor_to_device named_module_tensors find_tied_parameters retie_parameters
+        check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device clean_device_map
+        load_state_dict offload_state_dict offload_weight load_offloaded_weight load_offloaded_weights
+        save_offload_index extract_submodules_state_dict OffloadedWeightsLoader PrefixedDataset has_offloaded_params
+        align_module_device get_state_dict_offloaded_model get_state_dict_from_offload id_tensor_storage
+        convert_file_size_to_int dtype_byte_size get_non_persistent_buffers ensure_weights_retied prepare_pippy
+        replace_with_bnb_layers get_quantized_model_device_map get_keys_to_not_convert has_4bit_bnb_layers
+        compile_regions has_compiled_regions convert_model has_transformer_engine_layers
+    """,
+    _FP8: "contextual_fp8_autocast apply_fp8_autowrap convert_model_to_fp8_ao has_ao_layers",
+    _ONE_DEVICE: """
+        fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters fsdp2_prepare_model AbstractTrainStep BertTrainStep
+        GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group get_module_class_from_name
+        map_pytorch_optim_to_deepspeed deepspeed_required
+    """,
+    _TRACKER: """
+        CometMLTracker AimTracker ClearMLTracker DVCLiveTracker SwanLabTracker TrackioTracker register_tracker_class
+        LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers
+    """,
+    _FOLDER: "save_accelerator_state load_accelerator_state save_custom_state load_custom_state",
+    _LAUNCH: """
+        launch_command launch_command_parser test_launch PrepareForLaunch prepare_simple_launcher_cmd_env
+        prepare_multi_gpu_env prepare_deepspeed_cmd_env prepare_tpu prepare_sagemager_args_inputs
+    """,
+    "a prepared loader follows from accelerator.prepare(loader) or prepare_data_loader(loader)": """
+        DataLoaderStateMixin DataLoaderAdapter MpDeviceLoaderWrapper
+    """,
+    "use `taskset` or `numactl` around the program": "set_numa_affinity override_numa_affinity",
+    "nbaccel does not know TPUs": "install_xla is_tpu_available",
+    _INNER: """
+        patch_optimizer_step move_to_device do_nothing ThreadLocalSharedDict copy_tensor_to_devices
+        gather_tensor_shape verify_operation chained_operation check_os_kernel SageMakerDistributedType
+        ComputeEnvironment CustomDtype TensorInformation
+    """,
+}
+"""What cannot be imported: names by what to use instead."""
+
+_ABSENT: dict[str, str] = {
+    "big_modeling": _BESIDE,
+    "checkpointing": _FOLDER,
+    "commands": _LAUNCH,
+    "hooks": _BESIDE,
+    "inference": _BESIDE,
+    "parallelism_config": _ONE_DEVICE,
+    "test_utils": "import it from accelerate, which may be installed beside nbaccel",
+    "utils.ao": _FP8,
+    "utils.bnb": _BESIDE,
+    "utils.deepspeed": _ONE_DEVICE,
+    "utils.fsdp_utils": _ONE_DEVICE,
+    "utils.launch": _LAUNCH,
+    "utils.megatron_lm": _ONE_DEVICE,
+    "utils.modeling": _BESIDE,
+    "utils.offload": _BESIDE,
+    "utils.rich": "import rich",
+    "utils.torch_xla": "nbaccel does not know TPUs",
+    "utils.transformer_engine": _FP8,
+}
+"""Modules of Accelerate, with all that lie in them, by what to use instead."""
+
+
+def missing_from(module: str, *elsewhere: str) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of `module`, which stands for one of Accelerate's.
+
+    elsewhere: modules in which a name is looked up first, as Accelerate shows it in several places.
+    """
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if not name.startswith("__"):
+            for other in map(import_module, elsewhere):
+                if name in other.__all__:
+                    return getattr(other, name)
+        if name in _refusing():
+            return _refused(name)
+        instead = _instead().get(name, _absent(module))
+        if instead:
+            _refuse(f"{module} has no {name}: {instead}.", module, name)
+        _refuse(f"module {module!r} has no attribute {name!r}", module, name)
+
+    return __getattr__
+
+
+class AbsentModules(MetaPathFinder, Loader):
+    """Makes the modules of Accelerate that have no file here, so that imports from them say what to use instead.
+
+    It is asked last, when no other finder has found the module.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        is_ours = fullname.startswith("nbaccel.") and bool(_absent(fullname))
+        return ModuleSpec(fullname, self, is_package=True) if is_ours else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        module.__doc__ = f"Not here: {_absent(name)}."
+        module.__getattr__ = missing_from(name, "nbaccel.utils.constants")  # type: ignore[method-assign]
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What ``python -m`` asks for."""
+        raise ImportError(f"{fullname} is not here: {_absent(fullname)}.", name=fullname)
+
+
+def _absent(module: str) -> str:
+    """What to use instead of `module`, or of the one that it lies in; empty where it is here."""
+    inside = module.removeprefix("nbaccel.")
+    for known, instead in _ABSENT.items():
+        if inside == known or inside.startswith(f"{known}."):
+            return instead
+    return ""
+
+
+def _refuse(sentence: str, module: str, name: str) -> NoReturn:
+    """Raise an AttributeError; for ``from module import name``, where Python would make an ImportError of it, our own.
+
+    Python's has other words, and `hasattr` takes no ImportError for a no: so it matters who asks.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_name == "__getattr__" and frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]:
+        raise ImportError(sentence, name=module)
+    raise AttributeError(sentence, name=name)
+
+
+@functools.cache
+def _refusing() -> dict[str, str]:
+    return _by_name(_UNDER_A_FLAG)
+
+
+@functools.cache
+def _instead() -> dict[str, str]:
+    return _by_name(_NOT_HERE)
+
+
+def _by_name(names: dict[str, str]) -> dict[str, str]:
+    return {name: instead for instead, several in names.items() for name in several.split()}
+
+
+@functools.cache
+def _refused(name: str) -> type:
+    """A class that nobody can make an object of; it serves in annotations and in `isinstance`, which is never true."""
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: N807
+        raise NotImplementedError(f"{name}: {_refusing()[name]}.")
+
+    return type(name, (), {"__new__": __new__, "__doc__": f"Not here: {_refusing()[name]}.", "__module__": __name__})

@@ -1,0 +1,10 @@
+"""The face of ``accelerate.optimizer``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.missing_names import missing_from
+from nbaccel.train.optimizer import PreparedOptimizer as AcceleratedOptimizer
+
+__all__ = ["AcceleratedOptimizer"]
+
+__getattr__ = missing_from(__name__)

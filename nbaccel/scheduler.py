@@ -1,0 +1,10 @@
+"""The face of ``accelerate.scheduler``, for programs that import from there. It defines nothing."""
+
+from __future__ import annotations
+
+from nbaccel.missing_names import missing_from
+from nbaccel.train.optimizer import PreparedScheduler as AcceleratedScheduler
+
+__all__ = ["AcceleratedScheduler"]
+
+__getattr__ = missing_from(__name__)
