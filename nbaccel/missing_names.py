@@ -43,7 +43,6 @@ _UNDER_A_FLAG: dict[str, str] = {
         enable_fsdp_ram_efficient_loading disable_fsdp_ram_efficient_loading
     """,
     _FP8: "FP8RecipeKwargs AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs",
-    "compile with Accelerator(dynamo_backend=...), or with torch.compile before or after prepare": "TorchDynamoPlugin",
     "quantise with transformers: from_pretrained(..., quantization_config=BitsAndBytesConfig(...))": """
         BnbQuantizationConfig load_and_quantize_model
     """,

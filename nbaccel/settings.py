@@ -22,6 +22,7 @@ __all__ = [
     "START_METHODS",
     "STOP",
     "RunSettings",
+    "wrong_precision",
 ]
 
 PRECISIONS = ("no", "fp16", "bf16")
@@ -36,6 +37,8 @@ BATCH_CHOICES = SPLIT, EACH = ("split", "each")
 
 CHECKPOINT_DIR = "nbaccel_checkpoints"
 """In the working directory, where Kaggle keeps what shall outlive a session; only made when one asks to save."""
+
+_FP8 = "fp8"
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 
@@ -57,6 +60,7 @@ class RunSettings:
     keep: how many of those checkpoints stay.
     resume: what to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
     seeds_alike: all ranks' generators start at `seed`, those of a program that knows no ranks.
+    dynamo_backend and the four below: how prepared models are compiled, as `TorchDynamoPlugin` has them.
 
     >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
     >>> both.mixed_precision, both.seed
@@ -77,12 +81,15 @@ class RunSettings:
     keep: int | None = None
     resume: str | None = None
     seeds_alike: bool | None = None
+    dynamo_backend: str | None = None
+    dynamo_mode: str | None = None
+    dynamo_use_fullgraph: bool | None = None
+    dynamo_use_dynamic: bool | None = None
+    dynamo_use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
-            raise ValueError(
-                f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, got {self.mixed_precision!r}"
-            )
+            raise ValueError(wrong_precision(self.mixed_precision))
         if self.batches is not None and self.batches not in BATCH_CHOICES:
             raise ValueError(f"batches must be one of {', '.join(map(repr, BATCH_CHOICES))}, got {self.batches!r}")
         steps = self.gradient_accumulation_steps
@@ -99,7 +106,7 @@ class RunSettings:
         )
 
     def environ(self) -> dict[str, str]:
-        """The variables that carry these choices into a rank; Accelerate reads the first four itself."""
+        """The variables that carry these choices into a rank; those with ACCELERATE's name it reads itself."""
         variables = {
             "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": self.gradient_accumulation_steps,
@@ -115,6 +122,11 @@ class RunSettings:
             "NBACCEL_CHECKPOINT_DIR": self.checkpoint_dir,
             "NBACCEL_KEEP": self.keep,
             "NBACCEL_RESUME": self.resume,
+            "ACCELERATE_DYNAMO_BACKEND": self.dynamo_backend,
+            "ACCELERATE_DYNAMO_MODE": self.dynamo_mode,
+            "ACCELERATE_DYNAMO_USE_FULLGRAPH": self.dynamo_use_fullgraph,
+            "ACCELERATE_DYNAMO_USE_DYNAMIC": self.dynamo_use_dynamic,
+            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": self.dynamo_use_regional_compilation,
         }
         return {name: str(value) for name, value in variables.items() if value is not None}
 
@@ -144,4 +156,15 @@ class RunSettings:
             checkpoint_dir=env.get("NBACCEL_CHECKPOINT_DIR"),
             keep=number("NBACCEL_KEEP"),
             resume=env.get("NBACCEL_RESUME"),
+            dynamo_backend=(env.get("ACCELERATE_DYNAMO_BACKEND") or "").lower() or None,
+            dynamo_mode=env.get("ACCELERATE_DYNAMO_MODE") or None,
+            dynamo_use_fullgraph=flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+            dynamo_use_dynamic=flag("ACCELERATE_DYNAMO_USE_DYNAMIC"),
+            dynamo_use_regional_compilation=flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
         )
+
+
+def wrong_precision(name: object) -> str:
+    """One sentence on a `mixed_precision` that is not there."""
+    instead = "; 8-bit training is not here, use 'bf16' (A100 and later) or 'fp16'" if name == _FP8 else ""
+    return f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}{instead}"

@@ -117,13 +117,13 @@ GROUPS = (
         "nbaccel:Accelerator.__init__",
         """
         device_placement, split_batches, gradient_accumulation_steps, cpu, dataloader_config, log_with | yes
-        project_dir, project_config, step_scheduler_with_optimizer, kwargs_handlers, dynamo_backend | yes
-        mixed_precision | differs | "no", "fp16" and "bf16"; fp8 is not known
+        project_dir, project_config, step_scheduler_with_optimizer, kwargs_handlers | yes
+        dynamo_backend, dynamo_plugin | yes
+        mixed_precision | differs | "no", "fp16" and "bf16"; fp8 is refused
         gradient_accumulation_plugin | yes | and `scale_last_window`
-        rng_types | no | the order of a loader follows from (seed, epoch); `synchronize_rng_states` is there
-        deepspeed_plugin, fsdp_plugin | later
-        deepspeed_plugins, torch_tp_plugin, megatron_lm_plugin, parallelism_config | no
-        dynamo_plugin | no | `dynamo_backend`, or `torch.compile` before or after `prepare`
+        rng_types | differs | has no effect: the order of a loader follows from (seed, epoch)
+        deepspeed_plugin, fsdp_plugin | later | refused by name
+        deepspeed_plugins, torch_tp_plugin, megatron_lm_plugin, parallelism_config | no | refused by name
         """,
     ),
     Group(
@@ -232,7 +232,8 @@ GROUPS = (
         is_matplotlib_available, is_pandas_available, is_rich_available, is_torchvision_available | yes
         find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
         FullyShardedDataParallelPlugin, DeepSpeedPlugin | later
-        TorchDynamoPlugin, DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
+        TorchDynamoPlugin | yes
+        DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no
         infer_auto_device_map, get_balanced_memory, get_max_memory, load_and_quantize_model, merge_fsdp_weights | no
         write_basic_config | differs | chooses for the notebooks of the folder, in its `nbaccel.toml`

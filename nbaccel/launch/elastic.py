@@ -24,11 +24,15 @@ _SIGNAL = 128  # what a shell adds to a signal's number
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every rank runs: a script, or with `is_module` a module as `python -m` runs it; and its own arguments."""
+    """What every rank runs: a script, or with `is_module` a module as `python -m` runs it; and its own arguments.
+
+    is_executable: it is a program of the system, which no Python runs.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    is_executable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,15 @@ class Nodes:
     """The machines of a launch, and which of them this one is.
 
     count: machines.  rank: this one's number, 0-based.  master_addr, master_port: where node 0 listens for the others.
+    rdzv_backend, rdzv_conf: how they find each other, and its options, as torchrun takes them; None for its "static".
     """
 
     count: int = 1
     rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    rdzv_backend: str | None = None
+    rdzv_conf: str | None = None
 
     def __post_init__(self) -> None:
         """
@@ -88,10 +95,12 @@ class Nodes:
         if self.count == 1:
             return ["--standalone"]
         port = self.master_port or _MASTER_PORT
-        return [
-            *("--nnodes", str(self.count), "--node-rank", str(self.rank)),
-            *("--master-addr", str(self.master_addr), "--master-port", str(port)),
-        ]
+        meeting = ["--master-addr", str(self.master_addr), "--master-port", str(port)]
+        if self.rdzv_backend is not None:
+            meeting = ["--rdzv-backend", self.rdzv_backend, "--rdzv-endpoint", f"{self.master_addr}:{port}"]
+        if self.rdzv_conf is not None:
+            meeting += ["--rdzv-conf", self.rdzv_conf]
+        return ["--nnodes", str(self.count), "--node-rank", str(self.rank), *meeting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,7 @@ class Elastic:
 
     num_processes: ranks on this machine.  threads: CPU threads of each.
     environ: variables set in every rank (settings, devices); stronger than what the caller's environment says.
+    torchrun: more words for torchrun, which say how it watches and shows the ranks.
     """
 
     program: Program
@@ -115,19 +125,23 @@ class Elastic:
     threads: int
     nodes: Nodes = Nodes()
     environ: Mapping[str, str] = field(default_factory=dict)
+    torchrun: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
         """The words behind `torchrun`."""
-        return [*self._torchruns(), *(["--module"] if self.program.is_module else []), *self._programs()]
+        kind = ["--module"] if self.program.is_module else ["--no-python"] if self.program.is_executable else []
+        return [*self._torchruns(), *kind, *self._programs()]
 
     def _torchruns(self) -> list[str]:
-        return [*self.nodes.arguments(), "--nproc-per-node", str(self.num_processes)]
+        return [*self.nodes.arguments(), "--nproc-per-node", str(self.num_processes), *self.torchrun]
 
     def _programs(self) -> list[str]:
         return [self.program.name, *self.program.arguments]
 
     def _arguments_by_us(self) -> list[str]:
-        """The same, with the program run by `rank.script`, which ends it well."""
+        """The same, with the program run by `rank.script`, which ends it well, if it is one of Python."""
+        if self.program.is_executable:
+            return self.arguments()
         return [*self._torchruns(), "--module", _RUNNER, *(["-m"] if self.program.is_module else []), *self._programs()]
 
     def changes(self) -> dict[str, str]:

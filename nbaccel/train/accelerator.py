@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Self
+from inspect import signature
+from typing import Any, Self, Unpack
 
 import torch
 from torch.nn import Module
@@ -27,6 +28,7 @@ from nbaccel.train.checkpoint.save import Writer
 from nbaccel.train.checkpoint.shelf import Shelf
 from nbaccel.train.checkpoint.staging import Staging
 from nbaccel.train.checkpoint.training import Training
+from nbaccel.train.compiling import Compiling, TorchDynamoPlugin
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
 from nbaccel.train.faces.checkpointing import ON_SAVE_ERROR, Registered
 from nbaccel.train.faces.exchange import Exchange
@@ -43,8 +45,9 @@ from nbaccel.train.handlers import Handlers, KwargsHandler
 from nbaccel.train.implicit import step_back
 from nbaccel.train.memory import Freed, free
 from nbaccel.train.microbatch.sizes import MicroBatches
-from nbaccel.train.models import backend_name, keep_compiled
+from nbaccel.train.models import keep_compiled
 from nbaccel.train.planning.found import Found
+from nbaccel.train.plugins import PluginsNotHere, refuse_plugins
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared
 from nbaccel.train.project import ProjectConfiguration
@@ -76,7 +79,9 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     cpu: stay on the CPU although there are devices.
     device_placement: move prepared models and batches to the device.
     step_scheduler_with_optimizer: prepared schedulers move with the optimizer; otherwise when they are called.
-    dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor".
+    dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor"; by default what
+        the launch was told, else not at all.
+    dynamo_plugin: that and its other options, as a `TorchDynamoPlugin`, instead of the name.
     kwargs_handlers: options for DDP, GradScaler, autocast, the process group and the profiler, one of each at most.
     on_nan: what happens to a loss that is not finite. "warn" says so once, with step and rank; "skip" leaves out
         steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
@@ -143,8 +148,12 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         keep: int | None = None,
         resume: bool | str | os.PathLike[str] | None = None,
         time_limit: str | float | timedelta | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         rng_types: Sequence[str] | None = None,
+        **not_here: Unpack[PluginsNotHere],
     ) -> None:
+        if not_here:
+            refuse_plugins(not_here, signature(Accelerator.__init__).parameters)
         self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
         if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
             raise ValueError(
@@ -160,7 +169,9 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._limit_s = None if time_limit is None else seconds_of(time_limit)
         self._handlers = Handlers.of(kwargs_handlers)
         self._on_nan = on_nan
-        self._dynamo_backend = backend_name(dynamo_backend)
+        if dynamo_plugin is not None and dynamo_backend is not None:
+            raise ValueError(f"dynamo_backend={dynamo_backend!r} and a dynamo_plugin: give one of them")
+        self._dynamo = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
         steps = gradient_accumulation_steps if self._rules.num_steps is None else self._rules.num_steps
         self._asked = RunSettings(
             mixed_precision,
@@ -170,7 +181,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
             checkpoint_dir=None if checkpoint_dir is None else os.fspath(checkpoint_dir),
             keep=keep,
             resume=None if resume is None or resume is False else "" if resume is True else os.fspath(resume),
-        )
+        ).over(self._dynamo.settings())
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.device_placement = device_placement
@@ -269,7 +280,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         return keep_compiled(model, inner) if keep_torch_compile else inner
 
     def _handed_in(self, model: Module) -> Module:
-        return self.unwrap_model(model, keep_torch_compile=self._dynamo_backend is None)
+        return self.unwrap_model(model, keep_torch_compile=not self._compiling.is_on)
 
     def _training(self) -> Training:
         self._equip()
@@ -386,6 +397,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
             return
         self._prepared.forget()
         self._settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
+        self._compiling = Compiling(self._settings, self._dynamo)
         self._accumulation = Accumulation(self._settings.gradient_accumulation_steps or 1, self._rules)
         self._plan_saves()
         self._is_equipped = False

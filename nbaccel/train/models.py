@@ -14,7 +14,7 @@ from nbaccel.train.strategies.base import without_compile
 from nbaccel.train.warned import warn_user
 from nbaccel.world import World
 
-__all__ = ["admit", "backend_name", "compiled", "is_compiled_module", "is_spread", "keep_compiled", "may_move"]
+__all__ = ["admit", "is_compiled_module", "is_spread", "keep_compiled", "may_move"]
 
 _QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer", "quantization_method")
 """Attributes that are set, and true, on a model with quantised weights."""
@@ -49,20 +49,6 @@ def may_move(model: Module) -> bool:
 def is_spread(model: Module) -> bool:
     """Whether `model` lies on several devices."""
     return len(_devices(model)) > 1
-
-
-def backend_name(chosen: str | None) -> str | None:
-    """``torch.compile``'s name of a `dynamo_backend`, which Accelerate spells in capitals; None to compile nothing."""
-    name = str(getattr(chosen, "value", chosen)).lower()
-    return None if name in ("none", "no") else name
-
-
-def compiled(model: Module, backend: str | None) -> Module:
-    """`model` compiled by `backend`, if there is one and it is not compiled already."""
-    if backend is None or is_compiled_module(model):
-        return model
-    wrapped: Module = torch.compile(model, backend=backend)  # type: ignore[assignment]  # a module gives a module
-    return wrapped
 
 
 def keep_compiled(model: Module, inner: Module) -> Module:

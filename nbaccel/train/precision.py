@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nbaccel.settings import PRECISIONS
+from nbaccel.settings import wrong_precision
 from nbaccel.train.handlers import AutocastKwargs, Handlers
 from nbaccel.train.readings import Reading
 from nbaccel.train.talk.nested import map_children
@@ -389,5 +389,5 @@ def make_precision(name: str, device: torch.device, handlers: Handlers | None = 
         ValueError: no such precision; the message names the choices.
     """
     if name not in _KINDS:
-        raise ValueError(f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}")
+        raise ValueError(wrong_precision(name))
     return _KINDS[name](device, handlers)

@@ -41,6 +41,7 @@ from nbaccel.train.batches import (
     slice_tensors,
 )
 from nbaccel.train.checkpoint.weights import load_model
+from nbaccel.train.compiling import TorchDynamoPlugin
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed_type import DistributedType
 from nbaccel.train.environment import clear_environment, patch_environment
@@ -90,6 +91,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
     "clear_environment",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nbaccel.missing_names import missing_from
 from nbaccel.tracking import LoggerType
 from nbaccel.train.accumulation import GradientAccumulationPlugin
+from nbaccel.train.compiling import TorchDynamoPlugin
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed_type import DistributedType
 from nbaccel.train.handlers import (
@@ -35,6 +36,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "TorchDynamoPlugin",
 ]
 
 __getattr__ = missing_from(__name__, "nbaccel.train.enumerations")

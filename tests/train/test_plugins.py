@@ -1,7 +1,8 @@
-"""Handlers: which are accepted, and that what they say reaches DDP, the process group and the profiler."""
+"""Handlers: which are accepted, and that what they say reaches DDP, the process group and the profiler; plugins not here."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -210,3 +211,33 @@ def test_an_unknown_activity_is_refused_with_the_choices() -> None:
         accelerator.profile(ProfileKwargs(activities=["abacus"])),  # type: ignore[list-item]
     ):
         pass
+
+
+REFUSED = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin")
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "parallelism_config"])
+def test_a_plugin_that_is_not_here_is_refused_by_name_with_what_works_instead(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"^Accelerator\({name}=…\): .*gradient_checkpointing\(model\)\.$"):
+        Accelerator(**{name: object()})
+    Accelerator(**{name: None})  # as programs pass on what nobody chose
+
+
+def test_every_argument_of_the_real_constructor_is_taken_or_refused_by_name() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    theirs = set(inspect.signature(accelerate.Accelerator.__init__).parameters)
+    ours = set(inspect.signature(Accelerator.__init__).parameters)
+    assert theirs - ours == {*REFUSED, "parallelism_config"}
+    Accelerator(rng_types=["generator", "torch"])
+
+
+def test_an_argument_that_nobody_knows_is_a_type_error_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"argument 'mixed_precison'; did you mean mixed_precision\?"):
+        Accelerator(mixed_precison="bf16")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'zzz'$"):
+        Accelerator(zzz=1)  # type: ignore[call-arg]
+
+
+def test_fp8_is_refused_with_what_there_is_instead() -> None:
+    with pytest.raises(ValueError, match=r"got 'fp8'; 8-bit training is not here, use 'bf16' .* or 'fp16'"):
+        Accelerator(mixed_precision="fp8")

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nbaccel.train.compiling import Compiling
 from nbaccel.train.data.unprepared import watch_loaders
 from nbaccel.train.faces.loading import Loading
 from nbaccel.train.finite import LossWatch
-from nbaccel.train.models import admit, compiled, may_move
+from nbaccel.train.models import admit, may_move
 from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler, follow_parameters
 from nbaccel.train.precision import Precision, restore_forward
 from nbaccel.train.prepared import remembered
@@ -30,7 +31,7 @@ class Preparing(Loading):
     """`prepare`, and the same for one object of a known kind."""
 
     step_scheduler_with_optimizer: bool
-    _dynamo_backend: str | None
+    _compiling: Compiling
     _precision: Precision
     _strategy: Strategy
     _raw_steps: RawSteps
@@ -111,7 +112,7 @@ class Preparing(Loading):
             self._agree_on_names()
             self.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
             model = self._strategy.setup(model)
-        model = compiled(model, self._dynamo_backend)
+        model = self._compiling.compiled(model)
         self._prepared.models.append(model)
         if not evaluation_mode:
             watch_loaders(self.world, self._accumulation)

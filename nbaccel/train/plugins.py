@@ -1,0 +1,58 @@
+"""Plugins of Accelerate that have no counterpart here: which arguments they are, and what works instead. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, TypedDict
+
+__all__ = ["PluginsNotHere", "refuse_plugins"]
+
+
+class PluginsNotHere(TypedDict, total=False):
+    """Arguments of Accelerate's constructor that are accepted as None alone."""
+
+    fsdp_plugin: Any
+    deepspeed_plugin: Any
+    deepspeed_plugins: Any
+    megatron_lm_plugin: Any
+    torch_tp_plugin: Any
+    parallelism_config: Any
+
+
+_FITS = (
+    "Every rank holds the whole model here (DDP). To make it fit: mixed_precision='bf16' or 'fp16', "
+    "gradient_accumulation_steps with a smaller batch, accelerator.gradient_checkpointing(model)."
+)
+
+_INSTEAD = {
+    "fsdp_plugin": f"a model cannot be sharded over the ranks yet. {_FITS}",
+    "deepspeed_plugin": f"DeepSpeed does not drive the training here yet. {_FITS}",
+    "deepspeed_plugins": f"DeepSpeed does not drive the training here yet. {_FITS}",
+    "megatron_lm_plugin": f"Megatron-LM does not drive the training here. {_FITS}",
+    "torch_tp_plugin": f"a model's layers are not split over the ranks here. {_FITS}",
+    "parallelism_config": (
+        "ranks are replicas here, one dimension of num_processes, which is what dp_replicate_size alone asks for: "
+        f"leave it out for that. {_FITS}"
+    ),
+}
+
+
+def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Check the constructor arguments that are none of ours.
+
+    known: the names of ours, for one that was mistyped.
+
+    Raises:
+        NotImplementedError: Accelerate knows it, and here is no such thing.
+        TypeError: nobody knows it.
+
+    >>> refuse_plugins({"fsdp_plugin": None}, ())
+    """
+    for name, value in given.items():
+        if name not in _INSTEAD:
+            alike = difflib.get_close_matches(name, [*known, *_INSTEAD], n=1)
+            meant = f"; did you mean {alike[0]}?" if alike else ""
+            raise TypeError(f"Accelerator got an unexpected keyword argument {name!r}{meant}")
+        if value is not None:
+            raise NotImplementedError(f"Accelerator({name}=…): {_INSTEAD[name]}")
