@@ -1,19 +1,23 @@
 """`nbaccel launch SCRIPT …`: a script on every device of this machine, or of several, as a notebook's cell would run.
 
-Runs in a terminal. It reads the flags that the cells know, under the same names, and what nbaccel.toml chooses;
-`launch.elastic` does the rest. What only a notebook can do (bring variables back, draw, restart in smaller batches)
-has no flag here.
+Runs in a terminal. It reads the flags that the cells know, under the same names, those of `accelerate launch`, and what
+nbaccel.toml and Accelerate's configuration file choose; `launch.elastic` does the rest. What only a notebook can do
+(bring variables back, draw, restart in smaller batches) has no flag here.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from IPython.core.error import UsageError
 
+from nbaccel.cli.accelerate_config import AccelerateConfig, default_path
+from nbaccel.cli.accelerate_flags import MODES, Idle, add_arguments, is_elsewhere, spelled, take, torchruns, whole
 from nbaccel.cli.answer import failed, say
 from nbaccel.configfile import FILE_NAME
 from nbaccel.errors import LaunchRefused
@@ -27,7 +31,6 @@ from nbaccel.notebook.mistakes import in_our_words, what_is_unknown
 from nbaccel.notebook.options import Options
 from nbaccel.notebook.parsing import chosen
 from nbaccel.notebook.plan import choose_precision, settings_of
-from nbaccel.notebook.values import checked
 from nbaccel.settings import RunSettings
 
 __all__ = ["launch"]
@@ -51,15 +54,18 @@ _HELP = "nbaccel launch --help lists every flag."
 def launch(words: Sequence[str]) -> int:
     """Run what `words` say; returns the script's exit status, or 2 with a sentence where nothing was started."""
     parser = _parser()
-    mine, rest = _split(parser, words)
     try:
+        mine, idle, rest = _split(parser, words)
         asked, unknown = parser.parse_known_args(mine)
         if unknown:
-            return failed(f"{_unknown(parser, unknown[0])} {_HELP}", _WRONG_USE)
+            return failed(f"{_unknown(parser, unknown[0], rest)} {_HELP}", _WRONG_USE)
         if asked.help:
             parser.print_help()
             return 0
-        run = _elastic(asked, _program(rest, asked.module))
+        program = _program(rest, asked)
+        for line in Idle.lines(idle):
+            say(line)
+        run = _elastic(_choices(parser, asked), program)
         if asked.dry_run:
             print(run)
             return 0
@@ -78,47 +84,65 @@ def _parser() -> argparse.ArgumentParser:
     parser.allow_abbrev = False
     for action in parser._actions:
         action.help = _DIFFERENT.get(action.dest, action.help)
+    # fmt: off
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
-    parser.add_argument("--nnodes", metavar="N", type=checked(_positive), default=1,
-                        help="machines; -n is the ranks on each; default 1")  # fmt: skip
-    parser.add_argument("--node-rank", metavar="R", type=checked(_natural), help="which of them this is, 0-based")
+    parser.add_argument("--nnodes", metavar="N", type=whole("machines are 1 or more", 1),
+                        help="machines; -n is the ranks on each; default 1")
+    parser.add_argument("--node-rank", metavar="R", type=whole("nodes are numbered from 0", 0),
+                        help="which of them this is, 0-based")
     parser.add_argument("--master-addr", metavar="IP", help="address of node 0")
-    parser.add_argument("--master-port", metavar="PORT", type=checked(_port), help="port of node 0; default 29500")
+    parser.add_argument("--master-port", metavar="PORT", type=whole("a port lies in 1..65535", 1, 65535),
+                        help="port of node 0; default 29500")
     parser.add_argument("--dry-run", action="store_true", help="print the command that would run, and end")
     parser.add_argument("-h", "--help", action="store_true", help="print this, and end")
+    # fmt: on
+    add_arguments(parser)
     return parser
 
 
-def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our flags, and the script with what is its own.
+def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[Idle], list[str]]:
+    """Our flags, those of Accelerate that have no effect, and the script with what is its own.
 
     A flag whose value may be left out (`--resume`) takes one by `=` only: what follows may be the script.
+
+    Raises:
+        UsageError: a flag of Accelerate's that is refused.
     """
-    mine, rest = [], list(words)
+    mine, idle, rest = [], [], list(words)
     while rest and rest[0].startswith("-") and rest[0] != "--":
-        action = parser._option_string_actions.get(rest[0])
-        takes = 2 if action is not None and action.nargs is None else 1
-        mine += rest[:takes]
+        if is_elsewhere(rest[0].partition("=")[0]):
+            takes, found = take(rest)
+            idle += found
+        else:
+            action = parser._option_string_actions.get(spelled(rest[0].partition("=")[0]))
+            takes = 2 if action is not None and action.nargs is None and "=" not in rest[0] else 1
+            mine += [spelled(rest[0]) if action is not None else rest[0], *rest[1:takes]]
         del rest[:takes]
-    return mine, rest[1:] if rest[:1] == ["--"] else rest
+    return mine, idle, rest[1:] if rest[:1] == ["--"] else rest
 
 
-def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
-    flag = word.partition("=")[0]
+def _unknown(parser: argparse.ArgumentParser, word: str, rest: Sequence[str]) -> str:
+    flag = spelled(word.partition("=")[0])
     if flag in flags_parser()._option_string_actions:
         return f"{flag} is for the cells of a notebook; a script has no use for it."
-    return what_is_unknown(parser, word)
+    return what_is_unknown(parser, word, *rest[:1])
 
 
-def _program(words: Sequence[str], is_module: bool) -> Program:
+def _program(words: Sequence[str], asked: argparse.Namespace) -> Program:
     """
     Raises:
         UsageError: there is nothing that could run.
     """
+    if asked.module and asked.no_python:
+        raise UsageError("-m runs a module of Python, and --no_python what is none: leave one of them out.")
     if not words:
-        raise UsageError(f"a {'module' if is_module else 'script'} is missing: nbaccel launch -n 2 train.py. {_HELP}")
+        raise UsageError(
+            f"a {'module' if asked.module else 'script'} is missing: nbaccel launch -n 2 train.py. {_HELP}"
+        )
     name, *arguments = words
-    if not is_module:
+    if asked.no_python and shutil.which(name) is None:
+        raise UsageError(f"there is no program {name} that could be run; a script of Python needs no --no_python.")
+    if not (asked.module or asked.no_python):
         if name.endswith(".ipynb"):
             raise UsageError(f"{name} is a notebook: jupyter nbconvert --to script {name} makes a script of it.")
         if not Path(name).is_file():
@@ -126,28 +150,172 @@ def _program(words: Sequence[str], is_module: bool) -> Program:
                 f"there is no script {name} in {Path.cwd()}; a value of --resume is written --resume=PATH, and a "
                 "module needs -m."
             )
-    return Program(name, tuple(arguments), is_module)
+    return Program(name, tuple(arguments), asked.module, asked.no_python)
 
 
-def _elastic(asked: argparse.Namespace, program: Program) -> Elastic:
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What was chosen, by flags and by files.
+
+    options: what a cell can choose too; its `num_processes` are the ranks of this machine.
+    others: everything else, by the destinations of the parser.
+    """
+
+    options: Options
+    nodes: Nodes
+    others: argparse.Namespace
+
+
+def _choices(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> _Choices:
+    """The flags, over the file that they name, over nbaccel.toml, over the file that `accelerate config` has written.
+
+    Raises:
+        UsageError, LaunchRefused: a file that cannot be followed, or choices that contradict each other.
+    """
+    file = _of_file(parser, asked)
+    both = argparse.Namespace(
+        **{name: getattr(file, name) if mine is None or mine is False else mine for name, mine in vars(asked).items()}
+    )
+    nodes = _nodes(both)
+    configuration = Configuration()
+    if idle := [key for key in chosen(configuration.parser, configuration.options) if key not in _OF_CELLS]:
+        say(f"{FILE_NAME} sets {', '.join(idle)} too, which a script cannot follow.")
+    own = _options(asked, share=1 if asked.nnodes else nodes.count)
+    weaker = [configuration.options, _options(file, share=nodes.count)]
+    if asked.config_file is not None:
+        weaker.reverse()
+    return _Choices(own.over(weaker[0]).over(weaker[1]), nodes, both)
+
+
+def _of_file(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argparse.Namespace:
+    """What Accelerate's configuration file says, as if it had been given by flags; says that it was read.
+
+    Left out is what the flags contradict: how the run is spread, and on which devices.
+
+    Raises:
+        UsageError: the file cannot be followed.
+    """
+    path = default_path() if asked.config_file is None else Path(asked.config_file)
+    if path is None or (asked.config_file is None and asked.cpu):
+        return parser.parse_args([])
+    try:
+        config = AccelerateConfig.read(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    beaten = {"cpu"} if asked.multi_gpu or asked.gpu_ids or asked.devices else set()
+    if asked.multi_gpu or asked.cpu:
+        beaten |= {*MODES, "gpu_ids"} if asked.cpu else {*MODES}
+    flags = {name: value for name, value in config.flags.items() if name not in beaten}
+    say(f"{path} is followed where no flag says otherwise: {_listed(flags)}.")
+    if config.unknown:
+        say(f"{path}: Accelerate knows no key {', '.join(config.unknown)}; left out.")
+    words: list[str] = []
+    idle: list[Idle] = []
+    try:
+        for name, value in flags.items():
+            flag = spelled(f"--{name}")
+            action = parser._option_string_actions.get(flag)
+            if action is None:
+                idle += take([f"--{name}={value}"])[1]
+            else:
+                words.append(flag if action.nargs == 0 else f"{flag}={value}")
+        found = parser.parse_args(words)
+    except UsageError as error:
+        way_out = " A flag beats the file, --multi_gpu for one." if {*MODES} & flags.keys() else ""
+        raise UsageError(f"{path}: {in_our_words(str(error), _HELP)}{way_out}") from None
+    for line in Idle.lines(idle, f"{path}: "):
+        say(line)
+    return found
+
+
+def _listed(flags: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in flags.items()) or "it chooses nothing"
+
+
+def _nodes(asked: argparse.Namespace) -> Nodes:
+    """
+    Raises:
+        UsageError, LaunchRefused: an incomplete or contradictory description.
+    """
+    count = asked.nnodes or asked.num_machines or 1
+    backend = None if asked.rdzv_backend == "static" else asked.rdzv_backend
+    if count == 1:
+        alone = ("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
+        reason = "the ranks of one machine meet at a free port of its loopback interface"
+        for line in Idle.lines(
+            Idle(f"--{name}", reason) for name in alone if getattr(asked, name) not in (None, "static")
+        ):
+            say(line)
+        return Nodes(1, asked.node_rank, asked.master_addr, asked.master_port)
+    if asked.main_process_port == 0:
+        raise UsageError("--main_process_port 0 is any free port, which the other machines cannot know: name one.")
+    return Nodes(
+        count,
+        asked.node_rank,
+        asked.master_addr or asked.main_process_ip,
+        asked.master_port or asked.main_process_port,
+        backend,
+        asked.rdzv_conf,
+    )
+
+
+def _options(asked: argparse.Namespace, share: int) -> Options:
+    """What a cell can choose too.  share: machines that `num_processes` is for.
+
+    Raises:
+        UsageError: they cannot have equally many ranks.
+    """
+    options = Options(**{field.name: getattr(asked, field.name, None) for field in fields(Options)})
+    if asked.gpu_ids not in (None, "all"):
+        options = replace(options, devices=asked.gpu_ids)
+    total = options.world_size
+    if total is not None and share > 1:
+        if total % share:
+            raise UsageError(
+                f"--num_processes {total} are the ranks of all machines, and {share} of them (--num_machines) cannot "
+                f"have equally many; -n {total} on each is --nnodes {share} -n {total}."
+            )
+        options = replace(options, num_processes=total // share)
+    return options
+
+
+def _elastic(choices: _Choices, program: Program) -> Elastic:
     """
     Raises:
         UsageError, LaunchRefused: in one sentence, why this cannot be launched.
     """
-    flags = Options(**{field.name: getattr(asked, field.name, None) for field in fields(Options)})
-    configuration = Configuration()
-    options = flags.over(configuration.options)
-    if idle := [key for key in chosen(configuration.parser, configuration.options) if key not in _OF_CELLS]:
-        say(f"{FILE_NAME} sets {', '.join(idle)} too, which a script cannot follow.")
+    options, others = choices.options, choices.others
+    if options.cpu and others.multi_gpu:
+        raise UsageError("--cpu and --multi_gpu contradict each other: leave one of them out.")
     survey = Survey.take()
     devices = choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
-    settings = settings_of(options, _precision(options, devices))
-    nodes = Nodes(asked.nnodes, asked.node_rank, asked.master_addr, asked.master_port)
-    threads = threads_per_rank(survey.cpu_count, devices.num_processes)
-    say(_described(devices, settings, threads, nodes))
+    settings = _compiling(others).over(settings_of(options, _precision(options, devices)))
+    threads = others.num_cpu_threads_per_process or threads_per_rank(survey.cpu_count, devices.num_processes)
+    environ = {"OMP_NUM_THREADS": str(threads)} if others.num_cpu_threads_per_process else {}
+    say(_described(devices, settings, threads, choices.nodes))
     for line in before_a_run(devices.gpus):
         say(line)
-    return Elastic(program, devices.num_processes, threads, nodes, settings.environ() | devices.environ())
+    return Elastic(
+        program,
+        devices.num_processes,
+        threads,
+        choices.nodes,
+        settings.environ() | devices.environ() | environ,
+        torchruns(others),
+    )
+
+
+def _compiling(asked: argparse.Namespace) -> RunSettings:
+    """As Accelerate has it: a launch that compiles says all that it can say of it."""
+    if asked.dynamo_backend is None:
+        return RunSettings()
+    return RunSettings(
+        dynamo_backend=asked.dynamo_backend.lower(),
+        dynamo_mode=asked.dynamo_mode,
+        dynamo_use_fullgraph=bool(asked.dynamo_use_fullgraph),
+        dynamo_use_dynamic=bool(asked.dynamo_use_dynamic),
+        dynamo_use_regional_compilation=bool(asked.dynamo_use_regional_compilation),
+    )
 
 
 def _precision(options: Options, devices: Devices) -> str | None:
@@ -162,24 +330,7 @@ def _described(devices: Devices, settings: RunSettings, threads: int, nodes: Nod
         f"precision {settings.mixed_precision}" if settings.mixed_precision else "",
         f"accumulate {settings.gradient_accumulation_steps}" if settings.gradient_accumulation_steps else "",
         f"seed {settings.seed}" if settings.seed is not None else "",
+        f"compiled by {settings.dynamo_backend}" if settings.dynamo_backend not in (None, "no") else "",
         f"{threads} CPU thread{'s' * (threads > 1)} each",
     ]
     return ", ".join(filter(None, parts))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"machines are 1 or more; got {text!r}")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"nodes are numbered from 0; got {text!r}")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise ValueError(f"a port lies in 1..65535; got {text!r}")
-    return int(text)

@@ -30,10 +30,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        listener = socket.create_server((_ADDRESS, 0))
-        port = listener.getsockname()[1]
-        self._store = TCPStore(_ADDRESS, port, 1, is_master=True, master_listen_fd=listener.detach())
-        self._place = RendezvousStoreInfo(_ADDRESS, port)
+        self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
         return LOOPBACK
@@ -44,7 +41,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, self._place)
+        """A store of its own for every start: ranks would find the addresses of those that failed in the last one."""
+        listener = socket.create_server((_ADDRESS, 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(_ADDRESS, port, 1, is_master=True, master_listen_fd=listener.detach())
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(_ADDRESS, port))
 
     def is_closed(self) -> bool:
         return False

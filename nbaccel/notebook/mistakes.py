@@ -30,6 +30,9 @@ COMMANDS = (
 
 _DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 
+_OF_OTHERS = {"--nproc-per-node": "-n", "--num-gpus": "-n"}
+"""Flags of other launchers, and ours that say the same."""
+
 _HELP = "%accelerate? lists every flag."
 
 _ARGPARSE = {
@@ -64,9 +67,11 @@ def near(key: str, keys: Iterable[str]) -> str:
     return f" (did you mean {alike[0]}=…?)" if alike else ""
 
 
-def what_is_unknown(parser: argparse.ArgumentParser, word: str) -> str:
-    """About the first word that argparse could not place."""
-    flag = word.partition("=")[0]
+def what_is_unknown(parser: argparse.ArgumentParser, word: str, following: str = "") -> str:
+    """About the first word that argparse could not place.  following: the word behind it."""
+    flag, _, value = word.partition("=")
+    if (meant := _OF_OTHERS.get(flag.replace("_", "-"))) is not None:
+        return f"there is no flag {flag}; did you mean {' '.join([meant, *(value or following).split()[:1]])}?"
     if flag.startswith("-"):
         every = [name for action in parser._actions for name in action.option_strings]
         alike = difflib.get_close_matches(flag.replace("_", "-"), every, n=1)

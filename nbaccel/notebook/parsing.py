@@ -45,7 +45,7 @@ def parse(parser: argparse.ArgumentParser, line: str) -> Options:
     except UsageError as error:
         raise UsageError(in_our_words(str(error))) from None
     if unknown:
-        raise UsageError(f"{what_is_unknown(parser, unknown[0])} %accelerate? lists every flag.")
+        raise UsageError(f"{what_is_unknown(parser, *unknown[:2])} %accelerate? lists every flag.")
     return Options(**vars(known))
 
 

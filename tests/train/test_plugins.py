@@ -1,4 +1,4 @@
-"""Handlers: which are accepted, and that what they say reaches DDP, the process group and the profiler; plugins not here."""
+"""Handlers and plugins: which are accepted, and that what they say reaches DDP, process group and profiler."""
 
 from __future__ import annotations
 

@@ -1,0 +1,197 @@
+"""The flags of `accelerate launch`: which of them `nbaccel launch` takes, and what becomes of the others.
+
+Runs in `nbaccel launch`; starts nothing. A program that is started by `accelerate launch FLAGS script.py` is started
+here with the same flags. Those that mean something here are arguments of the parser (`add_arguments`); all others are
+rows of one table: they have no effect, which is said, or are refused in a sentence. The keys of Accelerate's
+configuration file are the same names.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from IPython.core.error import UsageError
+
+from nbaccel.notebook.values import one_of, read_batches, read_seconds
+
+__all__ = ["MODES", "Idle", "add_arguments", "is_elsewhere", "spelled", "take", "torchruns", "whole"]
+
+_FITS = (
+    "every rank holds the whole model (DDP). Leave the flag out, and make the model fit by -p bf16, by -a with smaller "
+    "batches, or by accelerator.gradient_checkpointing(model)"
+)
+
+MODES = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config", "tpu")
+"""How a run is spread; one of them in a command stands for the `distributed_type` of a configuration file."""
+
+_TORCHRUNS = ("--tee", "--log-dir", "--role", "--max-restarts", "--monitor-interval")
+"""Flags that torchrun takes under the same names."""
+
+_DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Flags that mean nothing here.
+
+    names: as a configuration file spells them, blanks between; a star stands for any ending.
+    why: a sentence's end on it; empty where there is nothing to say, since the run is as if it was given.
+    """
+
+    names: str
+    why: str = ""
+    is_refused: bool = False
+    takes_value: bool = True
+
+
+_TABLE = (
+    # refused
+    Row("use_fsdp", f"a model cannot be sharded here yet, {_FITS}", is_refused=True, takes_value=False),
+    Row("use_deepspeed", f"DeepSpeed does not drive trainings here yet, {_FITS}", is_refused=True, takes_value=False),
+    Row("use_megatron_lm", f"Megatron-LM does not drive trainings here, {_FITS}", is_refused=True, takes_value=False),
+    Row("use_parallelism_config", f"ranks are replicas here, {_FITS}", is_refused=True, takes_value=False),
+    Row("tpu tpu_cluster", "TPUs are not driven here; start the program by Accelerate or torch_xla",
+        is_refused=True, takes_value=False),
+    Row("mpirun_hostfile", "ranks are not started by MPI here; run this command on every machine, with "
+        "--num_machines, --machine_rank and --main_process_ip", is_refused=True),
+    Row("aws_access_key_id aws_secret_access_key", "jobs of SageMaker are not started here; run this command in one",
+        is_refused=True),
+    # as if it was given
+    Row("quiet -q same_network no_tpu_cluster", takes_value=False),
+    # without effect
+    Row("enable_cpu_affinity", "ranks are not bound to cores; taskset or numactl before the command binds them",
+        takes_value=False),
+    Row("fp8_use_autocast_during_eval", "it goes with 8-bit training", takes_value=False),
+    Row("fp8_*", "it goes with 8-bit training"),
+    Row("fsdp_*", "it goes with --use_fsdp"),
+    Row("zero_stage zero3_* offload_* gradient_clipping deepspeed_*", "it goes with --use_deepspeed"),
+    Row("megatron_lm_*", "it goes with --use_megatron_lm"),
+    Row("parallelism_config_*", "it goes with --use_parallelism_config"),
+    Row("tpu_use_sudo downcast_bf16", "it goes with --tpu", takes_value=False),
+    Row("vm env main_training_function tpu_* commands command_file", "it goes with --tpu"),
+    Row("mpirun_*", "it goes with --mpirun_hostfile"),
+)  # fmt: skip
+
+
+def spelled(flag: str) -> str:
+    """A flag with dashes, as `--num_processes` is `--num-processes`; what stands behind `=` stays.
+
+    >>> spelled("--log_dir=my_logs"), spelled("-n"), spelled("my_script.py")
+    ('--log-dir=my_logs', '-n', 'my_script.py')
+    """
+    if not flag.startswith("--"):
+        return flag
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def is_elsewhere(flag: str) -> bool:
+    """Whether `flag` is one of Accelerate's that means nothing here."""
+    return _row(flag) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A flag that was given and has no effect. why: see `Row`."""
+
+    flag: str
+    why: str
+
+    @staticmethod
+    def lines(given: Iterable[Idle], place: str = "") -> list[str]:
+        """One line for all that share a reason.
+
+        place: where they were found, if not in the command.
+
+        >>> Idle.lines([Idle("--fsdp_version", "it goes with --use_fsdp")])
+        ['--fsdp_version has no effect here: it goes with --use_fsdp.']
+        """
+        by_reason: dict[str, list[str]] = {}
+        for idle in given:
+            by_reason.setdefault(idle.why, []).append(idle.flag)
+        return [
+            f"{place}{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect here: {why}."
+            for why, flags in by_reason.items()
+        ]
+
+
+def take(words: Sequence[str]) -> tuple[int, list[Idle]]:
+    """How many of the first of `words` are a flag that means nothing here and its value, and what is to be said.
+
+    Raises:
+        UsageError: the flag is refused, or its value is missing.
+    """
+    flag = words[0].partition("=")[0]
+    row = _row(flag)
+    assert row is not None, "see is_elsewhere"
+    if row.is_refused:
+        raise UsageError(f"{flag}: {row.why}.")
+    has_its_value = "=" in words[0]
+    if row.takes_value and not has_its_value and len(words) < 2:
+        raise UsageError(f"{flag} needs a value.")
+    return 1 + (row.takes_value and not has_its_value), [Idle(flag, row.why)] if row.why else []
+
+
+def _row(flag: str) -> Row | None:
+    name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag
+    return next((row for row in _TABLE if any(fnmatchcase(name, pattern) for pattern in row.names.split())), None)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the flags of `accelerate launch` that mean something here; the parser's own come before."""
+    group = parser.add_argument_group(
+        "flags of accelerate launch", "with underscores or dashes; what else it knows has no effect, or is refused"
+    )
+    # fmt: off
+    group.add_argument("--config-file", metavar="FILE",
+                       help="a file of `accelerate config` to follow; default the one in its own place, if it is there")
+    group.add_argument("--multi-gpu", action="store_true", help="all GPUs, which is the default")
+    group.add_argument("--num-machines", metavar="N", type=whole("machines are 1 or more", 1),
+                       help="as --nnodes; -n is then the ranks of all machines together")
+    group.add_argument("--machine-rank", dest="node_rank", metavar="R", type=whole("machines are numbered from 0", 0),
+                       help="as --node-rank")
+    group.add_argument("--main-process-ip", metavar="IP", help="as --master-addr")
+    group.add_argument("--main-process-port", metavar="PORT", type=whole("a port lies in 0..65535", 0, 65535),
+                       help="as --master-port")
+    group.add_argument("--gradient-accumulation-steps", dest="accumulate", metavar="K", type=read_batches,
+                       help="as -a")
+    group.add_argument("--gpu-ids", metavar="GPUS", help="as -d, or all")
+    group.add_argument("--num-cpu-threads-per-process", metavar="N", type=whole("threads are 1 or more", 1),
+                       help="CPU threads of each rank; default a share of the cores, or OMP_NUM_THREADS")
+    group.add_argument("--no-python", action="store_true", help="SCRIPT is a program that no Python runs")
+    group.add_argument("--dynamo-backend", metavar="B", help="compile prepared models: inductor, …; default no")
+    group.add_argument("--dynamo-mode", metavar="M", type=one_of("a mode", *_DYNAMO_MODES),
+                       help="default, reduce-overhead or max-autotune")
+    group.add_argument("--dynamo-use-fullgraph", action="store_true", default=None, help="one graph, or an error")
+    group.add_argument("--dynamo-use-dynamic", action="store_true", default=None, help="shapes may change")
+    group.add_argument("--dynamo-use-regional-compilation", action="store_true", default=None,
+                       help="compile the blocks that a model repeats")
+    group.add_argument("--rdzv-backend", metavar="B", help="how machines meet: static (default), c10d, …")
+    group.add_argument("--rdzv-conf", metavar="K=V,…", help="its options, as torchrun takes them")
+    group.add_argument("-t", "--tee", metavar="STREAMS", help="as torchrun takes it, with --log_dir")
+    group.add_argument("--log-dir", metavar="DIR", help="as torchrun takes it")
+    group.add_argument("--role", metavar="NAME", help="as torchrun takes it")
+    group.add_argument("--max-restarts", metavar="N", type=whole("restarts are 0 or more", 0),
+                       help="start the ranks again so often when one fails; default 0")
+    group.add_argument("--monitor-interval", metavar="S", type=read_seconds, help="seconds between looks at the ranks")
+    # fmt: on
+
+
+def torchruns(asked: argparse.Namespace) -> tuple[str, ...]:
+    """What `asked` has for torchrun itself, in its words."""
+    given = ((flag, getattr(asked, flag.removeprefix("--").replace("-", "_"))) for flag in _TORCHRUNS)
+    return tuple(word for flag, value in given if value is not None for word in (flag, str(value)))
+
+
+def whole(sentence: str, least: int, most: int | None = None) -> Callable[[str], int]:
+    """A reader of whole numbers; `sentence` says which are right."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"{sentence}; got {text!r}")
+        return int(text)
+
+    return read
