@@ -92,6 +92,22 @@ class Devices:
             return f"{ranks} on {_listed(self.gpus)}"
         return f"{ranks} on the CPU{self.why_no_gpu and f', NOT on a GPU: {self.why_no_gpu}'}"
 
+    def in_short(self, width: int) -> str:
+        """The same in at most `width` characters where that can be: first what the GPUs are called is left out.
+
+        >>> Devices(2).in_short(20)
+        '2 ranks on CPU'
+        >>> t4s = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * 10**9) for index in range(4))
+        >>> Devices(4, t4s).in_short(40), Devices(4, t4s).in_short(20)
+        ('4 ranks on GPU 0-3 (Tesla T4)', '4 ranks on GPU 0-3')
+        """
+        ranks = _count(self.num_processes, "rank")
+        if not self.gpus:
+            return f"{ranks} on CPU"
+        plain = f"{ranks} on GPU {_numbers([gpu.index for gpu in self.gpus])}"
+        named = f"{plain} ({', '.join(dict.fromkeys(gpu.name for gpu in self.gpus))})"
+        return named if len(named) <= width else plain
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -240,6 +256,15 @@ def _are(number: int, noun: str) -> str:
 
 def _listed(gpus: tuple[Gpu, ...]) -> str:
     return ", ".join(f"{gpu.index} {gpu.name}" for gpu in gpus)
+
+
+def _numbers(numbers: list[int]) -> str:
+    """
+    >>> _numbers([0, 1]), _numbers([0, 1, 2, 3]), _numbers([1, 3, 4])
+    ('0, 1', '0-3', '1, 3, 4')
+    """
+    is_range = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if is_range else ", ".join(map(str, numbers))
 
 
 def _gb(number_of_bytes: int) -> str:

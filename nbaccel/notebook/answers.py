@@ -23,9 +23,13 @@ __all__ = ["commands_of"]
 def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
     """The commands of the notebook that `session` is of; `parser` reads the flags behind some of them."""
 
+    def started_as() -> str:
+        """What the short first line of a cell leaves out."""
+        return "" if session.last_plan is None else f"the latest ranks were started as: {session.last_plan.explained}"
+
     def status() -> None:
         line = status_line(session.survey(), session.configured(), session.last_run, session.stay.status())
-        session.say("\n".join(filter(None, [line, session.background.status])))
+        session.say("\n".join(filter(None, [line, session.background.status, started_as()])))
 
     def doctor() -> None:
         session.say(doctor_report(session.survey(), session.configured(), session.cuda.cell_of))

@@ -1,4 +1,4 @@
-"""Plan: what a cell's run will be, decided before anything starts, and the one line that says so. Runs in the kernel.
+"""Plan: what a cell's run will be, decided before anything starts, and the line that says so. Runs in the kernel.
 
 It settles what the flags left open: devices, start, precision, seed. It touches no device and changes nothing.
 """
@@ -28,6 +28,9 @@ _WORTH_SAYING_BYTES = 1_000_000_000
 _MOST_SECONDS = 0.3
 _DRAWN_SEEDS = 1_000_000
 _BF16_SINCE = (8, 0)
+_FIRST_LINE = 80
+"""Characters that the line before a run may have: what a notebook shows beside an open side bar without breaking it."""
+_PRECISION_NAMES = {"no": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +129,46 @@ class Plan:
         return Facts(title, ", ".join(filter(None, parts)), self.devices.names(), plots)
 
     def __str__(self) -> str:
-        """The line that is printed before the run."""
-        precision = f"default precision {self.settings.mixed_precision}"
+        """What is printed before the run: one short line, and a line for each thing that is not as usual."""
+        return "\n".join([self._first_line(), *self._what_is_unusual()])
+
+    def _first_line(self) -> str:
+        """What matters, in at most 80 characters; `explained` has the reasons."""
+        accumulate = self.settings.gradient_accumulation_steps or 1
+        seed = self.settings.seed
         parts = [
-            f"{self.devices}{self._whose_cards}",
-            f"{self.start.method} ({self.start.reason})",
-            f"{precision} ({self.precision_reason})" if self.precision_reason else precision,
-            f"accumulate {self.settings.gradient_accumulation_steps}"
-            + " (both for what is prepared)" * bool(self.settings.seeds_alike),
-            self._random_numbers,
+            self.start.method,
+            _PRECISION_NAMES.get(self.settings.mixed_precision or "no", str(self.settings.mixed_precision)),
+            *([f"accumulate {accumulate}"] if accumulate > 1 else []),
+            "seed of the notebook" if seed is None else f"seed {seed}",
         ]
+        rest = "".join(f", {part}" for part in parts)
+        return self.devices.in_short(_FIRST_LINE - len(rest)) + rest
+
+    def _what_is_unusual(self) -> Iterator[str]:
+        if self.devices.why_no_gpu:
+            yield f"NOT on a GPU: {self.devices.why_no_gpu}"
+        if self.start.method != "fork" and not self.start.is_explicit:
+            yield f"{self.start.method}, not fork: {self.start.reason}"
+        if self.first_card and self.own_devices and self.devices.num_processes > 1:
+            yield f"each rank sees its own GPU alone, as cuda:0, because the cell says {self.first_card}"
         if self.bytes_to_copy > _WORTH_SAYING_BYTES:
-            parts.append(f"{amount(self.bytes_to_copy)} to copy to the ranks first")
-        return ", ".join(parts)
+            yield f"{amount(self.bytes_to_copy)} to copy to the ranks first"
+
+    @property
+    def explained(self) -> str:
+        """All that was settled, and why; for those who ask."""
+        precision = f"default precision {self.settings.mixed_precision}"
+        return ", ".join(
+            [
+                f"{self.devices}{self._whose_cards}",
+                f"{self.start.method} ({self.start.reason})",
+                f"{precision} ({self.precision_reason})" if self.precision_reason else precision,
+                f"accumulate {self.settings.gradient_accumulation_steps}"
+                + " (both for what is prepared)" * bool(self.settings.seeds_alike),
+                self._random_numbers,
+            ]
+        )
 
     @property
     def _whose_cards(self) -> str:

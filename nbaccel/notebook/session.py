@@ -105,6 +105,7 @@ class Session:
         self.configuration = Configuration()
         self.cuda = cuda or CudaWatch()
         self.last_run: LastRun | None = None
+        self.last_plan: Plan | None = None  # of ranks that were started for a cell
         self.rank_memory = RankMemory()
         self.background = Background(self.say, self._conclude)
         self._audience = Audience()
@@ -181,6 +182,8 @@ class Session:
         is_asked_for = plan.options.free_kernel or (host is self.launcher and plan.devices.gpus)
         aside = self._movable(plan) if is_asked_for else SetAside({}, Cards(()))
         carried = refuse_what_cannot_fit(plan, needed, survey, cells, aside)
+        if host is self.launcher:
+            self.last_plan = plan
         self.say(str(plan) if host is self.launcher else f"in {host}")
         if news_of_the_source:
             self.say(news_of_the_source)

@@ -190,7 +190,7 @@ def test_a_library_that_patches_another_at_its_import_does_so_in_ranks(machine: 
         tmp_path,
     )
     assert ran.errors == []
-    assert "zygote (CUDA is initialised in the notebook" in ran.text
+    assert "zygote, not fork: CUDA is initialised in the notebook" in ran.text
     assert "[all] scale 3.0 Model" in ran.text
     assert "[all] fast 42" in ran.text
     assert "[all] tanh 0.0" in ran.text
@@ -345,7 +345,7 @@ def test_a_raw_loop_is_refused_if_that_is_asked_for_and_is_right_with_the_line_t
     (error,) = ran.errors
     assert error.startswith("NotPrepared")
     assert PREPARES.strip() in error
-    assert ran.text.count("zygote (CUDA is initialised in the notebook") == 2
+    assert ran.text.count("zygote, not fork: CUDA is initialised in the notebook") == 2
     assert "right: True" in ran.text
     assert "has been overridden" not in ran.text, "torch says it of the scheduler of a cell above"
 

@@ -72,7 +72,7 @@ def test_the_readmes_first_cell_trains_as_it_does_without_its_first_line(fresh: 
     fresh.do(_REFERENCE.format(setup=setup))
     fresh.do("drawn = torch.get_rng_state()")
     ran = fresh.do(cell)
-    assert "loader: each of 128 batches split over 2 ranks; gradients of model (1.5 k) averaged; " in ran.stdout
+    assert "loader: each of 128 batches split over 2 ranks; gradients of model (1.5 k) averaged\n" in ran.stdout
     assert "brought back: model trained in place (1.5 k parameters), optimizer, loss\n" in ran.stdout
     assert fresh.value("identity == id(model)")
     printed = fresh.do(_PLAIN.format(loop=loop)).stdout

@@ -172,7 +172,7 @@ def test_what_is_saved_is_where_the_next_notebook_begins(planned: Any, recorder:
         next_session.run(Options(seed=1), "1")
     said = planned.capsys.readouterr().out.splitlines()
     assert said[0] == "nbaccel.toml: accumulate=4"
-    assert said[1].endswith("accumulate 4 (both for what is prepared), seed 1")
+    assert said[1] == "1 rank on CPU, fork, fp32, accumulate 4, seed 1"
     with pytest.raises(LaunchRefused, match="recorded"):
         next_session.run(Options(accumulate=2), "1")
     (line,) = planned.capsys.readouterr().out.splitlines()

@@ -82,14 +82,28 @@ def test_auto_is_one_rank_per_gpu_in_the_precision_that_suits_it(planned: Any) -
     assert spec.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert spec.environ["ACCELERATE_MIXED_PRECISION"] == "fp16"
     assert "ACCELERATE_USE_CPU" not in spec.environ
-    assert ran.stdout.splitlines()[0] == (
+    assert ran.stdout.splitlines()[0] == "2 ranks on GPU 0, 1 (Tesla T4), fork, fp16, seed 1"
+    assert planned.run("%accelerate").stdout.splitlines()[1] == (
+        "the latest ranks were started as: "
         "2 ranks on 0 Tesla T4, 1 Tesla T4 (each its own as cuda:0), fork (the notebook has not used CUDA), "
         "default precision fp16 (Tesla T4 has no bf16 units), accumulate 1 (both for what is prepared), seed 1"
     )
-    knows = planned.run("%%accelerate --seed 1\naccelerator.print(1)")
-    assert knows.stdout.splitlines()[0].endswith(" (Tesla T4 has no bf16 units), accumulate 1, seed 1")
-    assert knows.stdout.startswith("2 ranks on 0 Tesla T4, 1 Tesla T4, fork")
-    assert planned.run("%%accelerate -n 1\nx = 1").stdout.startswith("1 rank on 0 Tesla T4, fork")
+    planned.run("%%accelerate --seed 1\naccelerator.print(1)")
+    explained = planned.run("%accelerate status").stdout.splitlines()[1]
+    assert explained.startswith("the latest ranks were started as: 2 ranks on 0 Tesla T4, 1 Tesla T4, fork (")
+    assert explained.endswith(" (Tesla T4 has no bf16 units), accumulate 1, seed 1")
+    assert planned.run("%%accelerate -n 1\nx = 1").stdout.startswith("1 rank on GPU 0 (Tesla T4), fork, fp16, ")
+
+
+EIGHT = [fakes.FakeGpu(name="NVIDIA H100 80GB HBM3 of a long name", uuid=f"GPU-{n}") for n in range(8)]
+
+
+@pytest.mark.parametrize("survey", [EIGHT], indirect=True)
+@pytest.mark.parametrize("flags", ["-a 16 --seed 4000000000 --start zygote", ""])
+def test_the_first_line_has_at_most_80_characters(planned: Any, flags: str) -> None:
+    first, *_ = planned.run(f"%%accelerate {flags}\nloss.backward()").stdout.splitlines()
+    assert first.startswith("8 ranks on GPU 0-7")
+    assert len(first) <= 80
 
 
 @on
@@ -148,8 +162,9 @@ def test_each_rank_of_a_cell_that_says_cuda_0_sees_its_own_gpu_alone_and_is_told
     cell = "model, loader = accelerator.prepare(model, loader)\nfor x in loader: model(x.to(device))"
     spec = planned.plan(f"%%accelerate --start {start}\n{cell}")
     assert [spec.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0", "1"]
-    line = planned.run(f"%%accelerate --start {start}\n{cell}").stdout.splitlines()[0]
-    assert line.startswith(f"2 ranks on 0 Tesla T4, 1 Tesla T4 (each its own as cuda:0: device), {start}")
+    told = planned.run(f"%%accelerate --start {start}\n{cell}").stdout.splitlines()
+    assert told[0].startswith(f"2 ranks on GPU 0, 1 (Tesla T4), {start}, ")
+    assert told[1] == "each rank sees its own GPU alone, as cuda:0, because the cell says device"
     counts = planned.plan(f"%%accelerate\n{cell}\nother = f'cuda:{{accelerator.process_index}}'")
     assert [counts.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0,1"] * 2
 
@@ -171,7 +186,7 @@ def test_bf16_without_its_units_is_refused_with_a_way_out(planned: Any) -> None:
 @pytest.mark.parametrize("survey", [A100], indirect=True)
 def test_bf16_is_taken_where_there_are_units(planned: Any) -> None:
     ran = planned.run("%%accelerate -p bf16 --seed 3\nx = 1")
-    assert "default precision bf16, accumulate" in ran.stdout
+    assert ", bf16, seed " in ran.stdout
     assert planned.plan("%%accelerate\nx = 1").environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
@@ -189,7 +204,7 @@ def test_a_fresh_seed_is_drawn_printed_and_does_not_move_the_notebooks_own(plann
 def test_a_cell_that_knows_no_ranks_goes_on_with_the_notebooks_random_numbers(planned: Any) -> None:
     raw = "loss.backward()"
     line = planned.run(f"%%accelerate -n 2\n{raw}").stdout.splitlines()[0]
-    assert line.endswith(", accumulate 1 (both for what is prepared), random numbers as in the notebook")
+    assert line == "2 ranks on CPU, fork, fp32, seed of the notebook"
     spec = planned.session.launcher.spec
     assert "NBACCEL_SEED" not in spec.environ
     assert spec.environ["NBACCEL_SEEDS_ALIKE"] == "1"
@@ -214,7 +229,7 @@ def test_a_copy_of_more_than_a_gigabyte_is_said_before_the_launch(planned: Any) 
     numpy = pytest.importorskip("numpy")
     planned.names["data"] = numpy.empty(1_500_000_000, "uint8")  # no page of it is ever touched
     ran = planned.run("%%accelerate --start zygote\ndata")
-    assert ran.stdout.splitlines()[0].endswith(", 1.5 GB to copy to the ranks first")
+    assert ran.stdout.splitlines()[1] == "1.5 GB to copy to the ranks first"
     assert "to copy" not in planned.run("%%accelerate\ndata").stdout
 
 
@@ -235,7 +250,7 @@ def test_a_notebook_that_used_cuda_starts_ranks_by_zygote_and_names_the_cell(
     planned.run("touch()")
     planned.run("x = 2")
     ran = planned.run("%%accelerate\nx = 1")
-    assert "zygote (CUDA is initialised in the notebook since cell [2])" in ran.stdout
+    assert "zygote, not fork: CUDA is initialised in the notebook since cell [2]\n" in ran.stdout
     error = planned.run("%%accelerate --start fork\nx = 1").error
     assert isinstance(error, CannotFork)
     assert "First seen: cell [2]." in str(error)
@@ -269,7 +284,7 @@ def test_each_reason_why_forks_fail_is_given_with_the_cell_that_it_came_with(
         "touch()": "CUDA is initialised in the notebook since cell [5]",
     }.items():
         planned.run(cell)
-        assert f"zygote ({why})" in planned.run("%%accelerate\nx = 1").stdout
+        assert f"zygote, not fork: {why}\n" in planned.run("%%accelerate\nx = 1").stdout
     assert "initialised in this process since cell [5]" in planned.run("%accelerate doctor").stdout
 
 
@@ -291,7 +306,7 @@ def test_threads_that_show_a_moment_after_their_cell_are_still_those_of_that_cel
 @pytest.mark.usefixtures("cuda_is_initialized")
 def test_a_context_older_than_the_extension_is_blamed_on_no_cell(planned: Any) -> None:
     planned.run("x = 1")
-    assert "CUDA is initialised in the notebook)" in planned.run("%%accelerate\nx = 1").stdout
+    assert "CUDA is initialised in the notebook\n" in planned.run("%%accelerate\nx = 1").stdout
 
 
 @pytest.mark.usefixtures("cuda_is_initialized")
@@ -318,7 +333,7 @@ def test_one_rank_runs_inline_rather_than_copy_a_gigabyte_of_device_memory(
     monkeypatch.setattr(planned.session, "_run_inline", lambda *given: "inline")
     ran = planned.run("%%accelerate\none, two")
     assert ran.value == "inline"
-    assert "inline (the names it reads hold 1.2 GB on the device, too much to copy)" in ran.stdout
+    assert "inline, not fork: the names it reads hold 1.2 GB on the device, too much to copy\n" in ran.stdout
     assert "zygote" in planned.run("%%accelerate\none").stdout
 
 

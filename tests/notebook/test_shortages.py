@@ -56,10 +56,10 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def said(notebook: Any, cell: str) -> list[str]:
-    """The lines of a cell whose launch is recorded, without the one that says what will run."""
+    """The lines of a cell whose launch is recorded, without those that say what will run."""
     lines = notebook.run(cell).stdout.splitlines()
     assert lines[-1] == "LaunchRefused: recorded"
-    return list(lines[1:-1])
+    return [line for line in lines[1:-1] if not line.startswith("zygote, not fork: ")]
 
 
 def loader(rows: int, workers: int) -> DataLoader[Any]:

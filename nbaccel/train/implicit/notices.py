@@ -43,21 +43,17 @@ class Notices:
             return
         batches = "its batches" if split.batches is None else f"{split.batches:,} batches"
         text = f"{split.name}: {split.why or f'each of {batches} split over {ranks} ranks'}"
-        if split.remark:
-            text += f"; {split.remark}"
-        if self._models:
-            text += f"; {self._models}"
-        text += (
-            "; what it counts or computes of a batch by itself (len(x), right answers, its longest sample, a mean of "
-            "its targets, a loss before its backward) is of each rank's part: divide sums by counts, not by "
-            "len(dataset)"
+        for more in (split.remark, self._models):
+            text += f"; {more}" if more else ""
+        self._say(text)
+        self._say(
+            "len(x), right answers and all else that the loop computes of a batch are of a rank's part. "
+            "Divide sums by counts, not by len(dataset)"
         )
         if self._has_batch_norm:
-            text += (
-                "; batch norm sees a part of each batch "
-                "(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) makes it see all)"
+            self._say(
+                "batch norm sees a part of each batch; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all"
             )
-        self._say(text)
 
     def note_uneven(self, taken: Sequence[float]) -> None:
         said = ", ".join(f"rank {rank} {count:g}" for rank, count in enumerate(taken))
