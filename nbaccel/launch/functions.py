@@ -32,6 +32,7 @@ from nbaccel.launch.screen.console import shell_here
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.setaside import Cards, SetAside, kernel_freed
 from nbaccel.launch.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.verdict import failed_alike
 from nbaccel.launch.watching import Watching
 from nbaccel.settings import STOP, RunSettings
 from nbaccel.view.history import History
@@ -189,7 +190,7 @@ def _conclude(outcome: Outcome, spec: LaunchSpec, launcher: Launcher, shown: Sho
         outcome.close()
     if run.stopped:
         shown.write("stdout", f"{run.stopped}\n")
-    shown.end(word, run.seconds, error, outcome.ended.first_failed)
+    shown.end(word, run.seconds, error, None if failed_alike(outcome.ended) else outcome.ended.first_failed)
     return run
 
 

@@ -7,7 +7,9 @@ and the cell's line.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import difflib
 import linecache
 import os
 import sys
@@ -35,6 +37,8 @@ __all__ = [
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ASYNCIO = os.path.join(os.path.dirname(contextlib.__file__), "asyncio")
 _CONTEXT_LINES = 2
+_ALIKE = 0.75
+"""How much of two names has to be the same for one to be a misspelling of the other, as `difflib` counts."""
 _FIRST_PLACES, _LAST_PLACES = 10, 20
 """How much of a long traceback is shown; an endless recursion has a thousand places."""
 
@@ -101,6 +105,7 @@ def describe(error: BaseException) -> list[dict[str, Any]]:
 def _headline(error: BaseException, indent: str = "") -> list[str]:
     """The exception in words; a group with its members below it, each with the last of the user's lines it passed."""
     lines = [indent + line.rstrip("\n") for line in traceback.format_exception_only(type(error), error) if line.strip()]
+    lines[-1:] = [line + _suggestion(error, line) for line in lines[-1:]]
     if isinstance(error, BaseExceptionGroup):
         lines = lines[:1]  # from Python 3.13 on the members are among them, without their places
         for member in error.exceptions:
@@ -109,6 +114,30 @@ def _headline(error: BaseException, indent: str = "") -> list[str]:
             first, *rest = _headline(member, indent + "  ")
             lines += [first + place, *rest]
     return lines
+
+
+def _suggestion(error: BaseException, headline: str) -> str:
+    """What may have been meant by a name that is not there, as Python says it since 3.12.
+
+    Until then Python prints it with an uncaught error, and gives it to nobody.
+    """
+    if not isinstance(error, AttributeError | NameError) or not error.name or "Did you mean" in headline:
+        return ""
+    try:
+        known = [name for name in _names_there(error) if name.startswith("_") == error.name.startswith("_")]
+    except Exception:  # of a foreign `__dir__`
+        return ""
+    near = difflib.get_close_matches(error.name, known, n=1, cutoff=_ALIKE)
+    return f". Did you mean: {near[0]!r}?" if near else ""
+
+
+def _names_there(error: AttributeError | NameError) -> set[str]:
+    """The names that could have been written instead."""
+    if isinstance(error, AttributeError):
+        return {*dir(error.obj)}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    here = {*frames[-1].f_locals, *frames[-1].f_globals} if frames else set()
+    return here | {*vars(builtins)}
 
 
 def _users_places(trace: TracebackType | None) -> list[Place]:
@@ -140,6 +169,7 @@ class Failure:
 
     rank: the first rank that failed.  peers: one sentence on what became of the others.
     error: the user's exception if it travelled, None if it could not.
+    is_everyones: all ranks failed alike.
     """
 
     rank: int
@@ -147,6 +177,7 @@ class Failure:
     links: list[Link]
     error: BaseException | None = None
     peers: str = ""
+    is_everyones: bool = False
 
     def exception(self, cell_name: Naming | None = None, hint: str = "") -> BaseException:
         """The exception to raise in the kernel: the user's class, rendered with the rank's own traceback.
@@ -171,8 +202,14 @@ class Failure:
         return cast(BaseException, kind(text, self.rank, self.world_size))
 
     def where(self) -> str:
-        place = f"raised on rank {self.rank} of {self.world_size}"
+        place = f"raised on {self._who}"
         return f"{place}; {self.peers}" if self.peers else place
+
+    @property
+    def _who(self) -> str:
+        if self.is_everyones:
+            return f"all {self.world_size} ranks"
+        return f"rank {self.rank} of {self.world_size}"
 
     def render(self, cell_name: Naming | None = None) -> list[str]:
         """The traceback as lines of text; `cell_name` turns the file name of a cell into "Cell In[5]"."""
@@ -180,7 +217,7 @@ class Failure:
         for link in self.links:
             if link.relation and lines:
                 lines += ["", f"... {link.relation}", ""]
-            title = f"{link.type_name.ljust(40)} on rank {self.rank} of {self.world_size} (most recent call last)"
+            title = f"{link.type_name.ljust(40)} on {self._who} (most recent call last)"
             lines.append(title)
             for place in link.places[:_FIRST_PLACES]:
                 lines += _render_place(place, cell_name)

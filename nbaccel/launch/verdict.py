@@ -18,7 +18,7 @@ from nbaccel.launch.report import Failure, Naming, signal_name
 from nbaccel.launch.spec import Task
 from nbaccel.launch.wire.parcel import unpack_what_can_be_rebuilt
 
-__all__ = ["ranks_in_words", "verdict"]
+__all__ = ["failed_alike", "ranks_in_words", "verdict"]
 
 
 def verdict(
@@ -60,7 +60,7 @@ def verdict(
     error = _travelled(report, task)
     hint = (_missing_name(report, task) if started_clean else "") or memory_report
     hint = hint or advice(report.links, host, is_fork=not started_clean)
-    return Failure(rank, world_size, report.links, error, peers).exception(cell_name, hint)
+    return Failure(rank, world_size, report.links, error, peers, failed_alike(ended)).exception(cell_name, hint)
 
 
 def _what_is_left(ended: Ended) -> str:
@@ -110,11 +110,23 @@ def _death(exit_code: int, host: HostMemory) -> str:
     return f"{text}: {host.explain_kill()}"
 
 
-def _peers(ended: Ended, cause: int) -> str:
-    """One clause on the other ranks: who failed alike, who had to be stopped."""
+def failed_alike(ended: Ended) -> bool:
+    """Whether all of several ranks failed of the same, so that none of them is the one to name."""
+    cause = ended.first_failed
+    return cause is not None and 1 < len(ended.reports) == 1 + len(_alike(ended, cause))
+
+
+def _alike(ended: Ended, cause: int) -> list[int]:
+    """The other ranks that failed as `cause` did."""
     headline = _headline(ended.reports[cause])
-    alike = [rank for rank in _others(ended, cause) if _headline(ended.reports[rank]) == headline]
-    same = alike if headline is not None else []
+    return [rank for rank in _others(ended, cause) if headline and _headline(ended.reports[rank]) == headline]
+
+
+def _peers(ended: Ended, cause: int) -> str:
+    """One clause on the other ranks: who failed alike, who had to be stopped; empty where all failed alike."""
+    if failed_alike(ended):
+        return ""
+    same = _alike(ended, cause)
     stopped = [rank for rank in _others(ended, cause) if rank not in same and not _is_done(ended.reports[rank])]
     parts = []
     if same:

@@ -22,6 +22,7 @@ from nbaccel.launch.outcome import Outcome, Returned
 from nbaccel.launch.rank.cell import RANDOM, RESULT, CellSource, CellTask
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec
+from nbaccel.launch.verdict import failed_alike
 from nbaccel.launch.watching import Watching
 from nbaccel.launch.wire.randomness import are_here, set_random_states
 from nbaccel.notebook.left_by_cell import LeftByCell
@@ -106,7 +107,9 @@ class CellRun:
         return bool(self.task.out) or (report is not None and bool(report.facts.get("leaves")))
 
     def show_end(self) -> None:
-        self.shown.end(self.end, self.seconds, self.error, self.outcome.ended.first_failed)
+        ended = self.outcome.ended
+        rank = None if failed_alike(ended) else ended.first_failed
+        self.shown.end(self.end, self.seconds, self.error, rank)
 
     def conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         """Bring values into `namespace`, `say` what there is to say, and return the last expression's value; once.

@@ -9,6 +9,7 @@ magics, and they hold the session.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import cached_property
 from types import TracebackType
@@ -104,6 +105,8 @@ class AccelerateMagics(Magics):
             raise briefly(error) from error.__cause__
         except Exception as error:
             error.__traceback__ = _without_our_frames(error.__traceback__)
+            if isinstance(error, SyntaxError) and str(error.filename).startswith("Cell In["):
+                _show_as_of_a_cell(self._shell, error)
             raise
 
     @line_magic("%accelerate")  # type: ignore[arg-type]
@@ -176,6 +179,20 @@ def unregister(shell: Any) -> None:
 def _registered(shell: Any) -> AccelerateMagics | None:
     magics: AccelerateMagics | None = shell.magics_manager.registry.get(AccelerateMagics.__name__)
     return magics
+
+
+def _show_as_of_a_cell(shell: Any, error: SyntaxError) -> None:
+    """Let IPython show `error` as it shows that of a cell without a magic: no call led to it.
+
+    It asks no `_render_traceback_` of a SyntaxError, and shows its own frames where compiled code has raised one.
+    """
+    show = shell.showsyntaxerror
+
+    def once(filename: str | None = None, running_compiled_code: bool = False) -> None:
+        del shell.showsyntaxerror
+        show(filename, running_compiled_code and sys.exc_info()[1] is not error)
+
+    shell.showsyntaxerror = once
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:

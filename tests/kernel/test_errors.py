@@ -44,6 +44,19 @@ def error_class(kernel: RealKernel) -> None:
     kernel.do("class Broken(Exception): pass")
 
 
+def test_an_error_of_all_ranks_says_so_and_what_may_have_been_meant(kernel: RealKernel) -> None:
+    cell = kernel.run("""
+        %%accelerate -n 2
+        def inner():
+            nearest = 1
+            accelerator.proces_index
+        inner()
+    """)
+    error = cell.failed("AttributeError")
+    assert re.search(r"^AttributeError +on all 2 ranks ", error.text), error.text
+    assert error.text.rstrip().endswith(" Did you mean: 'process_index'?\nraised on all 2 ranks."), error.text
+
+
 @pytest.mark.parametrize("rank", range(3))
 def test_an_exception_on_any_rank_is_one_error_of_the_users_class(kernel: RealKernel, start: str, rank: int) -> None:
     cell = kernel.run(accelerate(FAILS.format(rank=rank), start, n=3))

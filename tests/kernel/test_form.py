@@ -46,7 +46,7 @@ def test_a_choice_changes_the_line_that_the_next_run_prints(kernel: RealKernel, 
 def test_a_cells_own_flag_wins(kernel: RealKernel, tmp_path: Path) -> None:
     kernel.do(f"%cd -q {tmp_path}\n%accelerate config")
     choose(kernel, "Batches per optimizer step", value=4)
-    assert ", accumulate 2 " in kernel.do("%%accelerate --cpu -a 2\n1").stdout
+    assert ", accumulate 2, " in kernel.do("%%accelerate --cpu -a 2\n1").stdout
     kernel.do("%accelerate config accumulate=")
 
 

@@ -40,7 +40,7 @@ def test_a_raw_cell_draws_what_it_would_without_ranks_and_so_does_the_next(
     expected = plain(kernel)
     kernel.do(SEEDS)
     cell = kernel.do(accelerate(RAW, start, flags=flags))
-    assert ", random numbers as in the notebook\n" in cell.stdout
+    assert ", seed of the notebook\n" in cell.stdout
     assert (kernel.value("[drawn, order]"), kernel.value(NEXT)) == expected
 
 

@@ -374,9 +374,14 @@ def test_a_name_that_only_a_string_of_the_cell_mentions_may_come_back(planned: A
 
 
 def test_a_syntax_error_is_raised_here_with_its_line_and_nothing_starts(planned: Any) -> None:
-    error = planned.run("%%accelerate -n 2\nx = 1\ny = (\n").error
+    ran = planned.run("%%accelerate -n 2\nx = 1\ny = (\n")
+    error = ran.error
     assert isinstance(error, SyntaxError)
     assert (error.filename, error.lineno) == ("Cell In[1]", 3)
+    assert "Cell In[1]" in ran.stdout
+    assert "interactiveshell" not in ran.stdout
+    elsewhere = planned.run("compile('y = (', 'config', 'exec')").stdout
+    assert "Cell In[2]" in elsewhere, "the call that led to another one is shown"
     assert not planned.session.launcher.specs
 
 
