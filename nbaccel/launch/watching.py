@@ -12,8 +12,10 @@ from nbaccel.events import Listener
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.crew import Crew
 from nbaccel.launch.group import Ended, WorkerGroup
+from nbaccel.launch.screen.excerpt import KEPT_BYTES
 from nbaccel.launch.screen.router import OutputRouter, Screen
 from nbaccel.launch.spec import LaunchSpec
+from nbaccel.world import is_notebook_kernel
 
 __all__ = ["Watching", "open_log"]
 
@@ -58,7 +60,9 @@ class Watching:
             insiders = [rank for rank in range(spec.world_size) if rank not in outsiders]
             shown = [rank for rank in insiders if shown is None or rank in shown]
         heard = [*([] if witness is None else [witness]), *self.listeners]
-        with closing(OutputRouter(spec.world_size, self.screen, shown_ranks=shown, log=log)) as router:
+        kept_bytes = KEPT_BYTES if is_notebook_kernel() else None
+        router = OutputRouter(spec.world_size, self.screen, shown_ranks=shown, log=log, kept_bytes=kept_bytes)
+        with closing(router):
             group = WorkerGroup(crew, spec, router, notice=self.say, listeners=heard, beside=self.beside)
             return group.run(begin)
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from nbaccel.launch.screen.bars import LiveBars
 from nbaccel.launch.screen.displays import Displays
+from nbaccel.launch.screen.excerpt import Excerpt, Shown
 from nbaccel.launch.screen.lines import LineReader
 from nbaccel.launch.screen.merge import LineMerger, Merged
 from nbaccel.launch.screen.painter import BATCH_S, Painter, Screen
@@ -32,6 +33,9 @@ _OF_GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
 )
 """What gloo of torch 2.8 to 2.10 prints in each rank for each group that it has connected."""
+
+_STAMP = re.compile(rb"(?:\[rank\d+\]:)?(\[?[DIWEF])\d{4} \d\d:\d\d:\d\d\.\d+ (?:\d+ )?(?=\S+:\d+\] )")
+"""What torch's C++ parts write before a message: "[rank1]:[W1122 05:43:12.123456789 reducer.cpp:1457] Warning: …"."""
 
 _COLUMNS = 120
 """Of text that no terminal shows: what stands beside each other in a notebook."""
@@ -68,6 +72,7 @@ class OutputRouter:
         only where all are shown.
     log: gets every line, prefixed by its rank.
     bytes_per_s: what the screen takes for long, after a burst of 1 MB; Jupyter servers drop output above 1 MB/s.
+    kept_bytes: how much text is shown before the screen gets an excerpt of the rest; None for all of it.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class OutputRouter:
         log: BinaryIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         bytes_per_s: int = 400_000,
+        kept_bytes: int | None = None,
     ) -> None:
         shown = [rank for rank in range(world_size) if shown_ranks is None or rank in shown_ranks]
         self._readers = {rank: {stream: LineReader() for stream in _STREAMS} for rank in shown}
@@ -86,6 +92,8 @@ class OutputRouter:
         self._log = RunLog(log)
         self._merger = LineMerger(shown, self._note, match=len(shown) == world_size)
         self._displays = Displays(f"nbaccel-{uuid.uuid4().hex[:12]}")
+        self._excerpt = Excerpt(kept_bytes)
+        self._taken = 0  # lines of the shown ranks
         self._bars = LiveBars()
         self._screen = screen
         self._painter = Painter(screen)
@@ -168,6 +176,7 @@ class OutputRouter:
         now = self._clock()
         for rank in self._readers:
             self._show(self._merger.force(rank, now, self._budget.left(now)))
+        self._show_the_end()
         self._flush_log()
         self._painter.paint(now, at_once=True)
         for own in self._displays.close():
@@ -184,7 +193,9 @@ class OutputRouter:
                 yield rank, stream, reader
 
     def _push(self, rank: int, stream: str, lines: Sequence[bytes], now: float) -> None:
-        if shown := [line for line in lines if not _OF_GLOO.fullmatch(line)]:
+        shown = [line if line[:1] != b"[" else _without_stamp(line) for line in lines]
+        if shown := [line for line in shown if line[:1] != b"[" or not _OF_GLOO.fullmatch(line)]:
+            self._taken += len(shown)
             self._merger.push(rank, stream, shown, now)
             self._release(now)
 
@@ -214,7 +225,25 @@ class OutputRouter:
         for line in merged:
             tag = "[all] " if line.rank is None else f"[rank {line.rank}] " if is_tagged else ""
             self._budget.take(len(tag) + len(line.text) + 1)
-            self._painter.add(line.stream, f"{tag}{line.text.decode(errors='replace')}\n")
+            lines = 0 if isinstance(line.text, _Note) else len(self._readers) if line.rank is None else 1
+            self._take(Shown(line.stream, f"{tag}{line.text.decode(errors='replace')}\n", lines))
+
+    def _take(self, line: Shown) -> None:
+        was_cut = self._excerpt.is_cut
+        for shown in self._excerpt.take(line, self._clock()):
+            self._painter.add(shown.stream, shown.text)
+        if self._excerpt.is_cut and not was_cut:
+            self._painter.add(
+                line.stream, f"... from here on a line now and then, and the last ones{self._where_all_are}\n"
+            )
+
+    def _show_the_end(self) -> None:
+        """The last lines, and once more that some were hidden: what was said in between nobody reads."""
+        last = self._excerpt.last()
+        for line in last:
+            self._painter.add(line.stream, line.text)
+        if hidden := self._taken - self._excerpt.shown:
+            self._painter.add("stdout", f"{self._note(hidden).decode()}\n")
 
     def _flush_log(self) -> None:
         self._log.flush()
@@ -223,8 +252,28 @@ class OutputRouter:
 
     def _note(self, hidden: int) -> bytes:
         lines = "1 line" if hidden == 1 else f"{hidden:,} lines"
-        where = f"all of them are in {self._log.path}" if self._log.path else "they came too fast for a notebook"
-        return f"... {lines} hidden, {where}".encode()
+        where = self._where_all_are or ", they came too fast for a notebook"
+        return _Note(f"... {lines} hidden{where}".encode())
+
+    @property
+    def _where_all_are(self) -> str:
+        return f", all of them are in {self._log.path}" if self._log.path else ""
+
+
+class _Note(bytes):
+    """A line of ours among those of a rank."""
+
+
+def _without_stamp(line: bytes) -> bytes:
+    """A message of torch's C++ parts without time, process and rank, so that those of all ranks are one.
+
+    >>> _without_stamp(b"[rank1]:[W1122 05:43:12.123456789 reducer.cpp:1457] Warning: find_unused_parameters")
+    b'[W reducer.cpp:1457] Warning: find_unused_parameters'
+    >>> _without_stamp(b"[rank1]: no message")
+    b'[rank1]: no message'
+    """
+    stamp = _STAMP.match(line)
+    return line if stamp is None else stamp[1] + b" " + line[stamp.end() :]
 
 
 class _Budget:

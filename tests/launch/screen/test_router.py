@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from nbaccel.launch.screen.excerpt import KEPT_BYTES
 from nbaccel.launch.screen.router import ConsoleScreen, OutputRouter
 
 
@@ -125,6 +126,16 @@ def test_what_gloo_prints_of_its_connections_is_in_the_log_alone() -> None:
     run.feed(1, "loss 0.5\n")
     assert run.end() == ["loss 0.5"]
     assert log.getvalue().count(b"is connected to 1 peer ranks") == 2
+
+
+def test_a_message_of_torch_that_all_ranks_print_is_one_line_without_its_stamp() -> None:
+    log = io.BytesIO()
+    run = Run(2, log=log)
+    said = "reducer.cpp:1457] Warning: find_unused_parameters=True was specified (function operator())"
+    for rank in (0, 1):
+        run.feed(rank, f"[rank{rank}]:[W1122 05:43:1{rank}.12345678{rank} {said}\n\n", "stderr")
+    assert run.end() == [f"[all] [W {said}", "[all] "]
+    assert f"[rank 1] [rank1]:[W1122 05:43:11.123456781 {said}" in log.getvalue().decode()
 
 
 def test_lines_are_tagged_once_two_ranks_have_printed() -> None:
@@ -434,13 +445,34 @@ def test_a_hundred_megabytes_show_beginning_and_end_and_are_all_in_the_log(tmp_p
         lines = run.end()
     assert seconds < 4  # about 0.3 on two idle cores
     assert lines[0] == "line 000000 " + "x" * 66
-    assert lines[-2:] == ["line 000799 " + "x" * 66, "END"]
+    assert lines[-3:-1] == ["line 000799 " + "x" * 66, "END"]
     assert 1_000_000 < len(run.screen.text) < 1_500_000
-    (note,) = [line for line in lines if "hidden" in line]
+    note, end = [line for line in lines if "hidden" in line]
     hidden = int(note.split()[1].replace(",", ""))
+    assert end == note == run.screen.lines[-1], "said where they are missing, and at the end, where it is read"
     assert note == f"... {hidden:,} lines hidden, all of them are in {tmp_path / 'run.log'}"
-    assert hidden + len(lines) - 1 == 1600 * 800 + 1
+    assert hidden + len(lines) - 2 == 1600 * 800 + 1
     assert (tmp_path / "run.log").stat().st_size == 1600 * 800 * (79 + len("[rank 0] ")) + len("[rank 0] END\n")
+
+
+def test_a_notebook_keeps_the_first_lines_one_now_and_then_and_the_last_ones(tmp_path: Path) -> None:
+    with (tmp_path / "run.log").open("wb") as log:
+        run = Run(2, log=log, kept_bytes=KEPT_BYTES)
+        for number in range(20_000):
+            run.feed(number % 2, f"{number:05} {'x' * 90}\n")
+            run.wait(0.01)
+        lines = run.end()
+    numbers = [int(line.split()[2]) for line in lines if "x" * 90 in line]
+    assert numbers[:1690] == list(range(1690))
+    assert numbers[-70:] == list(range(20_000 - 70, 20_000))
+    assert 10 < len(numbers[1690:-80]) < 120  # of more than three minutes
+    assert numbers == sorted(numbers)
+    assert len(run.screen.text) < 200_000
+    where = f"all of them are in {tmp_path / 'run.log'}"
+    (cut,) = [line for line in lines if "from here on" in line]
+    assert cut == f"... from here on a line now and then, and the last ones, {where}"
+    assert lines[-1] == f"... {20_000 - len(numbers):,} lines hidden, {where}"
+    assert run.router.due_in() is None
 
 
 def test_a_long_flood_stays_below_the_rate_and_ends_with_its_end() -> None:
