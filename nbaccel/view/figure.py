@@ -7,50 +7,107 @@ when the first figure is made.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.view.history import History
 from nbaccel.view.picture import Picture
 from nbaccel.view.plot import Scale
-from nbaccel.view.series import Line, Series
+from nbaccel.view.series import Line, Series, are_equal
 from nbaccel.view.state import Facts
-from nbaccel.view.theme import ON_LIGHT, dashes
+from nbaccel.view.theme import ON_ANY, ON_LIGHT, dashes
 from nbaccel.view.words import gigabytes, number, rate, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.gridspec import GridSpec
 
-__all__ = ["draw", "head", "logarithmic", "picture", "sheet", "trace"]
+__all__ = [
+    "ANY_GROUND",
+    "PAPER",
+    "Ground",
+    "draw",
+    "head",
+    "head_lines",
+    "logarithmic",
+    "picture",
+    "png_of",
+    "sheet",
+    "size_px",
+    "trace",
+]
 
-_INK, _SOFT, _BAD = "#1d1f23", "#5b616b", "#b3261e"
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Which background a figure stands on, and the colours that are seen on it.
+
+    paper: the background; "none" lets that of the page through.  bad: of what went wrong.  ranks: of their curves.
+    """
+
+    paper: str
+    ink: str
+    soft: str
+    edge: str
+    grid: str
+    bad: str
+    ranks: tuple[str, ...]
+
+    def rank(self, rank: int) -> str:
+        """The colour of a rank."""
+        return self.ranks[rank % len(self.ranks)]
+
+
+PAPER = Ground("white", "#1d1f23", "#5b616b", "#9aa0a8", "#e4e7eb", "#b3261e", ON_LIGHT)
+"""For a figure that is printed, or saved by its user."""
+ANY_GROUND = Ground("none", "#777c85", "#777c85", "#8b909899", "#8b909840", "#d9534a", ON_ANY)
+"""For pages that are white or nearly black, and do not say which: the saved file is shown by programs whose theme no
+PNG can follow. Text has 4:1 on both, lines in the colours of ranks 3:1 (a test computes it)."""
+
 _WIDTH_IN, _HEIGHT_IN = 9.4, 2.7
+_ROW_IN, _LINE_IN = 2.0, 0.17
+"""Of each row of curves, where there are several; of each line of the title but the first."""
+_SIDE_IN = 2.35
+"""Memory and speed: as wide as their titles."""
+_MOST_IN_A_ROW = 3
+_HEAD_PT, _MOST_HEAD_LINES = 9.5, 3
 _DPI, _CSS_DPI = 160, 96
+_MOST_BYTES = 60_000
+_COARSER_DPI = (120, 96, 72)
+"""For a picture of many curves, until its file is small enough."""
 _COLOURS = 160
 _POINTS = 240
+_MOST_POINTS = 960
+"""Of all curves of one figure, so that its file stays small."""
 _MOST_LABELS = 10
 
-_STYLE: Any = {  # all that a notebook's own style could turn unreadable
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
-    "text.usetex": False,
-    "axes.edgecolor": "#9aa0a8",
-    "axes.labelcolor": _SOFT,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9,
-    "axes.grid": True,
-    "font.size": 8,
-    "grid.color": "#e4e7eb",
-    "legend.fontsize": 7.5,
-    "legend.frameon": False,
-    "text.color": _INK,
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
-}
+
+def _style(ground: Ground) -> Any:
+    """All that a notebook's own style could turn unreadable."""
+    return {
+        "figure.facecolor": ground.paper,
+        "axes.facecolor": ground.paper,
+        "savefig.facecolor": "auto",
+        "text.usetex": False,
+        "axes.edgecolor": ground.edge,
+        "axes.labelcolor": ground.soft,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 9,
+        "axes.grid": True,
+        "font.size": 8,
+        "grid.color": ground.grid,
+        "legend.fontsize": 7.5,
+        "legend.frameon": False,
+        "text.color": ground.ink,
+        "xtick.color": ground.soft,
+        "ytick.color": ground.soft,
+    }
 
 
 def draw(
@@ -60,8 +117,11 @@ def draw(
     names: Sequence[str] | None = None,
     title: str = "",
     size: tuple[float, float] | None = None,
+    ground: Ground = PAPER,
 ) -> Figure:
-    """A new `matplotlib.figure.Figure`: the curves of each rank and their mean, memory, and speed.
+    """A new `matplotlib.figure.Figure`: the curves of each rank and their mean; beside them memory and speed.
+
+    Curves stand at most three in a row. Memory and speed are left out as long as they have no second point.
 
     names: the curves to draw; by default those of the panel, all phases one after the other.  size: in inches.
 
@@ -72,58 +132,160 @@ def draw(
     >>> history = History(1)
     >>> history.feed(0, 0.5, Loss(1.0, step=0))
     >>> [axes.get_title(loc="left") for axes in draw(history).axes]
-    ['loss 1', 'memory', 'speed']
+    ['loss 1']
     """
     facts = facts or Facts()
     known = dict.fromkeys(name for phase in history.phases for name in phase.series)
     shown = [name for name in facts.shown(list(known)) if name in known] if names is None else list(names)
-    with sheet(size or (_WIDTH_IN, _HEIGHT_IN)) as figure:
-        widths = [1.9] * max(1, len(shown)) + [1.15]
-        grid = figure.add_gridspec(2, len(widths), width_ratios=widths)
+    rows = math.ceil(len(shown) / _MOST_IN_A_ROW) or 1
+    columns = math.ceil(len(shown) / rows) or 1
+    beside = [
+        part
+        for part, line in ((_memory, _longest(history.memory_bytes)), (_speed, history.speed.mean()))
+        if len(line) > 1
+    ]
+    width_in, height_in = size or (_WIDTH_IN, max(_HEIGHT_IN, 0.5 + rows * _ROW_IN))
+    lines = head_lines(title, width_in)
+    if size is None:
+        height_in += _LINE_IN * max(0, len(lines) - 1)
+    with sheet((width_in, height_in), ground) as figure:
+        side_in = min(_SIDE_IN, width_in / 2) if beside else 0.0
+        widths = [(width_in - side_in) / columns] * columns + ([side_in] if beside else [])
+        grid: GridSpec = figure.add_gridspec(2 * rows, len(widths), width_ratios=widths)
+        points = max(40, min(_POINTS, _MOST_POINTS // max(1, len(shown))))
         for at, name in enumerate(shown):
-            _curves(figure.add_subplot(grid[:, at]), history, name)
+            row, column = divmod(at, columns)
+            _curves(figure.add_subplot(grid[2 * row : 2 * row + 2, column]), history, name, ground, points)
         if not shown:
-            figure.add_subplot(grid[:, 0]).set_title("no numbers were logged")
-        _memory(figure.add_subplot(grid[0, -1]), history)
-        _speed(figure.add_subplot(grid[1, -1]), history)
-        if title:
-            head(figure, title)
+            nothing = figure.add_subplot(grid[:, 0])
+            nothing.set_title("no numbers were logged")
+            nothing.set_axis_off()
+        for at, part in enumerate(beside):
+            each = 2 * rows // len(beside)
+            part(figure.add_subplot(grid[at * each : (at + 1) * each, -1]), history, ground)
+        head(figure, lines)
     return figure
 
 
 @contextmanager
-def sheet(size: tuple[float, float]) -> Iterator[Figure]:
+def sheet(size: tuple[float, float], ground: Ground) -> Iterator[Figure]:
     """A new figure of `size` in inches, to be drawn on in our own style while the block runs."""
     import matplotlib
-    from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
-        yield Figure(figsize=size, dpi=_DPI, layout="constrained")
+    from nbaccel.view.run_figure import RunFigure
+
+    with matplotlib.rc_context(_style(ground)):
+        yield RunFigure(figsize=size, dpi=_DPI, layout="constrained")
 
 
-def head(figure: Figure, title: str) -> None:
-    """One line above everything; a "$" in it, of an error perhaps, begins no formula."""
-    figure.suptitle(title, x=0.005, ha="left", fontsize=9.5, fontweight="bold", parse_math=False)
+def head_lines(title: str, width_in: float) -> list[str]:
+    """`title` in lines that fit into so many inches; what three lines do not hold is cut off, which "…" says."""
+    room_pt, space_pt, dots_pt = (width_in - 0.1) * 72, _width_pt(". .") - _width_pt(".."), _width_pt(" …")
+    lines: list[str] = []
+    used_pt = math.inf
+    for word in title.split():
+        word_pt = _width_pt(word)
+        while word_pt > room_pt:
+            word = f"{word[: int(len(word) * room_pt / word_pt * 0.95)]}…"
+            word_pt = _width_pt(word)
+        is_last = len(lines) == _MOST_HEAD_LINES
+        if used_pt + space_pt + word_pt <= room_pt - (dots_pt if is_last else 0.0):
+            lines[-1] = f"{lines[-1]} {word}"
+            used_pt += space_pt + word_pt
+        elif is_last:
+            lines[-1] = f"{lines[-1].removesuffix('…')} …"
+            break
+        else:
+            lines.append(word)
+            used_pt = word_pt
+    return lines
+
+
+def _width_pt(text: str) -> float:
+    """How wide the head would be with this text."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=_HEAD_PT, weight="bold")
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
+
+
+def head(figure: Figure, lines: Sequence[str]) -> None:
+    """Lines above everything; a "$" in them, of an error perhaps, begins no formula."""
+    if lines:
+        figure.suptitle("\n".join(lines), x=0.005, ha="left", fontsize=_HEAD_PT, fontweight="bold", parse_math=False)
 
 
 def picture(figure: Figure, text: str) -> Picture:
-    """`figure` as a PNG of few colours, which is a quarter of what matplotlib writes. It uses the figure up.
+    """`figure` as a small PNG. It uses the figure up.
 
     text: what it shows, in words.
     """
+    width, height = size_px(figure)
+    for dpi in _COARSER_DPI:
+        png = png_of(figure)
+        if len(png) <= _MOST_BYTES:
+            break
+        figure.set_dpi(dpi)
+    else:
+        png = png_of(figure)
+    _dissolve(figure)
+    return Picture(png, width, height, text)
+
+
+def size_px(figure: Figure) -> tuple[int, int]:
+    """Width and height of `figure` in CSS pixels."""
+    width, height = (round(inches * _CSS_DPI) for inches in figure.get_size_inches())
+    return width, height
+
+
+def png_of(figure: Figure) -> bytes:
+    """A PNG of few colours, which is a quarter of what matplotlib writes, as transparent as the figure."""
     import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    before = figure.canvas
+    canvas: Any = FigureCanvasAgg(figure)
+    try:
+        canvas.draw()
+        pixels = numpy.array(canvas.buffer_rgba())
+    finally:
+        figure.set_canvas(before)
+    file = io.BytesIO()
+    _few_colours(pixels).save(file, "PNG", optimize=True, dpi=(figure.dpi, figure.dpi))
+    return file.getvalue()
+
+
+def _few_colours(pixels: Any) -> Any:
+    """An image with a palette, of pixels with red, green, blue and opacity.
+
+    Pillow's own ways to find a palette ignore opacity, or make stripes of the edges of letters. The colours of a figure
+    are few: those that differ by less than a sixteenth are one, and the rarest become the nearest of the others.
+    """
+    import numpy
     from PIL import Image
 
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.draw()
-    image = Image.fromarray(numpy.ascontiguousarray(numpy.asarray(canvas.buffer_rgba())[..., :3]))
-    file = io.BytesIO()
-    few = image.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(file, "PNG", optimize=True, dpi=(_DPI, _DPI))
-    width, height = (round(inches * _CSS_DPI) for inches in figure.get_size_inches())
-    _dissolve(figure)
-    return Picture(file.getvalue(), width, height, text)
+    height, width = pixels.shape[:2]
+    channels = pixels.reshape(-1, 4).astype(numpy.uint16)
+    keys = channels[:, 0] >> 4
+    for channel in (1, 2, 3):
+        keys = keys << 4 | channels[:, channel] >> 4
+    counts = numpy.bincount(keys, minlength=1 << 16)
+    used = numpy.flatnonzero(counts)
+    sums = [numpy.bincount(keys, channels[:, channel], minlength=1 << 16)[used] for channel in range(4)]
+    means = numpy.stack(sums, axis=1) / counts[used, None]
+    palette = means[numpy.argsort(-counts[used], kind="stable")[:_COLOURS]]
+    seen = numpy.concatenate([means[:, :3] * means[:, 3:] / 255, means[:, 3:]], axis=1)
+    places = numpy.concatenate([palette[:, :3] * palette[:, 3:] / 255, palette[:, 3:]], axis=1)
+    nearest = ((seen[:, None] - places[None]) ** 2).sum(axis=2).argmin(axis=1)
+    table = numpy.zeros(1 << 16, dtype=numpy.uint8)
+    table[used] = nearest
+    image = Image.frombytes("P", (width, height), table[keys].tobytes())
+    palette = palette.round().astype(numpy.uint8)
+    image.putpalette(palette[:, :3].tobytes())
+    if (palette[:, 3] < 255).any():
+        image.info["transparency"] = palette[:, 3].tobytes()
+    return image
 
 
 def _dissolve(figure: Figure) -> None:
@@ -139,7 +301,7 @@ def _dissolve(figure: Figure) -> None:
 # --- the parts ----------------------------------------------------------------------------------------------------
 
 
-def _curves(axes: Axes, history: History, name: str) -> None:
+def _curves(axes: Axes, history: History, name: str, ground: Ground, points: int) -> None:
     """One quantity over the steps, one phase beside the other."""
     of_phases = [(phase.name, phase.series[name]) for phase in history.phases if name in phase.series]
     if not of_phases:
@@ -151,33 +313,45 @@ def _curves(axes: Axes, history: History, name: str) -> None:
     axes.margins(x=0.01)
     if len(of_phases) > 1:
         for at, (phase, series) in enumerate(of_phases):
-            trace(axes, series.coarser(_POINTS).mean(), at, phase or "before", 1.4)
+            trace(axes, series.coarser(points).mean(), at, phase or "before", 1.4, ground)
     else:
-        _ranks_and_mean(axes, latest)
+        _ranks_and_mean(axes, latest.coarser(points), ground)
     mean = latest.mean()
     if mean and Scale.of(mean).is_log:
         logarithmic(axes)
     for mark in history.marks:
         if mark.kind == "oom" and mark.step is not None:
-            axes.axvline(mark.step, color=_BAD, linestyle=":", linewidth=1.2, label="out of memory")
+            axes.axvline(mark.step, color=ground.bad, linestyle=":", linewidth=1.2, label="out of memory")
+    _whole_steps(axes, of_phases[0][1] if len(of_phases) == 1 else None)
     _legend(axes)
 
 
-def _ranks_and_mean(axes: Axes, series: Series) -> None:
-    series = series.coarser(_POINTS)
+def _ranks_and_mean(axes: Axes, series: Series, ground: Ground) -> None:
     mean = series.mean()
-    axes.fill_between(mean.step, mean.low, mean.high, color=ON_LIGHT[0], alpha=0.15, linewidth=0)
-    if len(series.ranks) == 1:
-        trace(axes, mean, 0, "", 1.6)
+    axes.fill_between(mean.step, mean.low, mean.high, color=ground.rank(0), alpha=0.15, linewidth=0)
+    lines = {rank: series.line(rank) for rank in series.ranks}
+    if are_equal(lines.values()):
+        trace(axes, mean, 0, "", 1.6, ground)
         return
-    for rank in series.ranks:
-        trace(axes, series.line(rank), rank, f"rank {rank}", 0.9)
-    axes.plot(mean.step, mean.mean, color=_INK, linewidth=1.7, label="mean")
+    for rank, line in lines.items():
+        trace(axes, line, rank, f"rank {rank}", 0.9, ground)
+    axes.plot(mean.step, mean.mean, color=ground.ink, linewidth=1.7, label="mean")
 
 
-def trace(axes: Axes, line: Line, rank: int, label: str, width: float) -> None:
+def _whole_steps(axes: Axes, only: Series | None) -> None:
+    """Ticks at whole steps; that of a curve of one step alone is this one."""
+    from matplotlib.ticker import FixedLocator, MaxNLocator
+
+    steps = set() if only is None else {step for rank in only.ranks for step in only.line(rank).step}
+    if len(steps) == 1:
+        axes.xaxis.set_major_locator(FixedLocator([*steps]))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+
+
+def trace(axes: Axes, line: Line, rank: int, label: str, width: float, ground: Ground) -> None:
     """A curve in the colour and dashes of `rank`, as wide as `width` points."""
-    (drawn,) = axes.plot(line.step, line.mean, color=ON_LIGHT[rank % len(ON_LIGHT)], linewidth=width, label=label)
+    (drawn,) = axes.plot(line.step, line.mean, color=ground.rank(rank), linewidth=width, label=label)
     if len(line) == 1:
         drawn.set_marker("o")
     if dash := dashes(rank):
@@ -191,7 +365,7 @@ def logarithmic(axes: Axes) -> None:
         formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
 
 
-def _memory(axes: Axes, history: History) -> None:
+def _memory(axes: Axes, history: History, ground: Ground) -> None:
     """What each rank used over time, and where the limit is."""
     peaks = [usage.peak_bytes for usage in history.memory.values()]
     axes.set_title(f"memory, peak {span(peaks)}" if peaks else "memory")
@@ -200,34 +374,49 @@ def _memory(axes: Axes, history: History) -> None:
     for rank in history.memory:
         line = history.memory_bytes.line(rank)
         high = tuple(value / 1e9 for value in line.high)
-        trace(axes, Line(line.step, high, high, high), rank, "", 1.2)
+        axes.plot(_seconds(line), high, color=ground.rank(rank), linewidth=1.2)
+        if dash := dashes(rank):
+            axes.lines[-1].set_dashes(dash)
     # A host's limit is that of all its processes, and so far away that the curves would lie flat.
     for limit in sorted({usage.limit_bytes for usage in history.memory.values() if usage.is_device}):
-        axes.axhline(limit / 1e9, color=_INK, linestyle="--", linewidth=0.9)
+        axes.axhline(limit / 1e9, color=ground.ink, linestyle="--", linewidth=0.9)
         axes.text(0.01, limit / 1e9, f"limit {gigabytes(limit)}", transform=axes.get_yaxis_transform(), va="bottom")
         top = max(top, limit * 1.2)
-    _from_zero(axes, history, top / 1e9)
+    _from_zero(axes, history, top / 1e9, ground)
 
 
-def _speed(axes: Axes, history: History) -> None:
+def _speed(axes: Axes, history: History, ground: Ground) -> None:
     line = history.speed.mean()
     steps_per_s = history.steps_per_s
     axes.set_title("speed" if steps_per_s is None else f"speed, {rate(steps_per_s, 'steps')}")
     axes.set_ylabel("steps/s")
     axes.set_xlabel("seconds")
-    axes.plot(line.step, line.mean, color=_INK, linewidth=1.2)
-    _from_zero(axes, history, max(line.high, default=0.0))
+    axes.plot(_seconds(line), line.mean, color=ground.ink, linewidth=1.2)
+    _from_zero(axes, history, max(line.high, default=0.0), ground)
 
 
-def _from_zero(axes: Axes, history: History, top: float) -> None:
-    """From nothing to a little more than `top`, over milliseconds of the whole run that are written as seconds."""
+def _longest(series: Series) -> Line:
+    """The curve of the rank that has most points; that of no rank has none."""
+    return max((series.line(rank) for rank in series.ranks), key=len, default=Line())
+
+
+def _seconds(line: Line) -> tuple[float, ...]:
+    """Where the points of a curve over time are; its steps are milliseconds."""
+    return tuple(step / 1000 for step in line.step)
+
+
+def _from_zero(axes: Axes, history: History, top: float, ground: Ground) -> None:
+    """From nothing to a little more than `top`, over the seconds of the whole run."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_ylim(0, top * 1.1 or 1.0)
     if history.seconds > 0:
-        axes.set_xlim(0, history.seconds * 1000)
+        axes.set_xlim(0, history.seconds)
     for mark in history.marks:
         if mark.kind == "restart":
-            axes.axvline(mark.at_s * 1000, color=_BAD, linestyle=":", linewidth=1.2)
-    axes.xaxis.set_major_formatter(lambda milliseconds, _: f"{milliseconds / 1000:g}")
+            axes.axvline(mark.at_s, color=ground.bad, linestyle=":", linewidth=1.2)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
 
 
 def _legend(axes: Axes) -> None:

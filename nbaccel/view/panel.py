@@ -1,7 +1,8 @@
 """Panel: one run at one moment as HTML, and the bundle that a notebook shows of it. Pure; runs in the kernel.
 
 A small table and inline SVG: no script, nothing from elsewhere, and a height that depends on nothing that changes
-while the run goes on. The text beside it carries every number.
+while the run goes on, but on the width of its place: where that is narrow, the table of ranks stands below the curves.
+What has no room in a line is left out as a whole, never cut. The text beside the panel carries every number.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from html import escape
 
 from nbaccel.view.history import History
 from nbaccel.view.plot import Scale, plot
-from nbaccel.view.series import Series
+from nbaccel.view.series import Series, are_equal
 from nbaccel.view.state import RUNNING, Facts, State
 from nbaccel.view.text import (
     curve_words,
@@ -25,15 +26,15 @@ from nbaccel.view.text import (
 )
 from nbaccel.view.theme import STYLE, colour, dashes
 from nbaccel.view.usage import Usage
-from nbaccel.view.words import gigabytes, number
+from nbaccel.view.words import gigabytes, number, ticks
 
 __all__ = ["SIGNS", "Panel"]
 
-_LINE_PX, _ROW_PX, _PLOT_PX, _STEPS_PX, _BAR_PX = 20, 22, 116, 14, 18
-_PADDING_PX = 18
+_LINE_PX, _ROW_PX, _PLOT_PX, _STEPS_PX = 20, 22, 116, 14
 _MOST_ROWS = 8
-_MOST_PLOTS = 3
-_POINTS = 840
+_MANY_PLOTS = 3
+"""So many stand above the table however wide the place is, in as many rows as they need."""
+_POINTS = 800
 """Points that all lines of a panel share: what half a second's frame may weigh."""
 SIGNS = {"done": "✓", "failed": "✕", "stopped": "■"}
 """Beside the word, which says the same."""
@@ -59,84 +60,88 @@ class Panel:
         }
 
     @property
-    def height_px(self) -> int:
-        """The outer height without bars, by the number of ranks alone."""
-        return _PADDING_PX + 2 * _LINE_PX + _LINE_PX + self._body_px + 4 + _LINE_PX
+    def _table_px(self) -> int:
+        return _LINE_PX + _ROW_PX * min(self.history.world_size, _MOST_ROWS)
 
     @property
-    def _body_px(self) -> int:
-        table_px = _LINE_PX + _ROW_PX * min(self.history.world_size, _MOST_ROWS)
-        return max(_LINE_PX + _PLOT_PX + _STEPS_PX, table_px)
+    def _figure_px(self) -> int:
+        """A curve with its words: as high as the table beside it."""
+        return max(_LINE_PX + _PLOT_PX + _STEPS_PX, self._table_px)
 
     def html(self, seconds: float, state: State = RUNNING) -> str:
         """The run after `seconds`, without the style sheet."""
-        names = self.facts.shown(self.history.names)[:_MOST_PLOTS]
-        height_px = self.height_px + _BAR_PX * len(state.bars)
+        names = self.facts.shown(self.history.names)
         return (
-            f'<div class="nbaccel" role="group" aria-label="{escape(self.facts.title)}" '
-            f'style="height:{height_px}px">{self._head(state)}{self._progress(seconds, state)}'
-            f'<div class="body" style="height:{self._body_px}px">{self._plots(names, state)}{self._table(names)}</div>'
+            f'<div class="nbaccel" role="group" aria-label="{escape(self.facts.title)}">'
+            f"{self._head(state)}{self._progress(seconds, state)}"
+            f'<div class="body of{min(len(names), _MANY_PLOTS)}">{self._plots(names, state)}{self._table(names)}</div>'
             f"{self._foot(names, state)}{_bars(state)}</div>"
         )
 
     def _head(self, state: State) -> str:
         return (
             f'<div class="row"><b class="{state.word}">{SIGNS.get(state.word, "●")} {state.word}</b>'
-            f'<b>{escape(self.facts.title)}</b><span class="wide soft">{escape(self.facts.setting)}</span>'
+            f'<b>{escape(self.facts.title)}</b><span class="fits soft">{_parts(self.facts.setting.split(", "))}</span>'
             f"{_hint(state)}</div>"
         )
 
     def _progress(self, seconds: float, state: State) -> str:
-        place = escape(", ".join(where(self.history))) or ("" if state.is_over else "running")
+        nothing = "no number was reported" if state.is_over and not self.history.has_curves else ""
+        places = list(filter(None, [*where(self.history), nothing])) or ([] if state.is_over else ["running"])
         when = escape(", ".join(times(self.history, seconds, state)))
         done = self.history.phase.bar.value
+        label = escape(", ".join(places)) or "progress"
         return (
-            f'<div class="row"><span class="wide">{place}</span><span>{when}</span></div>'
+            f'<div class="row"><span class="fits">{_parts(places)}</span><span>{when}</span></div>'
             # One without a value would move by itself.
-            f'<progress max="1" value="{done or 0:.3f}" aria-label="{place or "progress"}"></progress>'
+            f'<progress max="1" value="{done or 0:.3f}" aria-label="{label}"></progress>'
         )
 
     # --- curves ------------------------------------------------------------------------------------------------
 
     def _plots(self, names: list[str], state: State) -> str:
         series = self.history.phase.series
-        if not names:
-            words = "no number was reported" if state.is_over else "no numbers yet"
-            return f'<figure><div class="row soft">{words}</div></figure>'
-        return "".join(self._plot(name, series.get(name), _POINTS // len(names)) for name in names)
+        if names:
+            plots = "".join(self._plot(name, series.get(name), _POINTS // len(names)) for name in names)
+        elif state.is_over:
+            return ""  # no empty place for curves that never come
+        else:
+            plots = self._figure('<div class="row soft">no numbers yet</div>')
+        return f'<div class="plots">{plots}</div>'
+
+    def _figure(self, content: str) -> str:
+        return f'<figure style="height:{self._figure_px}px">{content}</figure>'
 
     def _plot(self, name: str, series: Series | None, points: int) -> str:
         lines = 3 if series is None else len(series.ranks) + 3  # the mean, and both edges of the band
-        drawn = None if series is None else series.coarser(max(40, min(160, points // lines)))
+        drawn = None if series is None else series.coarser(max(24, min(160, points // lines)))
         mean = None if drawn is None else drawn.mean()
         if series is None or drawn is None or not mean:
             aside = "nothing yet" if series is None else not_finite_words(series)
-            return (
-                f'<figure><div class="row"><b>{escape(name)}</b><span class="wide soft">{aside}</span></div></figure>'
-            )
+            return self._figure(f'<div class="row fits"><b>{escape(name)}</b><span class="soft">{aside}</span></div>')
         marks = [mark.step for mark in self.history.marks if mark.kind == "oom" and mark.step is not None]
         scale, latest = Scale.of(mean), max(series.newest.values())
-        ranks = drawn.ranks if len(drawn.ranks) > 1 else []
+        ranks = {rank: drawn.line(rank) for rank in drawn.ranks}
         picture = plot(
             mean,
-            {rank: drawn.line(rank) for rank in ranks},
+            {} if are_equal(ranks.values()) else ranks,
             scale,
             label=curve_words(name, series),
-            height_px=self._body_px - _LINE_PX - _STEPS_PX,
+            height_px=self._figure_px - _LINE_PX - _STEPS_PX,
             marks=marks[-8:],
         )
         if series.not_finite:
-            kind, aside = "failed", not_finite_words(series)
+            kind, asides = "failed", [not_finite_words(series)]
         else:
             lowest = f"lowest {number(series.lowest)}" if name.lower().endswith("loss") else ""
-            kind, aside = "soft", ", ".join(filter(None, [lowest, "log scale" if scale.is_log else ""]))
-        return (
-            f'<figure><div class="row"><b>{escape(name)} {number(series.latest)}</b>'
-            f'<span class="wide {kind}">{aside}</span></div>'
-            f'<div class="plot"><div class="axis" aria-hidden="true"><span>{number(scale.high)}</span>'
-            f"<span>{number(scale.low)}</span></div>{picture}</div>"
-            f'<div class="steps" aria-hidden="true"><span>step {mean.step[0]:,}</span><span>{latest:,}</span>'
-            "</div></figure>"
+            kind, asides = "soft", [lowest, "log scale" if scale.is_log else ""]
+        beside = "".join(f'<span class="{kind}">{aside}</span>' for aside in asides if aside)
+        low, high = ticks(scale.low, scale.high)
+        return self._figure(
+            f'<div class="row fits"><b>{escape(name)} {number(series.latest)}</b>{beside}</div>'
+            f'<div class="plot"><div class="axis" aria-hidden="true"><span>{high}</span>'
+            f"<span>{low}</span></div>{picture}</div>"
+            f'<div class="steps" aria-hidden="true"><span>step {mean.step[0]:,}</span><span>{latest:,}</span></div>'
         )
 
     # --- ranks -------------------------------------------------------------------------------------------------
@@ -147,7 +152,7 @@ class Panel:
         heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ["rank", *first, "memory", "in use", "peak"])
         scrolls = ' tabindex="0" role="region" aria-label="all ranks"' if len(ranks) > _MOST_ROWS else ""
         return (
-            f'<div class="ranks"{scrolls}><table><thead><tr>{heads}</tr></thead>'
+            f'<div class="ranks" style="max-height:{self._table_px}px"{scrolls}><table><thead><tr>{heads}</tr></thead>'
             f"<tbody>{''.join(self._row(rank, first) for rank in ranks)}</tbody></table></div>"
         )
 
@@ -169,11 +174,16 @@ class Panel:
         """How it ended; before that what happened last, and the numbers that are not drawn."""
         if state.sentence:
             sentence = escape(state.sentence)
-            return f'<p class="row {state.word}" role="status"><span class="wide">{sentence}</span></p>'
+            return f'<p class="{state.word}" role="status">{sentence}</p>'
         history = self.history
         others = [f"{name} {number(one.latest)}" for name, one in history.phase.series.items() if name not in names]
-        words = [*map(mark_words, history.marks[-1:]), loss_of_records(history), ", ".join(others)]
-        return f'<p class="row soft"><span class="wide">{escape("; ".join(filter(None, words)))}</span></p>'
+        words = [*map(mark_words, history.marks[-1:]), loss_of_records(history), *others]
+        return f'<p class="row soft fits">{_parts(list(filter(None, words)))}</p>'
+
+
+def _parts(words: list[str]) -> str:
+    """Words of which as many are seen as have room. The comma goes with the word behind it."""
+    return "".join(f"<span>{', ' if at else ''}{escape(word)}</span>" for at, word in enumerate(words))
 
 
 def _hint(state: State) -> str:
@@ -189,8 +199,8 @@ def _swatch(rank: int) -> str:
     """A piece of the rank's line: the table is the legend."""
     dash = " ".join(f"{length:g}" for length in dashes(rank)) or "none"
     return (
-        f'<svg style="width:24px;height:8px" aria-hidden="true"><path d="M0 4H24" stroke="{colour(rank)}" '
-        f'stroke-width="2" stroke-dasharray="{dash}"/></svg> '
+        f'<svg class="swatch" aria-hidden="true"><path d="M0 4H24" stroke="{colour(rank)}" stroke-dasharray="{dash}"/>'
+        "</svg> "
     )
 
 

@@ -26,7 +26,7 @@ class Picture:
 
     def bundle(self) -> Bundle:
         """What a notebook saves of it."""
-        image = {"width": self.width, "height": self.height, "alt": self.text, "needs_background": "light"}
+        image = {"width": self.width, "height": self.height, "alt": self.text}
         return (
             {"text/plain": self.text, "image/png": b64encode(self.png).decode("ascii")},
             {"image/png": image},

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import truediv
 
-__all__ = ["Line", "Series"]
+__all__ = ["Line", "Series", "are_equal"]
 
 _NO_BUCKET = -(1 << 62)
 """The key of no bucket; below that of any step."""
@@ -35,6 +35,16 @@ class Line:
 
     def __len__(self) -> int:
         return len(self.step)
+
+
+def are_equal(lines: Iterable[Line]) -> bool:
+    """Whether these are the same curve; then one stands for all, such as where every rank logs what was gathered.
+
+    >>> are_equal([]), are_equal([Line((0,), (1.0,), (1.0,), (1.0,)), Line()])
+    (True, False)
+    """
+    first, *others = list(lines) or [Line()]
+    return all(line == first for line in others)
 
 
 _Columns = tuple["array[int]", "array[int]", "array[float]", "array[float]", "array[float]"]

@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from nbaccel.view.board import Board, Row
-from nbaccel.view.figure import head, logarithmic, sheet, trace
+from nbaccel.view.figure import ANY_GROUND, head, head_lines, logarithmic, sheet, trace
 from nbaccel.view.plot import Scale
 from nbaccel.view.series import Line
-from nbaccel.view.theme import ON_LIGHT, dashes
+from nbaccel.view.theme import dashes
 from nbaccel.view.words import duration, number, plural
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ __all__ = ["draw_runs"]
 _WIDTH_IN, _LINE_IN, _LEAST_IN = 9.4, 0.17, 2.7
 _MOST_LINES = 16
 _LONGEST_TITLE = 34
-_UNNAMED = "#c3c8cf"
+_UNNAMED = "#8b909880"
 
 
 def draw_runs(board: Board) -> Figure:
@@ -38,13 +38,13 @@ def draw_runs(board: Board) -> Figure:
     named = _first_and_latest(board.rows)
     name = next((name for name, _ in Counter(row.name for row in board.rows if row.name).most_common(1)), "")
     height_in = max(_LEAST_IN, 0.7 + _LINE_IN * (len(named) + 1))
-    with sheet((_WIDTH_IN, height_in)) as figure:
+    with sheet((_WIDTH_IN, height_in), ANY_GROUND) as figure:
         grid = figure.add_gridspec(1, 2, width_ratios=[1.0, 1.0])
         compared = [row for row in board.rows if row.name == name and row.curve]
         _curves(figure.add_subplot(grid[0, 0]), compared, {row.number for row in named}, name)
         _lines(figure.add_subplot(grid[0, 1]), board, named)
         ends = ", ".join(f"{count} {word}" for word, count in board.ends.items())
-        head(figure, f"{plural(board.runs, 'run')}: {ends}")
+        head(figure, head_lines(f"{plural(board.runs, 'run')}: {ends}", _WIDTH_IN))
     return figure
 
 
@@ -64,7 +64,7 @@ def _curves(axes: Axes, rows: Sequence[Row], named: Collection[int], name: str) 
     axes.margins(x=0.01)
     for row in rows:
         if row.number in named:
-            trace(axes, row.curve, row.number - 1, "", 1.2)
+            trace(axes, row.curve, row.number - 1, "", 1.2, ANY_GROUND)
         else:  # in the background: nobody tells a hundred curves apart
             axes.plot(row.curve.step, row.curve.mean, color=_UNNAMED, linewidth=0.6, zorder=1.5)
     low, high = min(min(row.curve.low) for row in rows), max(max(row.curve.high) for row in rows)
@@ -96,6 +96,6 @@ def _lines(axes: Axes, board: Board, rows: Sequence[Row]) -> None:
 
 def _sample(axes: Axes, at: int, height: float) -> None:
     """A piece of the curve of run `at`."""
-    (drawn,) = axes.plot([0.0, 0.08], [height, height], color=ON_LIGHT[at % len(ON_LIGHT)], linewidth=1.6)
+    (drawn,) = axes.plot([0.0, 0.08], [height, height], color=ANY_GROUND.rank(at), linewidth=1.6)
     if dash := dashes(at):
         drawn.set_dashes(dash)

@@ -6,10 +6,12 @@ difference for those who see none. Each set is ordered by contrast on its backgr
 
 from __future__ import annotations
 
-__all__ = ["DASHES", "ON_DARK", "ON_LIGHT", "STYLE", "colour", "dashes"]
+__all__ = ["DASHES", "ON_ANY", "ON_DARK", "ON_LIGHT", "STYLE", "colour", "dashes"]
 
 ON_LIGHT = ("#0072b2", "#d55e00", "#008a65", "#a9507f", "#b07a00", "#3a87b8")
 """On white. Green, purple, orange and sky blue are darkened until they reach 3:1, which graphics need (WCAG 1.4.11)."""
+ON_ANY = ("#1680c2", "#d55e00", "#008a65", "#b95c90", "#a87400", "#5c7fa3")
+"""Where nobody knows the background: 3:1 on white and on nearly black alike."""
 ON_DARK = ("#56b4e9", "#e69f00", "#2fc39a", "#d98fb9", "#f0e442", "#ff8a4c")
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2, 1, 2))
@@ -55,12 +57,16 @@ STYLE = (
     # The background is ours: where no front end says which theme it has, text on it is readable all the same.
     ".nbaccel{box-sizing:border-box;max-width:960px;padding:8px 12px;border:1px solid var(--line);border-radius:6px;"
     "background:var(--bg);color:var(--fg);font:13px/20px system-ui,sans-serif;font-variant-numeric:tabular-nums;"
-    "overflow:hidden}"
+    "overflow:hidden;container-type:inline-size}"
     ".nbaccel.runs{margin-bottom:4px;max-height:220px;overflow:auto}"
     ".nbaccel.runs table{width:100%}.nbaccel.runs svg{vertical-align:middle}"
     ".nbaccel p,.nbaccel figure{margin:0;padding:0}"
     ".nbaccel .row{display:flex;gap:6px 16px;height:20px;white-space:nowrap;overflow:hidden}"
-    ".nbaccel .row>*{flex:none}.nbaccel .row>.wide{flex:1 1 0;min-width:0;overflow:hidden;text-overflow:ellipsis}"
+    ".nbaccel .row>*{flex:none}"
+    # One line high: what has no room wraps out of sight, whole.
+    ".nbaccel .fits{display:flex;flex-wrap:wrap;height:20px;overflow:hidden;white-space:pre}"
+    ".nbaccel .row>.fits{flex:1 1 0;min-width:0}.nbaccel .row.fits{gap:0}.nbaccel figure .row.fits{gap:0 8px}"
+    ".nbaccel .fits>*{max-width:100%;overflow:hidden;text-overflow:ellipsis}"
     ".nbaccel .soft{color:var(--soft)}.nbaccel b{font-weight:600}"
     ".nbaccel .failed{color:var(--bad)}.nbaccel .done{color:var(--good)}"
     ".nbaccel progress{width:100%;height:6px;display:block;margin:6px 0 8px;appearance:none;-webkit-appearance:none;"
@@ -68,17 +74,21 @@ STYLE = (
     ".nbaccel progress::-webkit-progress-bar{background:var(--fill)}"
     ".nbaccel progress::-webkit-progress-value{background:var(--r0)}"
     ".nbaccel progress::-moz-progress-bar{background:var(--r0)}"
-    ".nbaccel .body{display:flex;gap:20px}"
-    ".nbaccel figure{flex:1 1 0;min-width:120px}"
+    ".nbaccel .body{display:flex;gap:12px 20px}"
+    ".nbaccel .plots{flex:1 1 0;min-width:0;display:grid;grid-auto-columns:1fr;gap:10px 20px;align-content:start}"
+    ".nbaccel .of2>.plots{grid-template-columns:repeat(2,minmax(0,1fr))}"
+    ".nbaccel .of3>.plots{grid-template-columns:repeat(3,minmax(0,1fr))}"
+    ".nbaccel figure{min-width:0;overflow:hidden}"
     ".nbaccel .plot{position:relative;display:flex;gap:6px}"
     ".nbaccel .plot svg{flex:1 1 0;min-width:0;display:block;background:none}"
-    ".nbaccel .axis{display:flex;flex-direction:column;justify-content:space-between;text-align:right;width:44px}"
+    ".nbaccel .axis{display:flex;flex-direction:column;justify-content:space-between;align-items:flex-end;width:52px;"
+    "white-space:nowrap}"
     ".nbaccel .axis,.nbaccel .steps{font-size:11px;line-height:14px;color:var(--soft)}"
-    ".nbaccel .steps{display:flex;justify-content:space-between;padding-left:50px;height:14px}"
+    ".nbaccel .steps{display:flex;justify-content:space-between;padding-left:58px;height:14px}"
     # Front ends give preformatted text a background, a size and a way to wrap of their own.
     ".nbaccel pre.bars{margin:0;padding:0;border:0;background:none;color:inherit;white-space:pre;overflow:hidden;"
     "font:12px/18px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
-    ".nbaccel .ranks{flex:0 1 auto;min-width:0;overflow:hidden auto}"
+    ".nbaccel .ranks{flex:none;max-width:100%;overflow:hidden auto}"
     ".nbaccel table{border-collapse:collapse;margin:0;border:0;font:inherit;color:inherit;table-layout:auto}"
     # Front ends give tables stripes and rules of their own.
     ".nbaccel thead{border:0}.nbaccel tr,.nbaccel tbody tr:nth-child(n),.nbaccel tbody tr:nth-child(n):hover"
@@ -88,8 +98,18 @@ STYLE = (
     ".nbaccel th:first-child,.nbaccel td:first-child{padding-left:0;text-align:left}"
     ".nbaccel td.left{text-align:left}"
     ".nbaccel thead th{color:var(--soft);height:20px}"
+    # JupyterLab gives every SVG in an output `height: auto`, by a rule that this one overrules.
+    ".nbaccel svg.swatch{width:24px;height:8px;stroke-width:2}"
     ".nbaccel .bar{position:relative;display:inline-block;width:90px;height:8px;border-radius:2px;"
     "background:var(--fill);overflow:hidden;vertical-align:middle}"
     ".nbaccel .bar i{position:absolute;left:0;top:0;bottom:0}"
     ".nbaccel .bar u{position:absolute;top:0;bottom:0;width:2px;background:var(--fg)}"
+    # The table below the curves: always below three of them, below fewer where the place is narrow.
+    ".nbaccel .of3{flex-direction:column}.nbaccel .of3>*{flex:none}"
+    "@container(max-width:860px){.nbaccel .of2{flex-direction:column}.nbaccel .of2>*{flex:none}}"
+    "@container(max-width:660px){.nbaccel .body{flex-direction:column}.nbaccel .body>*{flex:none}"
+    ".nbaccel .of3>.plots{grid-template-columns:repeat(2,minmax(0,1fr))}}"
+    "@container(max-width:420px){.nbaccel .body>.plots{grid-template-columns:minmax(0,1fr)}"
+    ".nbaccel .bar,.nbaccel .swatch,.nbaccel .row>.fits+.soft{display:none}"
+    ".nbaccel th,.nbaccel td{padding-left:10px}}"
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["duration", "gigabytes", "listed", "number", "plural", "rate", "span", "with_article"]
+__all__ = ["duration", "gigabytes", "listed", "number", "plural", "rate", "span", "ticks", "with_article"]
 
 _DIGITS = 4
 
@@ -23,6 +23,23 @@ def number(value: float) -> str:
     if abs(value) >= 10 ** (_DIGITS - 1):
         return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
     return f"{value:#.{_DIGITS}g}" if abs(value) >= 0.01 else f"{value:.{_DIGITS}g}"
+
+
+def ticks(low: float, high: float) -> tuple[str, str]:
+    """The ends of an axis, short: at most eight characters, unless they would be equal then.
+
+    >>> ticks(0.0069321, 2.30259), ticks(1.00001, 1.00002), ticks(-12345.6, 3.2e-05)
+    (('0.00693', '2.3'), ('1.00001', '1.00002'), ('-12,346', '3.2e-05'))
+    """
+    short = _tick(low), _tick(high)
+    return short if low == high or short[0] != short[1] else (f"{low:.8g}", f"{high:.8g}")
+
+
+def _tick(value: float) -> str:
+    size = abs(value)
+    if size and not 1e-3 <= size < 1e6:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if size >= 1e3 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -3,19 +3,31 @@ from __future__ import annotations
 import base64
 import gc
 import io
+import itertools
+import random
 import subprocess
 import sys
 import weakref
+from typing import Any
 
 import matplotlib
 import pytest
+from IPython.core.formatters import DisplayFormatter
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from nbaccel.events import Loss, OutOfMemory, Phase
-from nbaccel.view.figure import draw, picture
+from nbaccel.events import Loss, Memory, Metric, OutOfMemory, Phase, Progress
+from nbaccel.view.figure import ANY_GROUND, PAPER, draw, picture
 from nbaccel.view.history import History
 from nbaccel.view.state import Facts
+from nbaccel.view.theme import ON_ANY
 from view.runs import a_run
+
+GIGA = 1_000_000_000
+FAILED = (
+    "Cell In[5]: failed after 2.0 s, 30 steps: rank 1, AttributeError: 'Accelerator' object has no attribute "
+    "'proces_index', 2 ranks on the CPU, seed 878899"
+)
 
 
 def titles(history: History, **options: object) -> list[str]:
@@ -63,7 +75,7 @@ def test_phases_are_drawn_beside_each_other() -> None:
 
 
 def test_a_run_without_numbers_has_a_figure_that_says_so() -> None:
-    assert titles(History(2)) == ["no numbers were logged", "memory", "speed"]
+    assert titles(History(2)) == ["no numbers were logged"]
 
 
 def test_chosen_curves_that_were_never_logged_do_not_break_the_picture_that_is_kept() -> None:
@@ -98,6 +110,125 @@ def test_a_figure_is_freed_with_all_its_pixels_when_its_picture_is_made() -> Non
         assert [part() for part in parts] == [None] * len(parts)
     finally:
         gc.enable()
+
+
+def many_curves(count: int) -> History:
+    """A run with so many noisy curves, "c0" and so on, of two ranks."""
+    history, noise = a_run(2, 300), random.Random(1)
+    for step in range(300):
+        for rank in (0, 1):
+            values = {f"c{at}": noise.random() / (step + 1) for at in range(count)}
+            history.feed(rank, step / 10, Metric(values, step))
+    return history
+
+
+def overlapping(figure: Any) -> list[str]:
+    """What is written of it on something else that is written, or beyond its edge."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    written = []
+    for axes in figure.axes:
+        texts = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        written += [text for text in texts if text.get_text()]
+    if figure.get_suptitle():
+        written.append(figure._suptitle)
+    boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in written]
+    found = [
+        name for name, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1
+    ]
+    for (name, box), (other, its) in itertools.combinations(boxes, 2):
+        if box.x0 < its.x1 and its.x0 < box.x1 and box.y0 < its.y1 and its.y0 < box.y1:
+            found.append(f"{name} / {other}")
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_whatever_is_written_has_its_place(count: int) -> None:
+    names = [f"c{at}" for at in range(count)]
+    figure = draw(many_curves(count), names=names, title=FAILED)
+    assert overlapping(figure) == []
+    title = figure.get_suptitle().replace("\n", " ")
+    assert title == FAILED
+    assert [axes.get_title(loc="left").split()[0] for axes in figure.axes] == [*names, "memory,", "speed,"]
+
+
+def test_a_title_of_any_length_keeps_its_beginning_and_ends_with_dots() -> None:
+    figure = draw(a_run(1, 20), title=f"Cell In[5]: failed: {'word ' * 200}")
+    assert overlapping(figure) == []
+    assert figure.get_suptitle().startswith("Cell In[5]: failed: word")
+    assert figure.get_suptitle().endswith(" …")
+    assert overlapping(draw(a_run(1, 20), title="x" * 2000)) == []
+
+
+def test_curves_wrap_into_rows_and_the_file_stays_small() -> None:
+    names = [f"c{at}" for at in range(7)]
+    figure = draw(many_curves(7), names=names, ground=ANY_GROUND)
+    places = [axes.get_subplotspec() for axes in figure.axes[:7]]
+    assert [(place.rowspan.start // 2, place.colspan.start) for place in places if place is not None] == [
+        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0),
+    ]  # fmt: skip
+    assert len(picture(figure, "").png) < 60_000
+
+
+def test_a_run_of_less_than_half_a_second_has_no_empty_plot_and_whole_steps() -> None:
+    history = History(1)
+    for step in range(3):
+        history.feed(0, 0.1 * step, Loss(1.0 / (step + 1), step))
+        history.feed(0, 0.1 * step, Progress(step + 1, step + 1, 3))
+    history.feed(0, 0.2, Memory(3 * GIGA, 4 * GIGA, 24 * GIGA))
+    figure = draw(history)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss 0.3333"]
+    assert [tick for tick in figure.axes[0].get_xticks() if 0 <= tick <= 2] == [0, 1, 2]
+    one = History(1)
+    one.feed(0, 0.1, Loss(1.0, 41))
+    assert list(draw(one).axes[0].get_xticks()) == [41]
+
+
+def test_one_line_stands_for_ranks_that_logged_the_same_and_needs_no_legend() -> None:
+    history = History(2)
+    for step in range(5):
+        for rank in (0, 1):
+            history.feed(rank, step, Metric({"acc": step / 5, "own": rank + step / 5}, step))
+    same, own = draw(history, names=["acc", "own"]).axes[:2]
+    assert (len(same.lines), same.get_legend()) == (1, None)
+    assert len(own.lines) == 3
+    assert own.get_legend() is not None
+
+
+def luminance(colour: str) -> float:
+    """As WCAG 2 defines it."""
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#111111", "#1e1e1e", "#0d1117"], ids=["white", "lab", "code", "github"])
+def test_the_picture_that_is_kept_can_be_read_on_every_page(page: str) -> None:
+    for colour, least in [(ANY_GROUND.ink, 3.9), (ANY_GROUND.soft, 3.9), *((colour, 3.0) for colour in ON_ANY)]:
+        low, high = sorted([luminance(colour), luminance(page)])
+        assert (high + 0.05) / (low + 0.05) >= least, colour
+
+
+def test_the_picture_that_is_kept_lets_the_page_through_and_a_figure_for_paper_does_not() -> None:
+    kept, paper = (picture(draw(a_run(2, 50), ground=ground), "") for ground in (ANY_GROUND, PAPER))
+    image = Image.open(io.BytesIO(kept.png)).convert("RGBA")
+    alphas = image.getchannel("A").histogram()
+    assert alphas[0] > 0.8 * image.width * image.height
+    assert sum(alphas[200:]) > 1000, "nothing is drawn"
+    assert "needs_background" not in str(kept.bundle()[1])
+    assert Image.open(io.BytesIO(paper.png)).convert("RGBA").getchannel("A").getextrema() == (255, 255)
+
+
+def test_a_figure_as_the_last_line_of_a_cell_is_seen_without_pyplot() -> None:
+    figure = draw(a_run(2, 50), size=(5, 2))
+    data, metadata = DisplayFormatter().format(figure)
+    assert data["image/png"].startswith(b"\x89PNG")
+    assert metadata["image/png"] == {"width": 480, "height": 192}
+    figure.savefig(file := io.BytesIO(), format="pdf")  # showing it has not used it up
+    assert file.getvalue().startswith(b"%PDF")
 
 
 def test_a_notebook_s_style_is_neither_used_nor_changed() -> None:

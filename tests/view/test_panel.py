@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nbaccel.events import Loss, OutOfMemory
+from nbaccel.events import Loss, Metric, OutOfMemory
 from nbaccel.view.history import History
 from nbaccel.view.panel import Panel
 from nbaccel.view.state import Facts, State
@@ -44,13 +44,31 @@ def test_the_panel_is_well_formed_and_carries_no_script(world_size: int, state: 
 
 
 def test_its_height_depends_on_the_number_of_ranks_alone() -> None:
-    heights = {
-        re.search(r'style="height:(\d+)px"', Panel(history, FACTS).html(1.0, state))[1]  # type: ignore[index]
+    """Its parts have heights of their own; a browser adds them up (tests/browser/test_panel.py)."""
+    heights = [
+        re.findall(r'style="(?:max-)?height:(\d+)px"', Panel(history, FACTS).html(1.0))
         for history in (History(2), a_run(2, 1), a_run(2, 300))
-        for state in (State("running"), DONE)
-    }
-    assert heights == {str(Panel(History(2), FACTS).height_px)}
-    assert Panel(History(8), FACTS).height_px < Panel(History(64), FACTS).height_px + 1 < 400
+    ]
+    assert [found[0] for found in heights] == ["150"] * 3
+    assert [found[-1] for found in heights] == ["64"] * 3
+    assert 'class="ranks" style="max-height:196px"' in Panel(History(64), FACTS).html(1.0)
+
+
+def test_a_run_that_is_over_keeps_no_empty_place_for_curves() -> None:
+    running, done = (Panel(History(2), FACTS).html(3.0, state) for state in (State("running"), DONE))
+    assert "no numbers yet" in words(running)
+    assert list(tree(done).iter("figure")) == []
+    assert "no number was reported" in words(done)
+
+
+def test_one_line_is_drawn_where_all_ranks_logged_the_same() -> None:
+    history = History(2)
+    for step in range(5):
+        for rank in (0, 1):
+            history.feed(rank, step, Metric({"acc": step / 5}, step))
+    panel = tree(Panel(history, FACTS).html(5.0))
+    plot = next(svg for svg in panel.iter("svg") if svg.attrib.get("role") == "img")
+    assert [path for path in plot if "stroke-dasharray" in path.attrib] == []
 
 
 def test_a_person_who_hears_it_gets_the_numbers() -> None:
@@ -77,8 +95,9 @@ def test_the_state_is_a_word_and_a_sign_not_a_colour_alone(word: str) -> None:
 
 
 def test_the_curves_that_were_chosen_are_drawn() -> None:
-    html = Panel(a_run(), Facts(plots=("acc", "loss", "f1"))).html(50.0)
-    assert [figure.findtext("div/b", "").split()[0] for figure in tree(html).iter("figure")] == ["acc", "loss", "f1"]
+    chosen = ("acc", "loss", "f1", "acc", "loss")
+    html = Panel(a_run(), Facts(plots=chosen)).html(50.0)
+    assert [figure.findtext("div/b", "").split()[0] for figure in tree(html).iter("figure")] == list(chosen)
     assert "nothing yet" in words(html)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbaccel.view.board import Board
-from nbaccel.view.figure import draw, picture
+from nbaccel.view.figure import ANY_GROUND, draw, picture
 from nbaccel.view.panel import Panel
 from nbaccel.view.state import State
 from nbaccel.view.sweep import draw_runs
@@ -26,7 +26,7 @@ def kept(panel: Panel, seconds: float, state: State) -> Bundle:
     if not history.has_curves:
         return dict(panel.bundle(seconds, state)), {}
     title = ", ".join(filter(None, [f"{facts.title}: {state.sentence}", facts.setting]))
-    return picture(draw(history, facts, title=title), text(history, facts, seconds, state)).bundle()
+    return picture(draw(history, facts, title=title, ground=ANY_GROUND), text(history, facts, seconds, state)).bundle()
 
 
 def kept_of_several(board: Board) -> Bundle:
