@@ -77,6 +77,8 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     )
     from nbaccel.world import World as World
 
+    last_run: Run | None
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -165,6 +167,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name from its module, once."""
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
+    if name == "last_run":
+        return _last_run()
     if name not in _HOME:
         return _missing(name)
     home = import_module(_HOME[name])
@@ -173,8 +177,17 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _last_run() -> Run | None:
+    """The last run of this process, of a `%%accelerate` cell or of `launch`; None before the first. See `Run`.
+
+    It is another one after each run, so it is no name to import: write `nbaccel.last_run`.
+    """
+    launching = sys.modules.get("nbaccel.launch.launcher")  # without it there was no run
+    return None if launching is None else launching.default_launcher().last_run
+
+
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "load_ipython_extension", "unload_ipython_extension"]
+    return [*__all__, "last_run", "__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:

@@ -191,6 +191,13 @@ def _conclude(outcome: Outcome, spec: LaunchSpec, launcher: Launcher, shown: Sho
     if run.stopped:
         shown.write("stdout", f"{run.stopped}\n")
     shown.end(word, run.seconds, error, None if failed_alike(outcome.ended) else outcome.ended.first_failed)
+    return _kept(run, shown, launcher)
+
+
+def _kept(run: Run, shown: ShownRun, launcher: Launcher) -> Run:
+    """The run, with what was shown of it; it is `nbaccel.last_run` from now on."""
+    run.facts, run.state = shown.facts, shown.state
+    launcher.last_run = run.light()
     return run
 
 
@@ -241,6 +248,7 @@ def _as_run(outcome: Outcome, values: list[Any], history: History, error: BaseEx
         log_path=outcome.log_path,
         seconds=seconds,
         restarts=outcome.restarts,
+        checkpoint=outcome.checkpoint,
         stopped=outcome.at_the_limit(0.0, "resume=True", "checkpoint_every", history.first_step)
         if ended.is_own_limit
         else "",
@@ -262,7 +270,8 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
 def _launch_inline(spec: LaunchSpec, devices: Devices, survey: Survey, check: bool = True, news: str = "") -> Run:
     """Run a function in this process.  news: what there is to say about that; empty if nothing."""
     launcher, start = default_launcher(), spec.start
-    error, stopped = None, ""
+    error: BaseException | None = None
+    stopped = ""
     with launcher.turn():
         shown, title = _show(launcher, spec, devices, survey)
         if news:
@@ -273,12 +282,18 @@ def _launch_inline(spec: LaunchSpec, devices: Devices, survey: Survey, check: bo
         except RunStopped as stop:
             stopped = str(stop)
             shown.write("stdout", f"{stopped}\n")
-        except Exception as failure:
-            if check:
-                raise
+        except BaseException as failure:
             error = failure
     assert isinstance(spec.task, FunctionTask)
-    return Run([spec.task.value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
+    value = spec.task.value
+    run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
+    _kept(run, shown, launcher)
+    if error is not None and (check or not isinstance(error, Exception)):
+        try:
+            raise error
+        finally:
+            del error, run  # else this frame, the error and what its frames hold would keep each other
+    return run
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

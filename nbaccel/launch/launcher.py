@@ -32,6 +32,7 @@ from nbaccel.launch.preflight import Start
 from nbaccel.launch.rank.jupyter import cell_name
 from nbaccel.launch.residents import Residents
 from nbaccel.launch.restarting import Again, Attempt, Over, Restarting, wait_for_memory
+from nbaccel.launch.run import Run
 from nbaccel.launch.screen.audience import Audience
 from nbaccel.launch.screen.router import Screen
 from nbaccel.launch.spec import LaunchSpec, load_named
@@ -52,12 +53,14 @@ class Launcher:
     occupied: why nobody should wait for the run that goes on; a run that would is refused with it. Empty: it waits.
     post_mortem: of the last run, if it ended badly; whoever concludes a run keeps it here.
     ended_group: torch's, which a run in this process has left; kept until the next run, see `ends_its_group`.
+    last_run: the last run, as `Run.light` leaves it; None before the first.
     """
 
     def __init__(self) -> None:
         self.audience = Audience()
         self.occupied = ""
         self.post_mortem: PostMortem | None = None
+        self.last_run: Run | None = None
         self.ended_group: Any = None
         self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
         self._residents: list[Residents] = []

@@ -1,33 +1,65 @@
-"""Run: what a finished `launch` gives back. Pure data and pictures of it; runs in the kernel."""
+"""Run: what a finished `launch`, or a cell that ran in ranks, gives back. Pure data and pictures of it; runs in the
+kernel.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.view.figure import draw, picture
+from nbaccel.launch.screen.kept import kept
+from nbaccel.launch.wire.weight import size_of
+from nbaccel.view.figure import draw
 from nbaccel.view.history import History
-from nbaccel.view.picture import Picture
-from nbaccel.view.state import Facts
-from nbaccel.view.text import text
+from nbaccel.view.panel import Panel
+from nbaccel.view.picture import Bundle, Picture
+from nbaccel.view.series import Line
+from nbaccel.view.state import Facts, State
+from nbaccel.view.text import line, text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Run"]
 
+_MOST_BYTES = 1_000_000
+"""Of a value that stays in `nbaccel.last_run`."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, repr=False)
 class Run:
-    """A finished `launch`.
+    """A finished run: how it went, as numbers, words and pictures.
+
+    `launch` returns one. `nbaccel.last_run` is that of the last run in this notebook, whoever started it and however
+    it ended: a `%%accelerate` cell (its value is that of its last expression), `launch`, `notebook_launcher`; None
+    before the first. What is kept there keeps nothing else alive: of the values only plain data up to 1 MB, without
+    tensors (a value that is more is None), and of an error its words.
 
     values: what the function returned, by rank; None for a rank that failed.
     history: the curves of all ranks, and in `history.rows` what rank 0 logged.
     error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
-    log_path: everything the ranks printed; the file lives as long as this process.
+    log_path: everything the ranks printed; the file lives as long as this process. Empty for a run in this process.
     seconds: wall time from the start of the ranks to the end of the last, with all attempts.
-    stopped: how it ended at the time limit that its Accelerator had set; empty if it did not.
     restarts: a line for each time that memory ran out and the run was started again; values are of the last attempt.
+    stopped: how it ended at the time limit that its Accelerator had set; empty if it did not.
+    checkpoint: the newest that it wrote; empty if it wrote none.
+    facts, state: what the panel says of it beside its numbers.
+
+        run = nbaccel.last_run
+        run                                  # as the last line of a cell: its panel
+        run.figure("loss", "acc")            # as the last line of a cell: its curves
+        run.curves["loss"].mean              # (2.31, 2.27, ...): the mean over ranks, at the steps in .step
+        run.history.to_csv("curves.csv")
+        print(run.text)
+
+    >>> from nbaccel.events import Metric
+    >>> history = History(1)
+    >>> for step in range(3):
+    ...     history.feed(0, 0.1 * step, Metric({"acc": step / 4}, step))
+    >>> run = Run([None], history, None, "fork", "", "", seconds=0.5)
+    >>> run, run.curves["acc"].mean
+    (<Run: done in 0.5 s, 3 steps, acc 0.5000>, (0.0, 0.25, 0.5))
     """
 
     values: list[Any]
@@ -39,26 +71,132 @@ class Run:
     seconds: float
     restarts: list[str] = field(default_factory=list)
     stopped: str = ""
+    checkpoint: str = ""
+    facts: Facts = field(default_factory=Facts)
+    state: State | None = None
+
+    def __post_init__(self) -> None:
+        if self.state is None:
+            self.state = self._ended()
 
     @property
     def value(self) -> Any:
-        """What rank 0 returned."""
+        """What rank 0 returned; of a cell the value of its last expression."""
         return self.values[0]
 
+    @property
+    def curves(self) -> dict[str, Line]:
+        """All curves of the last phase by name, each as the mean over ranks; `history.curve` has those of one rank."""
+        return {name: self.history.curve(name) for name in self.history.names}
+
+    @property
+    def text(self) -> str:
+        """The run in words, with every number; what the ranks printed is in the file at `log_path`."""
+        return text(self.history, self.facts, self.seconds, self._state)
+
     def figure(self, *names: str, size: tuple[float, float] | None = None) -> Figure:
-        """A new `matplotlib.figure.Figure` of the run: curves by rank and their mean, memory, speed.
+        """A new `matplotlib.figure.Figure` of the run, on white: curves by rank and their mean, memory, speed.
+
+        As the last line of a cell it is shown; `figure.savefig("run.pdf")` keeps it.
 
         names: the curves to draw; by default the loss.  size: in inches.
 
         Raises:
             KeyError: no curve has that name.
         """
-        return draw(self.history, names=names or None, size=size)
+        return draw(self.history, self.facts, names=names or None, size=size)
 
     def plot(self, *names: str) -> Picture:
-        """The figure as a notebook shows it.
+        """The picture that a cell keeps of its run, which pages of all themes show.
+
+        names: the curves to draw; by default those that the cell has drawn.
 
         Raises:
             KeyError: no curve has that name.
         """
-        return picture(self.figure(*names), text(self.history, Facts(), self.seconds))
+        return kept(self.history, self.facts, self.seconds, self._state, names or None)
+
+    def shown(self) -> Bundle:
+        """What a cell keeps of the run, as data and metadata by MIME type: a picture, or else its panel."""
+        if self.history.has_curves:
+            return self.plot().bundle()
+        return {"text/plain": self.text, "text/html": self.panel}, {}
+
+    def in_a_line(self) -> str:
+        """How it ended, with its last numbers."""
+        return line(self.history, self.facts, self.seconds, self._state)
+
+    def light(self) -> Run:
+        """The same run without anything that could keep a frame, a module or a tensor alive."""
+        return replace(self, values=[light_value(value) for value in self.values], error=_in_words(self.error))
+
+    def __repr__(self) -> str:
+        title = "" if self.facts == Facts() else f"{self.facts.title}, "
+        return f"<Run: {title}{self.in_a_line()}>"
+
+    def _repr_html_(self) -> str:
+        return self.panel
+
+    @property
+    def panel(self) -> str:
+        """The panel as it stood at the end, as HTML with its style sheet."""
+        return Panel(self.history, self.facts).bundle(self.seconds, self._state)["text/html"]
+
+    @property
+    def _state(self) -> State:
+        return self._ended() if self.state is None else self.state
+
+    def _ended(self) -> State:
+        """How it ended, as far as can be told from here."""
+        history, error = self.history, self.error
+        has_stopped = bool(self.stopped) or isinstance(error, KeyboardInterrupt | TimeoutError)
+        word = "stopped" if has_stopped else "done" if error is None else "failed"
+        why = f"{type(error).__name__}: {error}".partition("\n")[0] if word == "failed" else ""
+        return State.ended(word, self.seconds, history.steps, why, history.attempts, history.kept_steps)
+
+
+def light_value(value: Any) -> Any:
+    """A copy of `value` if it is plain data of 1 MB at most, else None.
+
+    >>> light_value({"loss": [0.5, 0.25]}), light_value(object()), light_value([object()])
+    ({'loss': [0.5, 0.25]}, None, None)
+    """
+    if size_of(value) > _MOST_BYTES:
+        return None
+    try:
+        return _copied(value)
+    except (_NotPlain, RecursionError):
+        return None
+
+
+class _NotPlain(Exception):
+    """There is an object in it of which nobody knows what it holds."""
+
+
+def _copied(value: Any) -> Any:
+    """Containers anew, since their owner may put a tensor into them later."""
+    kind = type(value)
+    if kind in (type(None), bool, int, float, complex, str, bytes):
+        return value
+    if kind in (list, tuple, set, frozenset):
+        return kind(_copied(part) for part in value)
+    if kind is dict:
+        return {_copied(key): _copied(part) for key, part in value.items()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and (kind is numpy.ndarray or issubclass(kind, numpy.generic)) and not value.dtype.hasobject:
+        return value.copy()
+    raise _NotPlain
+
+
+def _in_words(error: BaseException | None) -> BaseException | None:
+    """An exception of the same class, if one can be made of the words alone, with the same words and no frame."""
+    if error is None:
+        return None
+    words = str(error)
+    try:
+        same = type(error)(words)
+        if str(same) == words:
+            return same
+    except Exception:  # it is made of something else
+        pass
+    return RuntimeError(f"{type(error).__name__}: {words}")

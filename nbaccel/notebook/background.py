@@ -176,12 +176,13 @@ class Background:
     """The one run that a notebook may have there, and what `%accelerate` does with it. For the main thread.
 
     say: prints a line.  conclude: brings what a run that is over has left into the notebook, and its error.
+    current: the run, until what it left has been brought; None without one.
     """
 
     def __init__(self, say: Callable[[str], None], conclude: Callable[[CellRun], Any]) -> None:
         self._say = say
         self._conclude = conclude
-        self._current: BackgroundRun | None = None
+        self.current: BackgroundRun | None = None
 
     def make_room(self, *, for_another: bool = False) -> None:
         """Ranks are about to be used, in the background too if `for_another`.
@@ -189,7 +190,7 @@ class Background:
         Raises:
             LaunchRefused: one is running, or has left what `for_another` would displace.
         """
-        current = self._current
+        current = self.current
         if current is None:
             return
         if not current.is_over:
@@ -217,7 +218,7 @@ class Background:
         current.start(host, listeners, beside)
         if current.was_interrupted:
             self._fetch(current)
-        self._current = current
+        self.current = current
         return current
 
     def wait(self) -> Any:
@@ -249,7 +250,7 @@ class Background:
 
     def stop(self) -> bool:
         """Ask the run to end; False if none is running."""
-        current = self._current
+        current = self.current
         if current is None or current.is_over:
             return False
         is_first = current.times == 0
@@ -263,7 +264,7 @@ class Background:
 
     def close(self) -> None:
         """End what runs, at once and without a word."""
-        current, self._current = self._current, None
+        current, self.current = self.current, None
         if current is not None and not current.is_over:
             current.stop()
             current.stop()
@@ -272,7 +273,7 @@ class Background:
     @property
     def status(self) -> str:
         """A line; empty if there is nothing to say."""
-        current = self._current
+        current = self.current
         if current is None:
             return ""
         waits = (
@@ -283,11 +284,11 @@ class Background:
         return f"{current}{waits}"
 
     def _running_or_over(self) -> BackgroundRun | None:
-        if self._current is None:
+        if self.current is None:
             self._say("nothing runs in the background; a cell does with %%accelerate --bg")
-        return self._current
+        return self.current
 
     def _fetch(self, current: BackgroundRun) -> Any:
-        self._current = None
+        self.current = None
         current.check()
         return self._conclude(current.run)

@@ -1,6 +1,11 @@
-"""`%accelerate wait|attach|stop`: back to a run in the background; `Background` does the work. Runs in the kernel."""
+"""`%accelerate wait|attach|stop|last`: back to a run in the background, or to the one before. Runs in the kernel.
+
+`Background` and `Session` do the work.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from IPython.core.error import UsageError
 
@@ -14,6 +19,11 @@ __all__ = ["background_commands"]
 def background_commands(session: Session) -> list[Command]:
     """The commands of one notebook."""
 
+    def attach() -> Any:
+        if session.background.current is None and session.launcher.last_run is not None:
+            return session.say("no run goes on in the background: %accelerate last shows the one before")
+        return session.background.attach(lambda: CellScreen(session.shell.kernel))
+
     def stop() -> None:
         if session.background.stop():
             return
@@ -23,6 +33,7 @@ def background_commands(session: Session) -> list[Command]:
 
     return [
         bare("wait", lambda: session.background.wait()),
-        bare("attach", lambda: session.background.attach(lambda: CellScreen(session.shell.kernel))),
+        bare("attach", attach),
+        bare("last", session.show_last),
         bare("stop", stop),
     ]

@@ -20,6 +20,7 @@ from nbaccel.events import Listener
 from nbaccel.launch.beside import Beside
 from nbaccel.launch.outcome import Outcome, Returned
 from nbaccel.launch.rank.cell import RANDOM, RESULT, CellSource, CellTask
+from nbaccel.launch.run import Run, light_value
 from nbaccel.launch.screen.shown import ShownRun
 from nbaccel.launch.spec import LaunchSpec
 from nbaccel.launch.verdict import failed_alike
@@ -61,10 +62,18 @@ class CellRun:
     shown: what is seen of it.  error, end, seconds: what it raises, its end in a word, and how long all its attempts
         took together; valid after `go`.
     told: see `LeftByCell`.
+    remember: gets what becomes `nbaccel.last_run`, once the ranks have ended; its value comes with `conclude`.
     """
 
     def __init__(
-        self, plan: Plan, source: CellSource, task: CellTask, spec: LaunchSpec, shown: ShownRun, told: set[str]
+        self,
+        plan: Plan,
+        source: CellSource,
+        task: CellTask,
+        spec: LaunchSpec,
+        shown: ShownRun,
+        told: set[str],
+        remember: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.plan = plan
         self.source = source
@@ -75,6 +84,8 @@ class CellRun:
         self.error: BaseException | None = None
         self.end = ""
         self.seconds = 0.0
+        self._remember = remember
+        self._kept: Run | None = None
         self._outcome: Outcome | None = None
 
     @property
@@ -99,6 +110,8 @@ class CellRun:
             self._outcome = host.run(self.spec, watching)
         self.seconds = self.shown.elapsed_s
         self.error, self.end = _how_it_ended(self._outcome, self.plan, self.seconds, self.shown.history.first_step)
+        self._kept = self._as_run(self._outcome).light()
+        self._remember(self._kept)
 
     @property
     def has_left_something(self) -> bool:
@@ -110,6 +123,8 @@ class CellRun:
         ended = self.outcome.ended
         rank = None if failed_alike(ended) else ended.first_failed
         self.shown.end(self.end, self.seconds, self.error, rank)
+        if self._kept is not None:
+            self._kept.state = self.shown.state
 
     def conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         """Bring values into `namespace`, `say` what there is to say, and return the last expression's value; once.
@@ -123,18 +138,39 @@ class CellRun:
         finally:
             self.outcome.close()
 
+    def _as_run(self, outcome: Outcome) -> Run:
+        """The run as `launch` would return it, without values yet."""
+        ended = outcome.ended
+        return Run(
+            values=[None] * self.spec.world_size,
+            history=self.shown.history,
+            error=self.error,
+            start_method=outcome.start.method,
+            start_reason=outcome.start.reason,
+            log_path=outcome.log_path,
+            seconds=self.seconds,
+            restarts=outcome.restarts,
+            stopped=self._at_the_limit(outcome) if ended.is_timed_out and self.error is None else "",
+            checkpoint=outcome.checkpoint,
+            facts=self.shown.facts,
+        )
+
+    def _at_the_limit(self, outcome: Outcome) -> str:
+        first_step = self.shown.history.first_step
+        return outcome.at_the_limit(self.plan.options.time_limit or 0.0, "--resume", "--checkpoint-every", first_step)
+
     def _conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         outcome, ended, error = self.outcome, self.outcome.ended, self.error
         speaker = self.task.speaker
         report = ended.reports[speaker]
         if ended.is_timed_out and error is None:
-            limit_s = self.plan.options.time_limit or 0.0
-            first_step = self.shown.history.first_step
-            say(outcome.at_the_limit(limit_s, "--resume", "--checkpoint-every", first_step))
+            say(self._at_the_limit(outcome))
         if outcome.start.method != self.plan.start.method:
             say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
         returned = _returned(outcome)
         result = returned.values.pop(RESULT, None)
+        if self._kept is not None:
+            self._kept.values[speaker] = light_value(result)
         if self.task.random is not None and not are_here(self.task.random):
             returned.values.pop(RANDOM, None)  # cells that ran meanwhile have drawn or seeded
         facts = {} if report is None else report.facts

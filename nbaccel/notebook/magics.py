@@ -89,6 +89,7 @@ class AccelerateMagics(Magics):
           %accelerate status            how the run in the background (--bg) goes, and what %accelerate alone says
           %accelerate wait              wait for that run, and bring back what it left
           %accelerate attach            show its panel in this cell too, and wait; an interrupt ends the waiting
+          %accelerate last              show panel and picture of the last run again, after the page was reloaded
           %accelerate stop              finish its step, the second time end it now; without one, end ranks that stay
           %accelerate start FLAGS       start ranks that stay: cells run in them, and names last from cell to cell
           %accelerate push NAMES        send them variables of the notebook

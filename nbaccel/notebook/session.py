@@ -24,7 +24,9 @@ from nbaccel.launch.postmortem import PostMortem
 from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
 from nbaccel.launch.rank.lost_threads import threads_held_by
 from nbaccel.launch.rank.names import made_before_read
+from nbaccel.launch.run import Run
 from nbaccel.launch.screen.audience import Audience, can_answer, runs_unattended
+from nbaccel.launch.screen.console import JupyterScreen
 from nbaccel.launch.screen.frames import Frames
 from nbaccel.launch.screen.painter import Screen
 from nbaccel.launch.screen.router import ConsoleScreen
@@ -150,7 +152,7 @@ class Session:
         if plan.start.method == "inline":
             return self._run_inline(spec, source.name, task, self._show(plan, source, spec, Frames()))
         with steered(self.shell, self._former_button) as (frames, beside):
-            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told)
+            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told, self._remember)
             self.rank_memory.begin(source.name)
             freed = kernel_freed(self._movable(plan), self.say) if plan.options.free_kernel else nullcontext()
             try:
@@ -289,7 +291,9 @@ class Session:
         # Clicks come between cells, as all messages do.
         button = Steered(None, set(), "Stop: %accelerate stop", self._former_button)
         shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
-        run = CellRun(plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown, self._told)
+        run = CellRun(
+            plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown, self._told, self._remember
+        )
         self.rank_memory.begin(source.name)
         self.launcher.post_mortem = None
         current = self.background.begin(run, host, [self.rank_memory], [button])
@@ -300,6 +304,24 @@ class Session:
         self.say("in the background: %accelerate wait, status, attach and stop come back to it")
 
     # --- after the run -----------------------------------------------------------------------------------------
+
+    def show_last(self) -> None:
+        """Show panel and picture of the last run in the cell that runs now, and say how it ended."""
+        current, run = self.background.current, self.launcher.last_run
+        if current is not None and not current.is_over:
+            self.say(f"{current}: %accelerate attach shows it")
+        if run is None:
+            return self.say("this kernel has not run anything in ranks yet")
+        if is_notebook_kernel():
+            screen = JupyterScreen(self.shell)
+            if run.history.has_curves:
+                screen.publish({"kind": "display", "data": {"text/plain": run.text, "text/html": run.panel}})
+            data, metadata = run.shown()
+            screen.publish({"kind": "display", "data": data, "metadata": metadata})
+        self.say(f"{run.facts.title}: {run.in_a_line()}")
+
+    def _remember(self, run: Run) -> None:
+        self.launcher.last_run = run
 
     def _conclude(self, run: CellRun) -> Any:
         """What a run that is over leaves: values, an error, a word on how it went."""
@@ -325,16 +347,29 @@ class Session:
     def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: ShownRun) -> Any:
         """The cell in the notebook's own process."""
         leaving = self._as_written if task.leaves_all else self._only_out_changes
+        error: BaseException | None = None
+        stopped, value = "", None
         try:
             with shown.until_its_end(), leaving(task), left_for_why(self.launcher, title, task):
                 run_inline(spec, [shown])
             results = task.results_here()
+            value = results.values.get(RESULT)
             raise_if_missing(results.missing, task.out)
         except RunStopped as stop:
-            self.say(str(stop))
+            stopped = str(stop)
+            self.say(stopped)
             results = task.results_here()
             if results.missing:
                 self.say(f"not brought back: {with_reasons(results.missing)}")
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            start = spec.start
+            run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
+            run.facts, run.state = shown.facts, shown.state
+            self._remember(run.light())
+            del run, error
         return _value_of(results)
 
     @contextmanager

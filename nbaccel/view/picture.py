@@ -6,7 +6,7 @@ from base64 import b64encode
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Picture"]
+__all__ = ["Bundle", "Picture"]
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
 """Data and metadata, by MIME type."""

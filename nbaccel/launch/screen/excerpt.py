@@ -16,7 +16,7 @@ KEPT_BYTES = 180_000
 _LAST_BYTES = 8_192
 _NOW_AND_THEN_S = 10.0
 _PART_OF_TIME = 0.02
-"""A run of a night is not to show a line every ten seconds: so much longer than the excerpt has been cut is the pause."""
+"""So much of the time since the excerpt was first cut passes between two lines: a night has few of them."""
 
 
 class Shown(NamedTuple):

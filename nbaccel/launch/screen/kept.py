@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from nbaccel.view.board import Board
 from nbaccel.view.figure import ANY_GROUND, draw, picture
+from nbaccel.view.history import History
 from nbaccel.view.panel import Panel
-from nbaccel.view.state import State
+from nbaccel.view.picture import Bundle, Picture
+from nbaccel.view.state import Facts, State
 from nbaccel.view.sweep import draw_runs
 from nbaccel.view.text import text
 
-__all__ = ["kept", "kept_of_several"]
-
-Bundle = tuple[dict[str, Any], dict[str, Any]]
+__all__ = ["kept", "kept_of_several", "shown_of"]
 
 
-def kept(panel: Panel, seconds: float, state: State) -> Bundle:
+def shown_of(panel: Panel, seconds: float, state: State) -> Bundle:
     """Data and metadata by MIME type: a PNG where there are curves, else the panel.
 
     No HTML beside the PNG: viewers that show HTML first and then strip its style and pictures (GitHub, a notebook that
@@ -25,8 +25,17 @@ def kept(panel: Panel, seconds: float, state: State) -> Bundle:
     history, facts = panel.history, panel.facts
     if not history.has_curves:
         return dict(panel.bundle(seconds, state)), {}
+    return kept(history, facts, seconds, state).bundle()
+
+
+def kept(history: History, facts: Facts, seconds: float, state: State, names: Sequence[str] | None = None) -> Picture:
+    """The picture of a run that is over.
+
+    names: the curves to draw; None for those that were chosen for the run.
+    """
     title = ", ".join(filter(None, [f"{facts.title}: {state.sentence}", facts.setting]))
-    return picture(draw(history, facts, title=title, ground=ANY_GROUND), text(history, facts, seconds, state)).bundle()
+    figure = draw(history, facts, names=names, title=title, ground=ANY_GROUND)
+    return picture(figure, text(history, facts, seconds, state))
 
 
 def kept_of_several(board: Board) -> Bundle:

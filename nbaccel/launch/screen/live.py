@@ -62,20 +62,26 @@ class LivePanel(ShownRun):
         self._bars_room = max(self._bars_room, len(rows))
 
     def show_too(self, screen: Screen) -> None:
-        self._place.show_too(screen)
+        """Also where widgets show the states: of one that cannot be had there, the state of now stays."""
+        running = {} if self.state is not None else self._bundle(self._clock() - self._began)
+        self._place.show_too(screen, running)
 
     def tick(self, now: float) -> None:
         if now < self._due - TICK_SLACK_S or not self._is_worth_a_word(now - self._began):
             return
         self._frames.get_ready()
         cpu_s = time.thread_time()
-        bars = (*self._bars, *[""] * (self._bars_room - len(self._bars)))
-        state = replace(RUNNING, bars=bars, hint=self._frames.hint)
-        bundle = self._place.board.bundle(self._panel, now - self._began, state)
+        bundle = self._bundle(now - self._began)
         self._show_frame(bundle)
         cpu_s = time.thread_time() - cpu_s
         nbytes = sum(map(len, bundle.values()))
         self._due = now + max(_FRAME_S, cpu_s / _SHARE_OF_CORE, nbytes / _BYTES_PER_S)
+
+    def _bundle(self, seconds: float) -> dict[str, str]:
+        """The run as it is now, below those of its place that are over."""
+        bars = (*self._bars, *[""] * (self._bars_room - len(self._bars)))
+        state = replace(RUNNING, bars=bars, hint=self._frames.hint)
+        return self._place.board.bundle(self._panel, seconds, state)
 
     def _conclude(self, seconds: float, state: State) -> None:
         try:

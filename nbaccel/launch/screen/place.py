@@ -7,10 +7,10 @@ one run when it ends, of several when their cell ends, since nobody knows before
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbaccel.launch.screen.kept import kept, kept_of_several
+from nbaccel.launch.screen.kept import kept_of_several, shown_of
 from nbaccel.launch.screen.painter import Screen
 from nbaccel.view.board import Board
 from nbaccel.view.panel import Panel
@@ -45,16 +45,19 @@ class Place:
         self._latest = {"data": data, "metadata": metadata or {}, "display_id": self._display_id}
         screen.publish({"kind": kind, **self._latest})
 
-    def show_too(self, screen: Screen) -> None:
-        """Show it in another cell as well, from now on the same in both; nothing where nothing is shown yet."""
+    def show_too(self, screen: Screen, now: Mapping[str, Any]) -> None:
+        """Show it in another cell as well, from now on the same in both; nothing where nothing is shown yet.
+
+        now: takes the place of what was displayed here last, type by type.
+        """
         if self.is_open:
-            screen.publish({"kind": "display", **self._latest})
+            screen.publish({"kind": "display", **self._latest, "data": {**self._latest["data"], **now}})
 
     def conclude(self, screen: Screen, panel: Panel, seconds: float, state: State) -> None:
         """The run of `panel` is over: its picture, or a row below those of the runs before it."""
         self.board.finish(panel, seconds, state)
         if self.board.runs == 1:
-            self.show(screen, *kept(panel, seconds, state))
+            self.show(screen, *shown_of(panel, seconds, state))
             return
         self.show(screen, dict(self.board.bundle()))
         if not self._is_promised:

@@ -29,7 +29,7 @@ TICK_SLACK_S = 0.1
 class ShownRun(Listener):
     """The run of `world_size` ranks on `screen`.
 
-    history: what was reported so far.  seconds: how long it took, once it is over.
+    history: what was reported so far.  seconds, state: how long it took and how it ended, once it is over.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class ShownRun(Listener):
         self._clock = clock
         self._began = clock()
         self.seconds = 0.0
+        self.state: State | None = None
         self.history = History(world_size, self._began)
 
     # --- a screen for the output of ranks ------------------------------------------------------------------------
@@ -86,6 +87,7 @@ class ShownRun(Listener):
         try:
             history = self.history
             ended = State.ended(word, seconds, history.steps, why, history.attempts, history.kept_steps)
+            self.state = ended
             self._conclude(seconds, ended)
         except Exception as trouble:
             self.write("stderr", f"this run could not be drawn ({type(trouble).__name__}: {trouble})\n")
