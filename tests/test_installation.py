@@ -1,21 +1,31 @@
-"""Installing nbaccel moves no package that Colab or Kaggle ships; and what is pinned is what is there.
+"""What a release consists of installs, and trains; it moves no package that Colab or Kaggle ships.
 
-pip plans the installation against the package index and changes nothing.
+Where pip only plans an installation it asks the package index and changes nothing. Where it installs, it does so in a
+fresh environment that sees the packages of the tests' environments but not nbaccel, and what a platform lacks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from environments import COLAB, REPOSITORY
+from distributions import LACKING, Distributions, build, copy_of_the_clone
+from documents import README, blocks
+from environments import COLAB, KAGGLE, NEWEST, REPOSITORY, Environment
+from kernel.harness import RealKernel
 
 PINS = {name: REPOSITORY / f"constraints-{name}.txt" for name in ("colab", "kaggle")}
 NO_INDEX = re.compile(
@@ -45,7 +55,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("platform", PINS)
 def test_installing_under_a_platforms_pins_changes_none_of_them(platform: str) -> None:
@@ -87,3 +97,198 @@ def test_runtime_dependencies_are_the_promised_ones() -> None:
         "safetensors",
         "nvidia-ml-py",
     ]
+
+
+def test_the_offline_folder_has_what_kaggle_lacks_and_all_else_is_there() -> None:
+    """torch and safetensors are in Colab's images, on which Kaggle's are made; the rest is pinned for Kaggle."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", requirement)[0] for requirement in project["dependencies"]}
+    assert needed - pinned(PINS["kaggle"]).keys() - {"torch", "safetensors"} == set(LACKING)
+
+
+def test_the_extras_are_what_the_tests_run() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(extras) == {"tensorboard", "wandb", "mlflow", "demo", "dev"}
+    tested = {requirement.partition("-")[0] for requirement in extras["dev"]}
+    assert {package for name in ("tensorboard", "wandb", "mlflow") for package in extras[name]} <= tested
+
+
+# --- installing for real ---------------------------------------------------------------------------------------
+
+PLATFORMS = {"newest": [NEWEST], "colab": [COLAB, NEWEST], "kaggle": [KAGGLE, COLAB, NEWEST]}
+"""Whose packages a platform has; the first one that has a package counts."""
+
+PRODUCTS = {
+    "clone": "pip install .",
+    "editable clone": "pip install -e .",
+    "git": "pip install git+ADDRESS",
+    "wheel": "pip install nbaccel-0.1.0-py3-none-any.whl",
+    "source distribution": "pip install nbaccel-0.1.0.tar.gz",
+    "offline folder": "pip install --no-index --find-links nbaccel-offline nbaccel",
+}
+"""What can be installed, by the line that a reader types in the folder where it lies."""
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    """A release, built as ``make dist`` builds it."""
+    try:
+        return build(tmp_path_factory.mktemp("dist"))
+    except subprocess.CalledProcessError as error:
+        if NO_INDEX.search(error.stderr):
+            pytest.skip("the package index cannot be reached from here")
+        raise AssertionError(error.stderr) from error
+
+
+@pytest.fixture
+def unpacked(distributions: Distributions, tmp_path: Path) -> Path:
+    """A clone with its history, with the files of the release beside its own, and the offline folder unpacked."""
+    clone = copy_of_the_clone(tmp_path / "work" / "nbaccel")
+    git = ["git", "-c", "user.name=nbaccel", "-c", "user.email=nbaccel@localhost", "-C", str(clone)]
+    for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "A clone"]):
+        subprocess.run([*git, *command], check=True)
+    for file in (distributions.wheel, distributions.sdist):
+        (clone / file.name).write_bytes(file.read_bytes())
+    unpack = [sys.executable, "-m", "zipfile", "-e", str(distributions.offline), str(clone / "nbaccel-offline")]
+    subprocess.run(unpack, check=True)
+    return clone
+
+
+class Fresh:
+    """A virtual environment that has pip, the packages of a platform but for nbaccel, and not what Kaggle lacks.
+
+    The packages are links in a folder that a .pth file appends: what pip installs comes before them.
+    """
+
+    def __init__(self, folder: Path, platform: list[Environment]) -> None:
+        links = folder / "packages"
+        links.mkdir(parents=True)
+        known: set[str] = set()
+        for environment in platform:
+            entries = [path for path in site_packages(environment).iterdir() if not _HIDDEN.match(path.name)]
+            new = [path for path in entries if _entry(path) not in known]
+            for path in new:
+                (links / path.name).symlink_to(path)
+            known |= {_entry(path) for path in new}
+        venv.create(folder / "env", symlinks=True)
+        self.python = folder / "env" / "bin" / "python"
+        purelib = sysconfig.get_path("purelib", "venv", {"base": str(folder / "env")})
+        Path(purelib, "packages.pth").write_text(f"{links}\n")
+
+    def run(self, command: str, folder: Path, **environ: str) -> str:
+        """Run a line of a shell in `folder`, as somebody types it who has activated the environment."""
+        words = shlex.split(command)
+        if words[0] == "pip":
+            words = ["python", "-m", *words]
+        words[0] = str(self.python.with_name(words[0]))
+        changes = {"PYTHONPATH": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environ}
+        result = subprocess.run(
+            words, cwd=folder, env=os.environ | changes, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+        return result.stdout
+
+    @contextmanager
+    def kernel(self, folder: Path) -> Iterator[RealKernel]:
+        kernel = RealKernel(Environment("fresh", self.python), folder, PYTHONPATH="")
+        try:
+            yield kernel
+        finally:
+            kernel.close()
+
+
+_HIDDEN = re.compile(r"__pycache__|.*\.(pth|egg-link)$|_{0,2}(editable_+)?nbaccel|nvidia_ml_py|pynvml|example\.py$")
+
+
+def _entry(path: Path) -> str:
+    """What a platform has once: a package's folder or file, its metadata of whatever version."""
+    return f"{path.name.partition('-')[0]} metadata" if path.suffix == ".dist-info" else path.name
+
+
+def site_packages(environment: Environment) -> Path:
+    """Where the packages of an environment of the tests lie; the test is skipped where it was not built."""
+    if not environment.exists:
+        pytest.skip(f"{environment.python} is not there; `make test` builds it")
+    if environment.before is not None:
+        return environment.before
+    base = environment.python.parent.parent
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(base)}))
+
+
+def trains(kernel: RealKernel) -> str:
+    """Run the first two cells of the README in two ranks; returns the file that nbaccel was imported from."""
+    setup, cell = [block.text for block in blocks(README, "python")[:2]]
+    kernel.do(setup)
+    ran = kernel.do(cell)
+    assert cell.startswith("%%accelerate -n 2")
+    assert "model trained in place (1.5 k parameters)" in ran.stdout
+    kernel.do("import nbaccel")
+    return str(kernel.value("nbaccel.__file__"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_without_internet_the_offline_folder_installs_on_kaggle_and_trains(unpacked: Path, tmp_path: Path) -> None:
+    fresh = Fresh(tmp_path / "fresh", PLATFORMS["kaggle"])
+    said = fresh.run(PRODUCTS["offline folder"], unpacked)
+    assert re.search(r"Successfully installed nbaccel-[\d.]+ nvidia-ml-py-[\d.]+$", said.strip())
+    with fresh.kernel(tmp_path) as kernel:
+        assert trains(kernel).startswith(str(tmp_path / "fresh"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_kernel_beside_or_inside_an_editable_clone_imports_the_package(unpacked: Path, tmp_path: Path) -> None:
+    """Beside it the clone's folder has the package's name, and would be taken for it where a finder came later."""
+    fresh = Fresh(tmp_path / "fresh", PLATFORMS["newest"])
+    fresh.run("pip install --no-deps --no-build-isolation -e .", unpacked)
+    said = "python -c 'import nbaccel; print(nbaccel.__file__, nbaccel.__version__)'"
+    expected = f"{unpacked / 'nbaccel' / '__init__.py'} {version('nbaccel')}\n"
+    for folder in (unpacked.parent, unpacked, unpacked / "notebooks"):
+        assert fresh.run(said, folder) == expected, folder
+    with fresh.kernel(unpacked.parent) as kernel:
+        kernel.do("%load_ext nbaccel")
+        assert kernel.value("get_ipython().find_cell_magic('accelerate') is not None")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_each_product_installs_under_each_platforms_pins_and_runs_the_demo_and_a_cell(
+    product: str, platform: str, unpacked: Path, tmp_path: Path
+) -> None:
+    fresh = Fresh(tmp_path / "fresh", PLATFORMS[platform])
+    pins = pinned(PINS[platform]) if platform in PINS else {}
+    fresh.run(PRODUCTS[product].replace("ADDRESS", f"file://{unpacked}"), unpacked)
+    listed = json.loads(fresh.run("pip list --format json", tmp_path))
+    versions = {_normal(package["name"]): package["version"] for package in listed}
+    assert {name: versions.get(name, number) for name, number in pins.items()} == pins
+    demo = f"nbaccel demo --notebook {unpacked / 'notebooks' / '01_quickstart.ipynb'} --output done.ipynb"
+    accuracy = re.search(r"accuracy (\d\.\d+)", fresh.run(demo, tmp_path))
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.95
+    with fresh.kernel(tmp_path) as kernel:
+        is_editable = "editable" in product
+        assert trains(kernel).startswith(str(unpacked if is_editable else tmp_path / "fresh"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_wheel_installs_into_an_environment_that_has_nothing(distributions: Distributions, tmp_path: Path) -> None:
+    """torch too comes from the package index here, in the version of constraints.txt."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(REPOSITORY / "constraints.txt")]
+    result = subprocess.run(
+        [*install, str(distributions.wheel), "ipykernel"], capture_output=True, text=True, timeout=900
+    )
+    if result.returncode and NO_INDEX.search(result.stderr):
+        pytest.skip("the package index cannot be reached from here")
+    assert result.returncode == 0, result.stderr
+    kernel = RealKernel(Environment("empty", python), tmp_path, PYTHONPATH="")
+    try:
+        assert trains(kernel).startswith(str(tmp_path / "env"))
+    finally:
+        kernel.close()
