@@ -11,11 +11,12 @@ INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 
-.PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu screenshot clean
+.PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu \
+    screenshot notebooks dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/nbaccel demo
+	@$(VENV)/bin/nbaccel demo
 
 test: format lint types unit
 
@@ -119,6 +120,16 @@ bench-gpu:
 	@mkdir -p $(dir $(BENCH_GPU_JSON))
 	$(WITH_GPU_PYTHON) -m benchmarks.gpu --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_GPU_JSON)
 
+# The notebooks as they are stored: executed, with outputs that say nothing of the machine or the minute. Two minutes.
+notebooks: $(VENV)/.dev
+	$(VENV)/bin/python tests/stored_notebooks.py
+
+# What a release consists of: a source distribution, a wheel, and a folder for machines without internet.
+DIST ?= dist
+
+dist: $(VENV)/.dev
+	$(VENV)/bin/python tests/distributions.py $(DIST)
+
 # The picture in the README, by a real browser.
 screenshot: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m pytest -q tests/browser/test_readme.py --basetemp=build/screenshot
@@ -131,13 +142,16 @@ coverage: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 
 $(VENV)/bin/python:
 	$(ENOUGH_PYTHON)
-	$(PYTHON) -m venv $(VENV)
+	@echo "making the environment $(VENV), in this folder alone"
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python $(INSTALL) -e '.[demo]'
-	touch $@
+	@echo "installing nbaccel, torch and JupyterLab into $(VENV): 1.5 GB without a GPU, a minute or two, this once"
+	@$(VENV)/bin/python $(INSTALL) -e '.[demo]'
+	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing nbaccel and what its checks need into $(VENV): some minutes, this once"
 	$(VENV)/bin/python $(INSTALL) -e '.[demo,dev]'
 	touch $(VENV)/.demo $@
 

@@ -6,7 +6,9 @@ The notebook runs in a kernel of its own, as a person would run it; this file re
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +40,11 @@ def demo(arguments: argparse.Namespace) -> int:
         return failed(f'{arguments.notebook} has no cell tagged "{PARAMETERS}" that says num_processes = …')
     output = arguments.output or Path("build", f"{arguments.notebook.stem}.executed.ipynb")
 
-    print(f"running {arguments.notebook} with num_processes = {arguments.num_processes}", flush=True)
+    print(
+        f"running the cells of {arguments.notebook} in a kernel, with num_processes = {arguments.num_processes}: "
+        "the one that trains does so in that many processes; some 10 seconds",
+        flush=True,
+    )
     start = time.perf_counter()
     try:
         with _kernel(notebook, arguments.notebook.parent) as client:
@@ -53,7 +59,25 @@ def demo(arguments: argparse.Namespace) -> int:
     print(f"accuracy {float(accuracy):.3f}")
     print(f"seconds  {time.perf_counter() - start:.1f}")
     print(f"executed notebook: {output}")
+    print("next:")
+    for command, purpose in _next_commands(arguments.notebook, output):
+        print(f"  {command:60}  # {purpose}")
     return 0
+
+
+def _next_commands(notebook: Path, output: Path) -> list[tuple[str, str]]:
+    """Three command lines that work where the demo was run, and what each of them is for."""
+    return [
+        (f"{_program('jupyter')} lab {output}", "see what it drew; change the model, run it again"),
+        (f"{_program('jupyter')} lab {notebook.parent}", "more notebooks; %load_ext nbaccel works in yours, too"),
+        (f"{_program('nbaccel')} doctor", "what nbaccel sees of this machine"),
+    ]
+
+
+def _program(name: str) -> str:
+    """A program of this Python's environment as a shell finds it here: beside the interpreter, else by its name."""
+    beside = Path(sys.executable).with_name(name)
+    return os.path.relpath(beside) if beside.exists() else name
 
 
 def _set_num_processes(notebook: Any, num_processes: int) -> bool:
@@ -81,10 +105,14 @@ def _kernel(notebook: Any, folder: Path) -> Iterator[Any]:
             command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
             return KernelSpec(argv=command, display_name="Python 3", language="python")
 
-    manager = AsyncKernelManager(kernel_spec_manager=ThisPython())
-    client = NotebookClient(notebook, km=manager, timeout=600, resources={"metadata": {"path": str(folder)}})
-    with client.setup_kernel(cleanup_kc=True):  # also a kernel whose manager we brought
-        yield client
+    # Sockets of a private folder in place of TCP ports, of which ipykernel warns, in red, that others could listen.
+    with tempfile.TemporaryDirectory(prefix="nbaccel-demo-") as private:
+        manager = AsyncKernelManager(
+            kernel_spec_manager=ThisPython(), transport="ipc", connection_file=str(Path(private, "kernel.json"))
+        )
+        client = NotebookClient(notebook, km=manager, timeout=600, resources={"metadata": {"path": str(folder)}})
+        with client.setup_kernel(cleanup_kc=True):  # also a kernel whose manager we brought
+            yield client
 
 
 def _value(client: Any, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,12 +42,21 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_demo_runs_the_notebook_with_the_asked_number_of_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = notebook(tmp_path / "a.ipynb", "num_processes = 1", "accuracy = 0.9 + num_processes / 100", "num_processes")
     output = tmp_path / "out" / "done.ipynb"
     assert main(["demo", "--notebook", str(path), "--output", str(output), "-n", "3"]) == 0
-    assert "accuracy 0.930" in capsys.readouterr().out
+    shown = capfd.readouterr()
+    assert shown.err == "", "ipykernel has nothing to warn of"
+    first, *_, after, one, two, three = shown.out.splitlines()
+    assert first.startswith(f"running the cells of {path} in a kernel, with num_processes = 3")
+    assert "accuracy 0.930" in shown.out
+    assert after == "next:"
+    for line in (one, two, three):
+        program, *arguments = line.partition("#")[0].split()
+        assert Path(program).exists() or shutil.which(program), line
+        assert all(Path(argument).exists() for argument in arguments if "/" in argument), line
     executed = nbformat.read(output, as_version=4)
     assert [cell.source for cell in executed.cells][1] == "num_processes = 3"
     assert executed.cells[-1].outputs[0].data["text/plain"] == "3"
