@@ -1,0 +1,83 @@
+"""The notebooks are stored with what they showed when they were executed: `make notebooks`."""
+
+from __future__ import annotations
+
+import copy
+import getpass
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from environments import REPOSITORY
+from stored_notebooks import MOST_BYTES, NOTEBOOKS, belongs_together, presentable
+
+SHOWN = {
+    "01_quickstart.ipynb": "2 ranks on",
+    "02_from_accelerate.ipynb": "of their size",
+    "03_accelerate_compatibility.ipynb": "names are here; missing: none",
+    "04_out_of_memory.ipynb": "started again with 2 x",
+    "05_watch_and_steer.ipynb": "accuracy by fold",
+    "06_never_lose_a_run.ipynb": "accuracy by epoch, ended two times",
+    "07_what_it_costs.ipynb": "x raw",
+    "08_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
+}
+"""Of each notebook something that it is there to show."""
+
+paths = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+
+
+def test_every_notebook_is_known_here() -> None:
+    assert {path.name for path in NOTEBOOKS} == set(SHOWN)
+
+
+@paths
+def test_stored_outputs_are_those_of_the_stored_sources(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert belongs_together(notebook), "sources or outputs were edited alone; run: make notebooks"
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert SHOWN[path.name] in path.read_text(encoding="utf-8")
+
+
+@paths
+def test_a_stored_notebook_is_small_and_says_nothing_of_the_machine(path: Path) -> None:
+    content = path.read_text(encoding="utf-8")
+    assert len(content.encode()) < MOST_BYTES
+    home = str(Path.home())
+    assert not [private for private in (str(REPOSITORY), home, f"@{getpass.getuser()}") if private in content]
+    assert not re.findall(r"/tmp/\w*[a-z0-9_]{8}/", content), "a temporary folder's name, which differs each time"
+    assert "iopub.execute_input" not in content, "times of cells"
+    mimes = {mime for output in _outputs(nbformat.read(path, as_version=4)) for mime in output.get("data", {})}
+    assert mimes <= {"text/plain", "text/html", "image/png", "image/svg+xml"}, "what pages without a kernel show"
+
+
+def test_an_edited_source_or_output_no_longer_belongs_to_the_other() -> None:
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    code = [index for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+    prose = copy.deepcopy(notebook)
+    prose.cells[0].source += " More words."
+    source = copy.deepcopy(notebook)
+    source.cells[code[0]].source += "  # edited"
+    output = copy.deepcopy(notebook)
+    output.cells[code[-1]].outputs = []
+    assert [belongs_together(one) for one in (notebook, prose, source, output)] == [True, True, False, False]
+
+
+def test_what_is_of_one_machine_and_one_minute_is_left_out() -> None:
+    said = (
+        "/tmp/work1234/saved; /tmp/nbaccel-logs-ab12cd_3/rank0.log at 0x7f12ab34cd56, "
+        f"{REPOSITORY}/nbaccel/world.py, {Path.home()}/notes"
+    )
+    left = "./saved; /tmp/nbaccel-logs-…/rank0.log at 0x…, nbaccel/nbaccel/world.py, ~/notes"
+    printed = nbformat.v4.new_output("stream", text=said)
+    drawn = nbformat.v4.new_output("display_data", {"text/plain": said}, metadata={"text/plain": {"alt": said}})
+    assert presentable(printed, "/tmp/work1234").text == left
+    shown = presentable(drawn, "/tmp/work1234")
+    assert [shown.data["text/plain"], shown.metadata["text/plain"]["alt"]] == [left, left]
+
+
+def _outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
