@@ -19,6 +19,7 @@ GROUPS = (
 )
 
 REPORTS = (
+    "alternatives",
     "output",
     "orphans",
     "handover",
