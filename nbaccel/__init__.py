@@ -156,9 +156,9 @@ _MODULES = frozenset(
 )
 """Modules that ``import accelerate`` shows."""
 
-_missing = missing_from(__name__)
+_missing = missing_from(__name__, "nbaccel.utils")
 
-sys.meta_path.append(AbsentModules())
+sys.meta_path.append(AbsentModules("nbaccel.utils"))
 
 __all__ = sorted(_HOME)
 

@@ -39,7 +39,7 @@ __all__ = [
     "skip_first_batches",
 ]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.state", "nbaccel.utils")
+__getattr__ = missing_from(__name__, "nbaccel.utils")
 
 
 def prepare_data_loader(

@@ -7,4 +7,4 @@ from nbaccel.missing_names import missing_from
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.state", "nbaccel.train.environment")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

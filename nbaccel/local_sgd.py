@@ -7,4 +7,4 @@ from nbaccel.train.local_sgd import LocalSGD
 
 __all__ = ["LocalSGD"]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.accelerator")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

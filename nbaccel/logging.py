@@ -7,4 +7,4 @@ from nbaccel.train.logs import RankLogger as MultiProcessAdapter, get_logger
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.state")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -15,7 +15,7 @@ from dis import opmap
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 __all__ = ["AbsentModules", "missing_from"]
@@ -31,6 +31,7 @@ _TRACKER = (
 )
 _FOLDER = "use accelerator.save_state(folder), load_state(folder) and register_for_checkpointing(...)"
 _LAUNCH = "use `nbaccel launch` on the command line, or nbaccel.launch(function, num_processes=...) in Python"
+_PLAIN = "a few lines of Python do the same"
 _INNER = "it is a part of Accelerate's inside; nbaccel has no counterpart"
 
 _UNDER_A_FLAG: dict[str, str] = {
@@ -63,13 +64,20 @@ _NOT_HERE: dict[str, str] = {
         align_module_device get_state_dict_offloaded_model get_state_dict_from_offload id_tensor_storage
         convert_file_size_to_int dtype_byte_size get_non_persistent_buffers ensure_weights_retied prepare_pippy
         replace_with_bnb_layers get_quantized_model_device_map get_keys_to_not_convert has_4bit_bnb_layers
-        compile_regions has_compiled_regions convert_model has_transformer_engine_layers
+        compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions has_repeated_blocks
+        is_repeated_blocks convert_model has_transformer_engine_layers
     """,
-    _FP8: "contextual_fp8_autocast apply_fp8_autowrap convert_model_to_fp8_ao has_ao_layers",
+    _FP8: """
+        contextual_fp8_autocast apply_fp8_autowrap convert_model_to_fp8_ao has_ao_layers FP8BackendType
+        filter_first_and_last_linear_layers check_cuda_fp8_capability torchao_required
+        is_transformer_engine_mxfp8_available
+    """,
     _ONE_DEVICE: """
         fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters fsdp2_prepare_model AbstractTrainStep BertTrainStep
         GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group get_module_class_from_name
-        map_pytorch_optim_to_deepspeed deepspeed_required
+        map_pytorch_optim_to_deepspeed deepspeed_required fsdp2_apply_ac fsdp2_canonicalize_names get_fsdp2_grad_scaler
+        get_model_tp_size model_has_dtensor add_model_config_to_megatron_parser parse_bert_config parse_glm4_moe_config
+        parse_gpt2_config parse_llama_config parse_t5_config
     """,
     _TRACKER: """
         CometMLTracker AimTracker ClearMLTracker DVCLiveTracker SwanLabTracker TrackioTracker register_tracker_class
@@ -84,11 +92,18 @@ _NOT_HERE: dict[str, str] = {
         DataLoaderStateMixin DataLoaderAdapter MpDeviceLoaderWrapper
     """,
     "use `taskset` or `numactl` around the program": "set_numa_affinity override_numa_affinity",
-    "nbaccel does not know TPUs": "install_xla is_tpu_available",
+    "nbaccel does not know these devices": "install_xla is_tpu_available is_habana_gaudi1 get_current_device_type",
+    "`nbaccel doctor` shows the machine; torch.cuda and psutil are asked for the rest": """
+        get_gpu_info get_driver_version check_cuda_p2p_ib_support get_cpu_distributed_information CPUInformation
+        is_rocm_available is_xccl_available
+    """,
+    _PLAIN: "are_libraries_initialized convert_dict_to_env_variables is_torch_xpu_tensor is_weights_only_available",
     _INNER: """
         patch_optimizer_step move_to_device do_nothing ThreadLocalSharedDict copy_tensor_to_devices
         gather_tensor_shape verify_operation chained_operation check_os_kernel SageMakerDistributedType
-        ComputeEnvironment CustomDtype TensorInformation
+        ComputeEnvironment CustomDtype TensorInformation is_tensor_information get_data_structure get_shape
+        initialize_tensors ConvertOutputsToFp32 CannotPadNestedTensorWarning is_import_timer_available
+        is_bitsandbytes_multi_backend_available is_pippy_available
     """,
 }
 """What cannot be imported: names by what to use instead."""
@@ -110,7 +125,7 @@ _ABSENT: dict[str, str] = {
     "utils.modeling": _BESIDE,
     "utils.offload": _BESIDE,
     "utils.rich": "import rich",
-    "utils.torch_xla": "nbaccel does not know TPUs",
+    "utils.torch_xla": "nbaccel does not know these devices",
     "utils.transformer_engine": _FP8,
 }
 """Modules of Accelerate, with all that lie in them, by what to use instead."""
@@ -119,14 +134,14 @@ _ABSENT: dict[str, str] = {
 def missing_from(module: str, *elsewhere: str) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of `module`, which stands for one of Accelerate's.
 
-    elsewhere: modules in which a name is looked up first, as Accelerate shows it in several places.
+    elsewhere: modules in which a name is looked up first, since Accelerate shows most names in several places.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if not name.startswith("__"):
             for other in map(import_module, elsewhere):
-                if name in other.__all__:
-                    return getattr(other, name)
+                if (found := _shown(other, name)) is not _NOWHERE:
+                    return found
         if name in _refusing():
             return _refused(name)
         instead = _instead().get(name, _absent(module))
@@ -141,20 +156,38 @@ class AbsentModules(MetaPathFinder, Loader):
     """Makes the modules of Accelerate that have no file here, so that imports from them say what to use instead.
 
     It is asked last, when no other finder has found the module.
+    elsewhere: modules in which their names are looked up first.
     """
 
+    def __init__(self, *elsewhere: str) -> None:
+        self._elsewhere = elsewhere
+
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        is_ours = fullname.startswith("nbaccel.") and bool(_absent(fullname))
-        return ModuleSpec(fullname, self, is_package=True) if is_ours else None
+        instead = _absent(fullname) if fullname.startswith("nbaccel.") else ""
+        if not instead:
+            return None
+        if fullname.removeprefix("nbaccel.") not in _ABSENT:
+            raise ModuleNotFoundError(f"{fullname} is not here: {instead}.", name=fullname)
+        return ModuleSpec(fullname, self, is_package=fullname in ("nbaccel.commands", "nbaccel.test_utils"))
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         module.__doc__ = f"Not here: {_absent(name)}."
-        module.__getattr__ = missing_from(name, "nbaccel.utils.constants")  # type: ignore[method-assign]
+        module.__getattr__ = missing_from(name, *self._elsewhere)  # type: ignore[method-assign]
 
-    def get_code(self, fullname: str) -> CodeType:
-        """What ``python -m`` asks for."""
-        raise ImportError(f"{fullname} is not here: {_absent(fullname)}.", name=fullname)
+
+_NOWHERE = object()
+
+
+def _shown(module: ModuleType, name: str) -> Any:
+    """What `module` shows under `name`, by itself or from elsewhere; `_NOWHERE` if it does not."""
+    if name in module.__all__:
+        return getattr(module, name)
+    look_elsewhere = vars(module).get("__getattr__")
+    try:
+        return _NOWHERE if look_elsewhere is None else look_elsewhere(name)
+    except AttributeError:
+        return _NOWHERE
 
 
 def _absent(module: str) -> str:

@@ -7,4 +7,4 @@ from nbaccel.train.optimizer import PreparedOptimizer as AcceleratedOptimizer
 
 __all__ = ["AcceleratedOptimizer"]
 
-__getattr__ = missing_from(__name__)
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -7,4 +7,4 @@ from nbaccel.train.optimizer import PreparedScheduler as AcceleratedScheduler
 
 __all__ = ["AcceleratedScheduler"]
 
-__getattr__ = missing_from(__name__)
+__getattr__ = missing_from(__name__, "nbaccel.utils")

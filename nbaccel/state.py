@@ -8,4 +8,4 @@ from nbaccel.train.state import AcceleratorState, PartialState, is_initialized
 
 __all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.environment", "nbaccel.train.distributed_type")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

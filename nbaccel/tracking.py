@@ -16,11 +16,22 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from nbaccel.events import Event, Metric
+from nbaccel.missing_names import missing_from
 from nbaccel.world import World
 
 __all__ = ["BlankTracker", "GeneralTracker", "LoggerType", "find_tracker", "on_main_process", "tracker_names"]
 
 _GROUP = "nbaccel_trackers"
+
+_OURS = {"TensorBoardTracker": "tensorboard", "WandBTracker": "wandb", "MLflowTracker": "mlflow"}
+"""Accelerate's names of trackers that are here too, by ours."""
+
+_missing = missing_from(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    return find_tracker(_OURS[name]) if name in _OURS else _missing(name)
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -23,11 +23,14 @@ FLOORS = {
         ["aborting", "asking_cuda", "configfile", "errors", "events", "failures", "forkable", "gpu_driver", "hardware"],
         0,
     ),
-    **dict.fromkeys(["intervals", "demand", "notices", "room", "settings", "storage", "tracking", "view", "world"], 0),
+    **dict.fromkeys(
+        ["intervals", "demand", "missing_names", "notices", "room", "settings", "storage", "tracking", "view", "world"],
+        0,
+    ),
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py
-    **dict.fromkeys(["accelerator", "memory_utils", "missing_names", "optimizer", "scheduler"], 3),
+    **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler"], 3),
     **dict.fromkeys(["", "utils", "logging", "data_loader", "launchers", "local_sgd", "state", "cli", "testing"], 3),
 }
 """Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top also see

@@ -15,6 +15,7 @@ from nbaccel.train.versions import compare_versions, is_torch_version
 
 _PACKAGES = {
     "is_aim_available": "aim",
+    "is_amdsmi_available": "amdsmi",
     "is_boto3_available": "boto3",
     "is_clearml_available": "clearml",
     "is_comet_ml_available": "comet_ml",
@@ -22,6 +23,7 @@ _PACKAGES = {
     "is_lomo_available": "lomo_optim",
     "is_megatron_lm_available": "megatron",
     "is_msamp_available": "msamp",
+    "is_numpy_available": "numpy",
     "is_pynvml_available": "pynvml",
     "is_pytest_available": "pytest",
     "is_sagemaker_available": "sagemaker",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from nbaccel.train.state import PartialState, current_world
@@ -28,8 +29,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     A `stacklevel` counts as in Accelerate: 2, the default, is the line of the call.
     """
 
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__(logger, {})
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
+        super().__init__(logger, extra or {})
         self._said: set[str] = set()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:

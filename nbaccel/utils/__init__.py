@@ -151,4 +151,6 @@ __getattr__ = missing_from(
     "nbaccel.train.environment",
     "nbaccel.train.available",
     "nbaccel.train.enumerations",
+    "nbaccel.train.state",
+    "nbaccel.train.gradient_state",
 )

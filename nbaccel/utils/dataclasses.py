@@ -39,4 +39,4 @@ __all__ = [
     "TorchDynamoPlugin",
 ]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.enumerations")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

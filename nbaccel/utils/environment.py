@@ -7,4 +7,4 @@ from nbaccel.train.environment import clear_environment, patch_environment
 
 __all__ = ["clear_environment", "patch_environment"]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.environment", "nbaccel.train.helpers")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -45,4 +45,4 @@ __all__ = [
     "is_xpu_available",
 ]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.available", "nbaccel.train.versions")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -11,4 +11,4 @@ __all__ = [
     "release_memory",
 ]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.helpers", "nbaccel.train.available")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

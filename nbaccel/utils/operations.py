@@ -43,4 +43,4 @@ __all__ = [
     "slice_tensors",
 ]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.helpers")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

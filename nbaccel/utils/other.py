@@ -16,4 +16,4 @@ __all__ = [
     "wait_for_everyone",
 ]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.helpers", "nbaccel.train.environment", "nbaccel.utils.constants")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -11,4 +11,4 @@ __all__ = [
     "synchronize_rng_states",
 ]
 
-__getattr__ = missing_from(__name__, "nbaccel.train.seeding")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -7,4 +7,4 @@ from nbaccel.train.bars import tqdm
 
 __all__ = ["tqdm"]
 
-__getattr__ = missing_from(__name__)
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -7,4 +7,4 @@ from nbaccel.train.versions import compare_versions, is_torch_version
 
 __all__ = ["compare_versions", "is_torch_version"]
 
-__getattr__ = missing_from(__name__, "nbaccel.utils.constants")
+__getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -28,7 +28,8 @@ __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "Facts", "prepare_loader",
 class DataLoaderShard(PreparedLoader):
     """A prepared loader whose ranks read for themselves; by hand, one process's loader over `dataset`.
 
-    device: where batches go.  skip_batches: left out by every iteration.  options: of the `DataLoader`.
+    device: where batches go.  skip_batches: left out by every iteration.  iteration: the number of the first epoch.
+    options: of the `DataLoader`.
     The other arguments are accepted as Accelerate does, and mean nothing here.
 
     >>> loader = DataLoaderShard(range(4), batch_size=2)
@@ -44,11 +45,14 @@ class DataLoaderShard(PreparedLoader):
         synchronized_generator: Any = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
+        torch_device_mesh: None = None,
+        iteration: int = 0,
         **options: Any,
     ) -> None:
         loader: DataLoader[Any] = DataLoader(dataset, **options)
         super().__init__(loader, Source(loader), World(), Accumulation(), device)
         self._skip = skip_batches
+        self.iteration = iteration
         self.is_bound = False
 
 
@@ -67,6 +71,8 @@ class DataLoaderDispatcher(PreparedLoader):
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         slice_fn: SliceFunction | None = None,
+        torch_device_mesh: None = None,
+        iteration: int = 0,
         **options: Any,
     ) -> None:
         loader: DataLoader[Any] = DataLoader(dataset, **options)
@@ -76,6 +82,7 @@ class DataLoaderDispatcher(PreparedLoader):
         source = _Choice(loader, state.world, chosen, facts).source(state.device, slice_fn, keeps_on_host=True)
         super().__init__(loader, source, state.world, Accumulation(), None)
         self._skip = skip_batches
+        self.iteration = iteration
 
 
 @dataclass(frozen=True, slots=True)
