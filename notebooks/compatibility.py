@@ -121,7 +121,7 @@ GROUPS = (
         dynamo_backend, dynamo_plugin | yes
         mixed_precision | differs | "no", "fp16" and "bf16"; fp8 is refused
         gradient_accumulation_plugin | yes | and `scale_last_window`
-        rng_types | differs | has no effect: the order of a loader follows from (seed, epoch)
+        rng_types | differs | accepted with a warning: the order of a loader follows from (seed, epoch)
         deepspeed_plugin, fsdp_plugin | later | refused by name
         deepspeed_plugins, torch_tp_plugin, megatron_lm_plugin, parallelism_config | no | refused by name
         """,
@@ -147,7 +147,7 @@ GROUPS = (
         device | differs | `cpu`, not `cpu:0`
         set_trigger, check_trigger | yes
         save_state | differs | atomic and checked; no collective, so it may be called on the main process only
-        load_state | differs | reads Accelerate's folders too; pickles only with `trust=True`
+        load_state | differs | reads Accelerate's folders too; pickles only with `trust=True`, or as torch is told
         register_for_checkpointing, register_save_state_pre_hook, register_load_state_pre_hook | yes
         get_state_dict | differs | the names of a compiled model come without `_orig_mod.`
         save, save_model, unwrap_model, project_dir, logging_dir | yes
@@ -160,10 +160,13 @@ GROUPS = (
         profile, join_uneven_inputs, skip_first_batches, verify_device_map | yes
         even_batches, split_batches, dispatch_batches, non_blocking, use_seedable_sampler | yes
         use_stateful_dataloader | yes | every prepared loader has a `state_dict`, without torchdata
-        multi_device, should_save_model, fp8_backend, deepspeed_plugin, is_fsdp2 | no
-        context_parallel_rank, data_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank | no
-        tensor_parallel_rank, parallelism_config, is_composable_parallelism_enabled, torch_device_mesh | no
-        maybe_context_parallel, deepspeed_ulysses_dl_adapter, lomo_backward | no
+        multi_device, should_save_model, data_parallel_rank | yes
+        deepspeed_plugin, fp8_backend, parallelism_config, torch_device_mesh | differs | always None
+        is_fsdp2, is_composable_parallelism_enabled | differs | always False
+        context_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank | differs | always 0
+        tensor_parallel_rank | differs | always 0
+        maybe_context_parallel | differs | changes nothing
+        deepspeed_ulysses_dl_adapter, lomo_backward | no
         """,
     ),
     Group(
@@ -186,6 +189,7 @@ GROUPS = (
         PartialState | yes
         AcceleratorState | differs | several with several precisions may follow each other
         GradientState | differs | `accelerator.gradient_state`: every accelerator has its own
+        is_initialized | differs | always true: a state needs no Accelerator before it
         """,
     ),
     Group(
@@ -279,12 +283,30 @@ GROUPS = (
         """,
     ),
     Group(
-        "`from accelerate.data_loader import …`: here from `nbaccel`",
-        "accelerate.data_loader",
-        "nbaccel.train.data",
+        "`from accelerate.optimizer import …`",
+        "accelerate.optimizer",
+        "nbaccel.optimizer",
         """
-        skip_first_batches | yes
-        prepare_data_loader | no | `accelerator.prepare_data_loader`
+        AcceleratedOptimizer | yes | the class of prepared optimizers
+        """,
+    ),
+    Group(
+        "`from accelerate.scheduler import …`",
+        "accelerate.scheduler",
+        "nbaccel.scheduler",
+        """
+        AcceleratedScheduler | yes | the class of prepared schedulers
+        """,
+    ),
+    Group(
+        "`from accelerate.data_loader import …`",
+        "accelerate.data_loader",
+        "nbaccel.data_loader",
+        """
+        skip_first_batches, prepare_data_loader, SeedableRandomSampler, get_sampler | yes
+        DataLoaderShard, DataLoaderDispatcher | yes | the classes of prepared loaders
+        BatchSamplerShard, IterableDatasetShard, SkipBatchSampler, SkipDataLoader | yes
+        DataLoaderAdapter, DataLoaderStateMixin | no
         """,
     ),
 )
@@ -293,9 +315,11 @@ INTRODUCTION = """\
 # What of Accelerate is here
 
 A program written for Hugging Face Accelerate runs on nbaccel when its imports say `nbaccel` instead of `accelerate`.
-This page lists the names that notebook programs meet, in Accelerate 1.15, and how each of them stands here. It is
-generated from `notebooks/compatibility.py`; tests hold that table against both libraries, and thirteen programs of
-`tests/programs` give the same numbers with both."""
+This page lists the names that notebook programs meet, in Accelerate 1.15, and how each of them stands here. A name that
+is not here fails at its import with one sentence that says what to use instead; classes that programs use only under a
+flag (`DeepSpeedPlugin`, `DummyOptim`) fail when they are used. Small helpers and constants of `accelerate.utils` are
+here too, and not listed. The page is generated from `notebooks/compatibility.py`; tests hold that table against both
+libraries, and thirteen programs of `tests/programs` give the same numbers with both."""
 
 CHECK = """\
 import importlib

@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from nbaccel.data_loader import prepare_data_loader, skip_first_batches
+from nbaccel.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+    SkipBatchSampler,
+    SkipDataLoader,
+    get_sampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from nbaccel.testing import run_ranks
 
 
@@ -59,3 +69,60 @@ def test_without_numbers_it_is_this_run() -> None:
 
 def test_skipping_is_the_same_function() -> None:
     assert [batch.tolist() for batch in skip_first_batches(_loader(), 3)] == [[6, 7]]
+
+
+@pytest.mark.parametrize("samples", [1, 7, 8, 11])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_shares_are_dealt_as_by_accelerates_shards(samples: int, drop_last: bool, split_batches: bool) -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    sampler = BatchSampler(range(samples), 4, drop_last)
+    for rank in range(2):
+        place = {"num_processes": 2, "process_index": rank, "split_batches": split_batches}
+        for even in (True, False):
+            expected = theirs.BatchSamplerShard(sampler, **place, even_batches=even)
+            ours = BatchSamplerShard(sampler, **place, even_batches=even)  # type: ignore[arg-type]
+            assert list(ours) == list(expected)
+            if even:  # of an uneven round theirs counts what it does not yield
+                assert len(ours) == len(expected)
+        streams = [
+            kind(range(samples), batch_size=4, drop_last=drop_last, **place)
+            for kind in (theirs.IterableDatasetShard, IterableDatasetShard)
+        ]
+        assert list(streams[0]) == list(streams[1])
+
+
+def test_a_stream_that_draws_gets_the_epoch() -> None:
+    class Drawn(IterableDataset[int]):
+        generator = torch.Generator()
+
+        def __iter__(self) -> Any:
+            yield from torch.randperm(8, generator=self.generator).tolist()
+
+        def __len__(self) -> int:
+            return 8
+
+    shard = IterableDatasetShard(Drawn(), batch_size=3, num_processes=2)
+    first = list(shard)
+    assert (list(shard), len(shard)) == (first, 6)
+    shard.set_epoch(1)
+    assert list(shard) != first
+    with pytest.raises(ValueError, match="split_batches needs a batch_size that divides by the 2 ranks, got 3"):
+        IterableDatasetShard(Drawn(), batch_size=3, num_processes=2, split_batches=True)
+
+
+def test_loaders_that_are_made_by_hand_know_their_end_and_what_they_leave_out() -> None:
+    for kind in (DataLoaderShard, DataLoaderDispatcher):
+        loader = kind(range(8), batch_size=2, skip_batches=1)
+        ends = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+        assert ends == [([2, 3], False), ([4, 5], False), ([6, 7], True)]
+    assert [batch.tolist() for batch in SkipDataLoader(range(6), batch_size=2, skip_batches=2)] == [[4, 5]]
+    rest = SkipBatchSampler(BatchSampler(range(6), 2, False), 2)
+    assert (list(rest), len(rest), rest.total_length) == ([[4, 5]], 1, 3)
+
+
+def test_the_sampler_of_a_loader_is_found_where_batches_are_drawn() -> None:
+    data: Any = range(4)
+    sampler = RandomSampler(data)
+    assert get_sampler(DataLoader(data, sampler=sampler)) is sampler
+    assert get_sampler(DataLoader(data, sampler=BatchSampler(sampler, 2, False), batch_size=None)) is sampler

@@ -36,6 +36,7 @@ from nbaccel.train.faces.planning import Planning
 from nbaccel.train.faces.preparing import Preparing
 from nbaccel.train.faces.profiling import Profiling
 from nbaccel.train.faces.recovering import Recovering
+from nbaccel.train.faces.replicas import Replicas
 from nbaccel.train.faces.resuming import Resuming
 from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
@@ -68,7 +69,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling, Planning):
+class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling, Planning, Replicas):
     """Trains one model on every process of the run, with the loop written as for one.
 
     How it computes:

@@ -324,3 +324,25 @@ def test_generators_that_are_named_are_accepted_with_a_word() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Accelerator(rng_types=None)
+
+
+def _asked() -> list[Any]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with accelerator.maybe_context_parallel(buffers=[torch.ones(1)], buffer_seq_dims=[0]):
+        model(torch.ones(1, 1))
+    assert accelerator._models == [model]
+    accelerator._models.clear()
+    assert not accelerator._prepared
+    assert [accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders] == [[], [], []]
+    for absent in ("deepspeed_plugin", "fp8_backend", "parallelism_config", "torch_device_mesh"):
+        assert getattr(accelerator, absent) is None
+    for rank in ("tensor_parallel_rank", "pipeline_parallel_rank", "context_parallel_rank", "data_parallel_shard_rank"):
+        assert getattr(accelerator, rank) == 0
+    assert not accelerator.is_fsdp2
+    assert not accelerator.is_composable_parallelism_enabled
+    return [accelerator.data_parallel_rank, accelerator.multi_device, accelerator.should_save_model]
+
+
+def test_whoever_asks_how_the_model_is_spread_hears_that_it_is_not() -> None:
+    assert run_ranks(2, _asked) == [[0, torch.cuda.device_count() > 1, True], [1, torch.cuda.device_count() > 1, False]]
