@@ -43,7 +43,10 @@ _FLAGS = (
 
 _RENAMED = {"use_cpu": "cpu", "tpu_use_cluster": "tpu_cluster"}
 
-_UNCHOSEN = {"main_training_function": "main", "downcast_bf16": "no", "rdzv_backend": "static", "gpu_ids": "all"}
+_UNCHOSEN: dict[str, Any] = {
+    **{"main_training_function": "main", "downcast_bf16": "no", "rdzv_backend": "static", "gpu_ids": "all"},
+    **{"num_machines": 1, "machine_rank": 0},
+}
 """What `accelerate config` writes although nobody chose anything."""
 
 

@@ -131,7 +131,7 @@ def take(words: Sequence[str]) -> tuple[int, list[Idle]]:
         raise UsageError(f"{flag}: {row.why}.")
     has_its_value = "=" in words[0]
     if row.takes_value and not has_its_value and len(words) < 2:
-        raise UsageError(f"{flag} needs a value.")
+        raise UsageError(f"argument {flag}: expected one argument")  # as argparse says it
     return 1 + (row.takes_value and not has_its_value), [Idle(flag, row.why)] if row.why else []
 
 
