@@ -7,10 +7,14 @@ Runs in a terminal. Each command calls what the notebook calls; the longer ones 
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from nbaccel import __version__
 from nbaccel.cli.answer import failed
 from nbaccel.cli.demo import QUICKSTART, demo
 
@@ -29,10 +33,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name what was perhaps meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"^unrecognized arguments: (?P<flag>\S+)|invalid choice: '(?P<command>[^']*)'", message)
+        if wrong and wrong["flag"]:
+            super().error(message + _meant(wrong["flag"], self._flags()))
+        super().error(message + _meant(wrong["command"], self._commands()) if wrong else message)
+
+    def _commands(self) -> dict[str, argparse.ArgumentParser]:
+        tables = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return {name: each for table in tables for name, each in table.items()}
+
+    def _flags(self) -> list[str]:
+        parsers = [self, *self._commands().values()]
+        return [name for parser in parsers for action in parser._actions for name in action.option_strings]
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    alike = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), list(known), n=1)
+    return f"; did you mean {alike[0]}?" if alike else ""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nbaccel", description="Train on every device of the machine from a notebook."
-    )
+    parser = _Parser(prog="nbaccel", description="Train on every device of the machine from a notebook.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     doctor = commands.add_parser("doctor", help="what this machine offers, as plain text; touches no device")

@@ -8,6 +8,7 @@ magics, and they hold the session.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from nbaccel.notebook.comments import comments_below_magic
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.flags import flags
-from nbaccel.notebook.parsing import joined, parse
+from nbaccel.notebook.parsing import asks_for_help, joined, parse
 
 if TYPE_CHECKING:  # they stand on the whole room of launches
     from nbaccel.notebook.commands import Commands
@@ -96,6 +97,11 @@ class AccelerateMagics(Magics):
           %accelerate pull NAMES        bring variables back from rank 0, or with --rank 1 from another
           %accelerate restart           end them, and start others with the same flags
         """
+        if asks_for_help(line):
+            print(inspect.cleandoc(type(self).accelerate.__doc__ or "").removeprefix("::").strip("\n"))
+            if cell is not None:
+                print("\nThe cell was not run.")
+            return None
         try:
             if cell is None:
                 return self._commands.run(joined(line))

@@ -22,7 +22,18 @@ from nbaccel.notebook.flags import settings
 from nbaccel.notebook.mistakes import in_our_words, near, what_is_unknown
 from nbaccel.notebook.options import Options
 
-__all__ = ["SAVE", "chosen", "command_line", "configured", "described", "joined", "keys", "parse", "text_of"]
+__all__ = [
+    "SAVE",
+    "asks_for_help",
+    "chosen",
+    "command_line",
+    "configured",
+    "described",
+    "joined",
+    "keys",
+    "parse",
+    "text_of",
+]
 
 SAVE = "--save"
 """What `%accelerate config` takes besides KEY=VALUE."""
@@ -59,6 +70,16 @@ def _with_keep_told_apart(arguments: list[str]) -> list[str]:
         "--keep-checkpoints" if word == "--keep" and following.isdecimal() else word
         for word, following in pairwise([*arguments, ""])
     ]
+
+
+def asks_for_help(line: str) -> bool:
+    """Whether a line wants the table of the flags, as terminals know it: `help`, or `-h` or `--help` among the flags.
+
+    >>> asks_for_help("-n 2 --help"), asks_for_help("help"), asks_for_help("push help")
+    (True, True, False)
+    """
+    words = line.split()
+    return words[:1] == ["help"] or not {"-h", "--help"}.isdisjoint(words)
 
 
 def joined(line: str) -> str:

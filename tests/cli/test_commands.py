@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+import nbaccel
+from environments import REPOSITORY
 from nbaccel.cli import main
 
 
@@ -32,6 +34,27 @@ def test_the_installed_command_is_this_one() -> None:
     result = subprocess.run([command, "--help"], stdout=subprocess.PIPE, text=True, check=True)
     for command in ("doctor", "config", "launch", "demo"):
         assert command in result.stdout
+
+
+def test_the_module_is_the_command_and_says_its_version() -> None:
+    command = [sys.executable, "-m", "nbaccel", "--version"]
+    said = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert said == f"nbaccel {nbaccel.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("lanuch -n 2 train.py", "; did you mean launch?"),
+        ("demo --num_proceses 2", "unrecognized arguments: --num_proceses 2; did you mean --num-processes?"),
+        ("doctor --versoin", "unrecognized arguments: --versoin; did you mean --version?"),
+        ("demo -n two", "invalid int value: 'two'"),
+    ],
+)
+def test_wrong_use_names_what_was_perhaps_meant(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert capsys.readouterr().err.rstrip().endswith(sentence)
 
 
 def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,18 @@ def no_cuda_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CUDA_CHECK, raising=False)
 
 
+@pytest.mark.parametrize("line", ["%accelerate help", "%accelerate --help", "%%accelerate -n 2 --help\n1 / 0"])
+def test_help_is_the_table_of_commands_and_flags(shell: Any, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    register(shell)
+    assert shell.run_cell(line).success
+    said = capsys.readouterr().out
+    assert said.startswith("  %accelerate [-n N]")
+    assert "\n  %accelerate doctor            what this machine offers\n" in said
+    assert "\n  -n N, --num-processes N    ranks to start;" in said
+    assert said.endswith("The cell was not run.\n") == line.startswith("%%")
+    unregister(shell)
+
+
 def test_loading_twice_doubles_nothing_and_keeps_the_configuration(shell: Any) -> None:
     register(shell)
     once = traces(shell)
