@@ -1,4 +1,8 @@
-"""Completion: flags, their choices and variable names on the `%%accelerate` line. Runs in the kernel, at Tab.
+"""Completion: what Tab offers on the line of a magic, and behind `accelerator.` in a cell of ranks. Runs in the kernel.
+
+On the line these are flags, their choices and names of variables, and nothing else: IPython's own completers, to which
+`--` is Python, are not heard. The kernel has no `accelerator`; what ranks will have under that name is looked up in its
+class, and nothing is added to the notebook's names.
 
 IPython replaces the text since the last delimiter, and `,` and `=` delimit; so does what is offered here.
 """
@@ -6,9 +10,14 @@ IPython replaces the text since the last delimiter, and `,` and `=` delimit; so 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import IPython
+
+from nbaccel.notebook.accelerator_help import ACCELERATOR, public_members
+from nbaccel.notebook.comments import is_code
 from nbaccel.notebook.flags import EXAMPLES
 from nbaccel.notebook.mistakes import COMMANDS
 from nbaccel.notebook.parsing import SAVE, keys
@@ -17,6 +26,11 @@ __all__ = ["Completer", "candidates"]
 
 _MAGICS = ("%accelerate", "%%accelerate")
 _HOOK = "complete_command"
+_PRIORITY = 1000
+"""Before all of IPython's, so that none of them works in vain."""
+_HAS_MATCHERS = IPython.version_info >= (8, 6)
+"""From then on a completer may silence others; before, IPython adds what jedi finds to all that is offered."""
+_MEMBER = re.compile(rf"(?:.*[^\w.])?{ACCELERATOR}\.(\w*)\Z", re.DOTALL)
 
 
 def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: Iterable[str]) -> list[str]:
@@ -89,18 +103,89 @@ class Completer:
         self._shell = shell
         self._parser = parser
 
-    def _complete(self, shell: Any, event: Any) -> list[str]:
-        line = event.text_until_cursor
-        return candidates(self._parser, line, event.symbol, shell.user_ns)
-
     def install(self) -> None:
+        if _HAS_MATCHERS:
+            # IPython asks a function for its name and version, and a method takes no attribute.
+            self._matcher: Callable[..., Any] = lambda context: self._match(context)
+            self._matcher.matcher_api_version = 2  # type: ignore[attr-defined]
+            self._matcher.matcher_identifier = "nbaccel"  # type: ignore[attr-defined]
+            self._matcher.matcher_priority = _PRIORITY  # type: ignore[attr-defined]
+            self._shell.Completer.custom_matchers.append(self._matcher)
+            return
         # IPython binds what it is given to the shell, which only a plain function lets it do.
-        self._hook: Callable[..., Any] = lambda shell, event: self._complete(shell, event)
+        self._hook: Callable[..., Any] = lambda shell, event: self._complete(event)
         for magic in _MAGICS:
             self._shell.set_hook(_HOOK, self._hook, str_key=magic)
+        self._member_hook: Callable[..., Any] = lambda shell, event: self._complete_member(event)
+        self._shell.set_hook(_HOOK, self._member_hook, re_key=_MEMBER.pattern)
 
     def remove(self) -> None:
-        """IPython has no opposite of `set_hook`: take ours out of its chains."""
+        if _HAS_MATCHERS:
+            self._shell.Completer.custom_matchers.remove(self._matcher)
+            return
+        # IPython has no opposite of `set_hook`: take ours out of its chains.
+        hooks = self._shell.strdispatchers[_HOOK]
         for magic in _MAGICS:
-            dispatcher = self._shell.strdispatchers[_HOOK].strs[magic]
-            dispatcher.chain[:] = [link for link in dispatcher.chain if link[1].__func__ is not self._hook]
+            chain = hooks.strs[magic].chain
+            chain[:] = [link for link in chain if link[1].__func__ is not self._hook]
+        for dispatcher in hooks.regexs.values():
+            dispatcher.chain[:] = [link for link in dispatcher.chain if link[1].__func__ is not self._member_hook]
+
+    # --- IPython since 8.6 --------------------------------------------------------------------------------------
+
+    def _match(self, context: Any) -> dict[str, Any]:
+        from IPython.core.completer import SimpleCompletion
+
+        line = context.text_until_cursor
+        symbol = _unfinished(line)
+        found: list[tuple[str, str]] = []
+        if line.startswith(_MAGICS):
+            offered = candidates(self._parser, line, symbol, self._shell.user_ns)
+            found = [(text, _kind(text, line)) for text in offered]
+            if not found and line != symbol:
+                # IPython would offer Python instead; what is written already changes nothing.
+                found = [(symbol, "text")]
+        elif member := self._member(line, context.full_text):
+            symbol = member[1]
+            found = [(each.name, each.kind) for each in public_members() if each.name.startswith(symbol)]
+        return {
+            "completions": [SimpleCompletion(text=text, type=kind) for text, kind in found],
+            "matched_fragment": symbol,
+            "ordered": True,
+            "suppress": bool(found),
+        }
+
+    def _member(self, line: str, cell: str) -> re.Match[str] | None:
+        """`accelerator.` and what follows at the end of `line`, where that is what ranks will have by that name."""
+        first = next(filter(is_code, cell.splitlines()), "")
+        if not first.startswith("%%accelerate") or ACCELERATOR in self._shell.user_ns:
+            return None
+        return _MEMBER.match(line)
+
+    # --- IPython before -----------------------------------------------------------------------------------------
+
+    def _complete(self, event: Any) -> list[str]:
+        return candidates(self._parser, event.text_until_cursor, event.symbol, self._shell.user_ns)
+
+    def _complete_member(self, event: Any) -> list[str]:
+        """IPython says nothing of the cell, so in every one: no cell has that name but those of ranks."""
+        if ACCELERATOR in self._shell.user_ns or _MEMBER.match(event.text_until_cursor) is None:
+            return []
+        return [f"{ACCELERATOR}.{member.name}" for member in public_members()]
+
+
+def _unfinished(line: str) -> str:
+    """The end of `line` that a completion takes the place of.
+
+    >>> [_unfinished(line) for line in ("%%accelerate --ch", "%%accelerate --out a,b", "%%accelerate -n ")]
+    ['--ch', 'b', '']
+    """
+    return re.split(r"[\s,=]", line)[-1]
+
+
+def _kind(text: str, line: str) -> str:
+    """What a front end writes beside a completion of `line`."""
+    if text.startswith("-"):
+        return "flag"
+    is_first = len(line.removesuffix(_unfinished(line)).split()) == 1
+    return "command" if is_first and line.startswith("%accelerate") else "setting" if text.endswith("=") else "value"

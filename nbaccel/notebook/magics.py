@@ -23,6 +23,7 @@ from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
 from nbaccel.gpu_driver import cuda_environ, has_gpu_driver
+from nbaccel.notebook.accelerator_help import AcceleratorHelp
 from nbaccel.notebook.comments import comments_below_magic
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.cuda_watch import CudaWatch
@@ -55,6 +56,7 @@ class AccelerateMagics(Magics):
         self._may_have_gpus = may_have_gpus
         self._parser = type(self).accelerate.parser
         self._completer = Completer(shell, self._parser)
+        self._help = AcceleratorHelp(shell)
         self._cuda = CudaWatch() if session is None else session.cuda
         self._after_cell = self._cuda.after_cell  # one object, so that it can be taken back
         self._has_set_cuda_check = False
@@ -132,6 +134,7 @@ class AccelerateMagics(Magics):
         os.environ.setdefault(_CUDA_CHECK, "1")
         shell.register_magics(self)
         self._completer.install()
+        self._help.install()
         shell.input_transformers_cleanup.append(comments_below_magic)
         shell.events.register("post_run_cell", self._after_cell)
         if self._may_have_gpus() and self.session.survey().gpus:
@@ -145,6 +148,7 @@ class AccelerateMagics(Magics):
         shell.events.unregister("post_run_cell", self._after_cell)
         shell.input_transformers_cleanup.remove(comments_below_magic)
         self._completer.remove()
+        self._help.remove()
         manager = shell.magics_manager
         del manager.registry[type(self).__name__]
         for kind in ("line", "cell"):

@@ -36,6 +36,9 @@ def traces(shell: Any) -> tuple[Any, ...]:
         list(shell.input_transformers_cleanup),
         [len(callbacks) for callbacks in shell.events.callbacks.values()],
         {key: len(chain.chain) for key, chain in hooks.items() if chain.chain},
+        list(getattr(shell.Completer, "custom_matchers", [])),
+        [len(chain.chain) for chain in shell.strdispatchers["complete_command"].regexs.values() if chain.chain],
+        vars(shell).get("_object_find"),
         os.environ.get(CUDA_CHECK),
     )
 

@@ -16,7 +16,7 @@ KEPT_BYTES = 180_000
 _LAST_BYTES = 8_192
 _NOW_AND_THEN_S = 10.0
 _PART_OF_TIME = 0.02
-"""So much of the time since the excerpt was first cut passes between two lines: a night has few of them."""
+"""The pause grows with the run: a night is not to show a line every ten seconds."""
 
 
 class Shown(NamedTuple):
