@@ -17,11 +17,14 @@ from nbaccel.notebook.choices import Offer, checkpoint_intervals, memory_policie
 from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import SHRINK
 
-__all__ = ["INDENT", "LABEL_WIDTH", "Field", "make_fields", "number"]
+__all__ = ["INDENT", "LABEL_WIDTH", "RANKS", "Field", "make_fields", "number"]
 
 LABEL_WIDTH = "15em"
 INDENT = f"calc({LABEL_WIDTH} + 8px)"
 """Where what belongs to a field begins: below it, beside the labels."""
+
+RANKS = "num-processes"
+"""The key of the number of ranks."""
 
 _ENTRY_WIDTH = "36em"
 _NUMBER_WIDTH = "22em"
@@ -37,11 +40,18 @@ class Field:
         self.key = key
         self.widget = widget
         self._default = default
+        self._trouble = widgets.HTML(layout=widgets.Layout(display="none"))
 
     @property
     def widgets(self) -> list[Any]:
         """What belongs into the form, from above."""
-        return [self.widget]
+        return [self.widget, self._trouble]
+
+    def complain(self, trouble: str) -> None:
+        """Say below the field why its value was not taken; empty text for nothing."""
+        style = f"margin-left: {INDENT}; line-height: 1.4; color: var(--jp-error-color1, #b3261e)"
+        self._trouble.value = f'<div role="alert" style="{style}">{html.escape(trouble)}</div>' if trouble else ""
+        self._trouble.layout.display = None if trouble else "none"
 
     @property
     def text(self) -> str:
@@ -95,7 +105,7 @@ class Choice(Field):
 
     @property
     def widgets(self) -> list[Any]:
-        return [self._row]
+        return [self._row, self._trouble]
 
     def show(self, text: str | None, options: Options, machine: Survey) -> None:
         value = self._default if text is None else text
@@ -113,7 +123,7 @@ class Choice(Field):
 def make_fields() -> list[Field]:
     """A field for each setting that has one, in the order of the form and of the Tab key."""
     return [
-        Entry("num-processes", "Ranks", process_counts),
+        Entry(RANKS, "Ranks", process_counts),
         Choice("mixed-precision", "Precision", precisions, AUTO),
         Number("accumulate", number("Batches per optimizer step", 1), "1"),
         Entry("seed", "Seed", seeds),

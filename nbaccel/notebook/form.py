@@ -15,17 +15,23 @@ import ipywidgets as widgets
 from IPython.core.error import UsageError
 from IPython.display import display
 
+from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.notebook.choices import effective_batch_size, overview, world_size
 from nbaccel.notebook.configuration import Configuration
-from nbaccel.notebook.fields import INDENT, LABEL_WIDTH, Field, make_fields, number
+from nbaccel.notebook.fields import INDENT, LABEL_WIDTH, RANKS, Field, make_fields, number
 from nbaccel.notebook.parsing import chosen, command_line, text_of
+from nbaccel.notebook.plan import refuse_a_crowd
 from nbaccel.notebook.status import next_cell
 
 __all__ = ["Form"]
 
 CSS_CLASS = "nbaccel-form"
 """By which a style sheet, or a test, finds it in the page."""
+
+_CALCULATOR = (
+    "<strong>Calculator</strong>: samples per optimizer step. It sets nothing; the batch size is your DataLoader's."
+)
 
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
@@ -53,6 +59,7 @@ class Form:
             [
                 widgets.HTML("<strong>The next %%accelerate cells</strong>"),
                 *(widget for field in self._fields for widget in field.widgets),
+                widgets.HTML(f'<div style="margin-top: 8px">{_CALCULATOR}</div>'),
                 self._batch_size,
                 self._facts,
                 widgets.HBox([save, reset], layout=widgets.Layout(margin=f"4px 0 0 {INDENT}")),
@@ -96,18 +103,34 @@ class Form:
     def _on_choice(self, field: Field) -> Callable[[Any], None]:
         def choose(change: Any) -> None:
             if not self._is_following:
-                self._attempt(lambda: self._configuration.change([f"{field.key}={field.text}"]))
+                self._attempt(lambda: self._change(field), field)
 
         return choose
 
-    def _attempt(self, action: Callable[[], str | None]) -> None:
-        """Do what was asked; say what came of it, in particular why it could not be."""
+    def _change(self, field: Field) -> None:
+        if field.key == RANKS and field.text.isdecimal():
+            refuse_a_crowd(int(field.text), self._machine)
+        self._configuration.change([f"{field.key}={field.text}"])
+
+    def _attempt(self, action: Callable[[], str | None], field: Field | None = None) -> None:
+        """Do what was asked; say what came of it, in particular why it could not be.
+
+        field: whose value it is about, and where it is said then.
+        """
+        trouble = answer = ""
         try:
             answer = action() or ""
-        except UsageError as error:
-            answer = f"Not taken: {error}"
+        except (UsageError, LaunchRefused) as error:
+            trouble = f"Not taken: {error}"
         else:
             self.follow()
+        if field is not None:
+            field.complain(trouble)
+        else:
+            answer = answer or trouble
+            if not trouble:
+                for each in self._fields:
+                    each.complain("")
         style = f"margin-left: {INDENT}; line-height: 1.4"
         self._answer.value = f'<div role="status" style="{style}">{html.escape(answer)}</div>'
 

@@ -22,12 +22,14 @@ from nbaccel.notebook.options import AUTO, Options
 from nbaccel.settings import SHRINK, STOP, RunSettings
 from nbaccel.view.state import Facts
 
-__all__ = ["Plan", "amount", "choose_precision", "draws_as_here", "settings_of"]
+__all__ = ["Plan", "amount", "choose_precision", "draws_as_here", "refuse_a_crowd", "settings_of"]
 
 _WORTH_SAYING_BYTES = 1_000_000_000
 _MOST_SECONDS = 0.3
 _DRAWN_SEEDS = 1_000_000
 _BF16_SINCE = (8, 0)
+_RANKS_PER_CORE = 16
+"""More than anybody gains from; each is a process of some 200 MB, and hundreds of them stop the machine."""
 _FIRST_LINE = 80
 """Characters that the line before a run may have: what a notebook shows beside an open side bar without breaking it."""
 _PRECISION_NAMES = {"no": "fp32"}
@@ -63,6 +65,7 @@ class Plan:
             LaunchRefused: the machine or the notebook cannot do what was asked; the message says what can be.
         """
         devices = choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
+        refuse_a_crowd(devices.num_processes, survey)
         namespace = task.namespace or {}
         names = {name: namespace[name] for name in task.names_to_send()}
         start = choose_start(
@@ -181,6 +184,26 @@ class Plan:
     def _random_numbers(self) -> str:
         seed = self.settings.seed
         return "random numbers as in the notebook" if seed is None else f"seed {seed}"
+
+
+def refuse_a_crowd(num_processes: int, survey: Survey) -> None:
+    """
+    Raises:
+        LaunchRefused: so many ranks share so few cores that the number can only be a slip.
+
+    >>> refuse_a_crowd(32, Survey(cpu_count=2))
+    """
+    cores, most = survey.cpu_count, survey.cpu_count * _RANKS_PER_CORE
+    if num_processes > max(most, len(survey.gpus)):
+        raise LaunchRefused(
+            f"{num_processes} ranks were asked for (-n {num_processes}), and there {_cores(cores)}: ranks beyond that "
+            f"only wait for each other. Use -n {cores}, or up to {most} to try something out; "
+            f"nbaccel.launch(function, {num_processes}) starts as many as it is told."
+        )
+
+
+def _cores(cores: int) -> str:
+    return "is 1 core" if cores == 1 else f"are {cores} cores"
 
 
 def choose_precision(options: Options, devices: Devices) -> tuple[str, str]:

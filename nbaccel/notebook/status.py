@@ -9,7 +9,7 @@ from nbaccel.hardware import Survey
 from nbaccel.launch.doctor import Facts, report
 from nbaccel.launch.preflight import choose_devices
 from nbaccel.notebook.options import Options
-from nbaccel.notebook.plan import choose_precision
+from nbaccel.notebook.plan import choose_precision, refuse_a_crowd
 from nbaccel.notebook.session import LastRun
 
 __all__ = ["doctor_report", "next_cell", "status_line"]
@@ -30,6 +30,7 @@ def next_cell(survey: Survey, config: Options) -> str:
     """What a cell without flags would run on, or why it would not."""
     try:
         devices = choose_devices(config.world_size, config.devices, bool(config.cpu), survey)
+        refuse_a_crowd(devices.num_processes, survey)
         precision, reason = choose_precision(config, devices)
     except LaunchRefused as error:
         return f"refused as configured ({error})"

@@ -122,6 +122,21 @@ def test_more_ranks_than_devices_are_taken_and_refused_where_it_is_said(
     assert "Not taken: -n/--num-processes: a number of ranks is 1 or more, or auto; got" in texts(form)
 
 
+def test_hundreds_of_ranks_on_a_few_cores_are_not_taken_and_the_field_says_why(configuration: Configuration) -> None:
+    form = Form(configuration, lambda: Survey(cpu_count=2), batch_size=32)
+    ranks = field(form, "Ranks")
+    ranks.value = "500"
+    assert configuration.options == Options()
+    children = list(form.widget.children)
+    below = children[children.index(ranks) + 1]
+    assert "Not taken: 500 ranks were asked for (-n 500), and there are 2 cores" in below.value
+    assert below.layout.display != "none"
+    ranks.value = "32"
+    assert configuration.options == Options(32)
+    assert "Not taken" not in texts(form)
+    assert below.layout.display == "none"
+
+
 @pytest.mark.parametrize("seed", ["soon", "-1", "4294967295"])
 def test_a_wrong_value_is_not_taken_and_says_why(form: Form, configuration: Configuration, seed: str) -> None:
     field(form, "Seed").value = seed

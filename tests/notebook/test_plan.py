@@ -169,6 +169,19 @@ def test_each_rank_of_a_cell_that_says_cuda_0_sees_its_own_gpu_alone_and_is_told
     assert [counts.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0,1"] * 2
 
 
+def test_hundreds_of_ranks_on_a_few_cores_are_refused_before_any_is_started(planned: Any, recorder: Any) -> None:
+    error = planned.run("%%accelerate -n 500\nx = 1").error
+    assert isinstance(error, LaunchRefused)
+    assert str(error) == (
+        "500 ranks were asked for (-n 500), and there are 4 cores: ranks beyond that only wait for each other. "
+        "Use -n 4, or up to 64 to try something out; nbaccel.launch(function, 500) starts as many as it is told."
+    )
+    assert not recorder.specs
+    assert planned.plan("%%accelerate -n 64\nx = 1").world_size == 64
+    planned.run("%accelerate config num-processes=65")
+    assert "refused as configured (65 ranks were asked for" in planned.run("%accelerate").stdout
+
+
 @on
 def test_more_ranks_than_gpus_are_refused_with_a_way_out(planned: Any) -> None:
     error = planned.run("%%accelerate -n 3\nx = 1").error
