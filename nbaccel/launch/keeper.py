@@ -69,6 +69,15 @@ class Keeper:
         self._runs += 1
         return os.path.join(self._folder, f"run-{self._runs}.log")
 
+    def helpers(self) -> dict[int, str]:
+        """What the processes that it has started are for, by process id."""
+        named = {}
+        if self._guardian is not None:
+            named[self._guardian.pid] = "reaper, which ends ranks if the kernel dies"
+        if self._zygote is not None:
+            named[self._zygote.pid] = "zygote, a clean process to start ranks from"
+        return named
+
     def fds(self) -> list[int]:
         """Descriptors that a forked rank must not hold."""
         held = [] if self._line is None else [self._line.fileno()]

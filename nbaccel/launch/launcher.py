@@ -70,6 +70,11 @@ class Launcher:
         """Made for the first run that starts a process: some machines can start none."""
         return Keeper()
 
+    @property
+    def helpers(self) -> dict[int, str]:
+        """See `Keeper.helpers`."""
+        return self.keeper.helpers() if "keeper" in self.__dict__ else {}
+
     def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
         """Start the ranks, show what they print, and return when no process of the run is left.
 

@@ -35,7 +35,9 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
         session.say(doctor_report(session.survey(), session.configured(), session.cuda.cell_of))
 
     def memory() -> None:
-        held = memory_report(session.survey(), Processes.now(), session.rank_memory, held_by_names())
+        processes = Processes.now(session.launcher.helpers)
+        are_gone = not (session.stay.is_on or session.background.is_running)
+        held = memory_report(session.survey(), processes, session.rank_memory, held_by_names(), are_gone=are_gone)
         session.say("\n".join(filter(None, [held, session.stay.status()])))
 
     def why() -> None:

@@ -271,6 +271,11 @@ class Background:
             current.wait()
 
     @property
+    def is_running(self) -> bool:
+        """Whether a run goes on now."""
+        return self._current is not None and not self._current.is_over
+
+    @property
     def status(self) -> str:
         """A line; empty if there is nothing to say."""
         current = self.current

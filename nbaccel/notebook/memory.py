@@ -7,8 +7,9 @@ torch and makes no CUDA context: without torch no name holds a tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.events import Event, Listener, Memory
@@ -48,7 +49,8 @@ class RankMemory(Listener):
 class Processes:
     """Bytes that the kernel and what it started hold.
 
-    kernel_bytes, started_bytes: resident memory.  started: how many processes.
+    kernel_bytes, started_bytes: resident memory.  started: how many processes, without those in `helpers`.
+    helpers: resident memory of our own processes, by what they are for.
     devices: bytes of the kernel's tensors by device, without those of the host.
     """
 
@@ -57,19 +59,28 @@ class Processes:
     started_bytes: int = 0
     started: int = 0
     devices: dict[str, int] = field(default_factory=dict)
+    helpers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def now(cls) -> Processes:
+    def now(cls, helpers: Mapping[int, str] = MappingProxyType({})) -> Processes:
+        """helpers: what processes of ours are for, by process id."""
         import psutil
 
         kernel = psutil.Process()
-        sizes = [size for child in kernel.children(recursive=True) if (size := _resident_bytes(child)) is not None]
-        return cls(kernel.pid, kernel.memory_info().rss, sum(sizes), len(sizes), _bytes_on_devices())
+        sizes = {child.pid: _resident_bytes(child) for child in kernel.children(recursive=True)}
+        there = {pid: size for pid, size in sizes.items() if size is not None}
+        ours = {what: there.pop(pid) for pid, what in helpers.items() if pid in there}
+        return cls(kernel.pid, kernel.memory_info().rss, sum(there.values()), len(there), _bytes_on_devices(), ours)
 
 
-def memory_report(survey: Survey, processes: Processes, ranks: RankMemory, held: Sequence[Holding]) -> str:
-    """The table, the machine's memory, and the names in `held`."""
-    rows = [("", "host", "device"), *_rows(processes, ranks)]
+def memory_report(
+    survey: Survey, processes: Processes, ranks: RankMemory, held: Sequence[Holding], *, are_gone: bool = False
+) -> str:
+    """The table, the machine's memory, and the names in `held`.
+
+    are_gone: the run of `ranks` is over, and no process of it is left.
+    """
+    rows = [("", "host", "device"), *_rows(processes, ranks, are_gone)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"{name:<{widths[0]}}  {host:<{widths[1]}}  {device}".rstrip() for name, host, device in rows]
     return "\n".join([*table, *_machine(survey, processes.pid), *_names(held)])
@@ -84,15 +95,17 @@ def held_by_names() -> list[Holding]:
     return named_holdings()
 
 
-def _rows(processes: Processes, ranks: RankMemory) -> Iterator[tuple[str, str, str]]:
+def _rows(processes: Processes, ranks: RankMemory, are_gone: bool) -> Iterator[tuple[str, str, str]]:
     on_devices = ", ".join(f"{device} {amount(count)}" for device, count in processes.devices.items())
     yield "kernel", amount(processes.kernel_bytes), on_devices or "none used"
     if processes.started:
         plural = "es" if processes.started > 1 else ""
         yield f"{processes.started} process{plural} it started", amount(processes.started_bytes), ""
+    for what, size in processes.helpers.items():
+        yield what, amount(size), ""
     for rank, memory in sorted(ranks.latest.items()):
         host = f"{amount(memory.host_bytes)}, at most {amount(memory.host_peak_bytes)}"
-        yield f"rank {rank} of {ranks.cell}", host, _on_device(memory)
+        yield f"{'gone: ' * are_gone}rank {rank} of {ranks.cell}", host, _on_device(memory)
 
 
 def _on_device(memory: Memory) -> str:

@@ -47,6 +47,7 @@ class RecordingLauncher:
     specs: list[LaunchSpec] = field(default_factory=list)
     shown_ranks: Any = None
     post_mortem: Any = None
+    helpers: dict[int, str] = field(default_factory=dict)
 
     def run(self, spec: LaunchSpec, watching: Watching) -> Any:
         self.specs.append(spec)

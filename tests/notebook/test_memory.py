@@ -95,11 +95,25 @@ def test_the_command_answers_in_a_notebook(planned: Any) -> None:
     assert "  weights     1.0 MB  cpu\n" in answer
 
 
+def test_ranks_that_are_gone_are_said_to_be_and_our_own_processes_have_names() -> None:
+    ranks = RankMemory()
+    ranks.begin("Cell In[5]")
+    ranks.feed(0, 0.0, Memory(980_000_000, 1_200_000_000))
+    processes = Processes(7, 1_240_000_000, helpers={"reaper, which ends ranks if the kernel dies": 12_000_000})
+    lines = memory_report(SURVEY, processes, ranks, (), are_gone=True).splitlines()
+    assert lines[2:4] == [
+        "reaper, which ends ranks if the kernel dies  12.0 MB",
+        "gone: rank 0 of Cell In[5]                   980.0 MB, at most 1.2 GB  none used",
+    ]
+
+
 @pytest.mark.slow
 def test_after_a_run_its_ranks_are_in_the_table(notebook: Any) -> None:
     cell = notebook.run("%%accelerate -n 2\nimport torch\nx = torch.ones(1000)")
     assert cell.error is None
     lines = notebook.run("%accelerate memory").stdout.splitlines()
-    ranks = [line for line in lines if line.startswith("rank ")]
-    assert [line.split(" of ")[0] for line in ranks] == ["rank 0", "rank 1"]
+    ranks = [line for line in lines if " of Cell In[1] " in line]
+    assert [line.split(" of ")[0] for line in ranks] == ["gone: rank 0", "gone: rank 1"]
+    assert any(line.startswith("reaper, which ends ranks if the kernel dies ") for line in lines), lines
+    assert any(line.startswith("zygote, a clean process to start ranks from ") for line in lines), lines
     assert all("B, at most " in line and line.endswith("none used") for line in ranks)  # GB in a long test run
