@@ -23,7 +23,7 @@ from nbaccel.events import (
     RecordsLost,
     Restarted,
 )
-from nbaccel.view.phase import PhaseRecord
+from nbaccel.view.phase import LOSS, PhaseRecord
 from nbaccel.view.rows import Rows
 from nbaccel.view.series import Line, Series
 from nbaccel.view.usage import Usage
@@ -131,10 +131,13 @@ class History:
     def _take_metric(self, rank: int, at_s: float, event: Metric) -> None:
         if rank == 0:
             self.rows.add(event.step, event.values)
-        metrics = self._phase(rank, at_s).metrics
+        phase = self._phase(rank, at_s)
+        metrics = phase.metrics
         for name, value in event.values.items():
             if not isinstance(value, int | float):
                 continue
+            if name == LOSS:
+                phase.compare_logged_loss(rank, value)
             series = metrics.get(name)
             if series is None:
                 if len(metrics) >= _MOST_NAMES:

@@ -8,7 +8,7 @@ from nbaccel.events import Loss, Progress
 from nbaccel.view.course import Bar, Course, Left, StepCount
 from nbaccel.view.series import Series
 
-__all__ = ["PhaseRecord"]
+__all__ = ["LOSS", "PhaseRecord"]
 
 LOSS = "loss"
 
@@ -20,6 +20,8 @@ class PhaseRecord:
     name: as the user called it; empty for a run without phases.  began_s: since the run began.
     loss: what `backward` was given, None until it was.  metrics: what was logged, by name.
     courses: how far each rank has come, of those that said so.  counts: the steps of each.
+    logs_another_loss: a logged "loss" was not the one that `backward` was given.
+    unmatched: by rank, the latest logged "loss" that no backward has been given so far.
     bar: how much is done, by the leader.  entered: when each rank named this phase, since the run began.
     """
 
@@ -27,6 +29,8 @@ class PhaseRecord:
     began_s: float = 0.0
     loss: Series | None = None
     metrics: dict[str, Series] = field(default_factory=dict)
+    logs_another_loss: bool = False
+    unmatched: dict[int, float] = field(default_factory=dict)
     courses: dict[int, Course] = field(default_factory=dict)
     counts: dict[int, StepCount] = field(default_factory=dict)
     bar: Bar = field(default_factory=Bar)
@@ -48,6 +52,15 @@ class PhaseRecord:
         if count is None:
             count = self.counts[rank] = StepCount()
         count.take_loss(event)
+        if rank in self.unmatched and _are_same(self.unmatched[rank], event.value):
+            del self.unmatched[rank]
+
+    def compare_logged_loss(self, rank: int, value: float) -> None:
+        """`rank` logged `value` as "loss". The backward that it is of may be heard of before or after it."""
+        if self.loss is not None and rank in self.loss.last and _are_same(self.loss.last[rank], value):
+            return
+        self.logs_another_loss |= rank in self.unmatched
+        self.unmatched[rank] = value
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -60,14 +73,14 @@ class PhaseRecord:
     def series(self) -> dict[str, Series]:
         """All curves by name. "loss" is that of every backward, where there is one.
 
-        A logged "loss" then stands beside it as "logged loss", since it may be an average, or that of other data. It is
-        left out where it only says the same again.
+        A logged "loss" that is another number, an average or that of other data, stands beside it as "logged loss". It
+        is left out where it only says the same again, in every step or in some.
         """
         if self.loss is None:
             return dict(self.metrics)
         others = dict(self.metrics)
         logged = others.pop(LOSS, None)
-        if logged is not None and any(self.loss.last.get(rank) != value for rank, value in logged.last.items()):
+        if logged is not None and (self.logs_another_loss or self.unmatched):
             others = {f"logged {LOSS}": logged, **others}
         return {LOSS: self.loss, **others}
 
@@ -137,3 +150,8 @@ class PhaseRecord:
         """How long it takes still; None if that is not known."""
         course = self._course
         return None if course is None else course.left
+
+
+def _are_same(one: float, other: float) -> bool:
+    """Whether two numbers are equal, or neither is one."""
+    return one == other or (one != one and other != other)

@@ -17,6 +17,10 @@ __all__ = ["curve_words", "line", "loss_of_records", "mark_words", "memory_words
 
 _LATEST_MARKS = 5
 _MUCH_WAITING = 0.25
+_FEW = 4
+"""Numbers that a run is told by in one line; the panel and the history have all of them."""
+_BOOKKEEPING = ("epoch", "runtime", "per_second", "flos", "grad_norm", "learning_rate", "lr", "step", "num_tokens")
+"""How names end that trainers log beside what they measure."""
 
 
 def line(history: History, facts: Facts, seconds: float, state: State = RUNNING) -> str:
@@ -30,7 +34,7 @@ def line(history: History, facts: Facts, seconds: float, state: State = RUNNING)
     """
     words = [state.sentence] if state.sentence else []
     words += _where_now(history, state)
-    words += [f"{name} {number(series.latest)}" for name, series in history.phase.series.items()]
+    words += _few_numbers(history, facts)
     words += times(history, seconds, state)
     if usages := list(history.memory.values()):
         sizes = [usage.peak_bytes if state.is_over else usage.used_bytes for usage in usages]
@@ -38,6 +42,24 @@ def line(history: History, facts: Facts, seconds: float, state: State = RUNNING)
         of = f" of {span(sorted(limits))}" if limits else ""
         words.append(f"{'peak memory' if state.is_over else 'memory'} {span(sizes)}{of}")
     return ", ".join(words)
+
+
+def _few_numbers(history: History, facts: Facts) -> list[str]:
+    """What a person looks for in one line: losses first, then what was measured; how many more there are.
+
+    A Trainer of transformers logs 15 numbers, half of them times of its own.
+    """
+    series = history.phase.series
+    if len(series) <= _FEW:
+        names = list(series)
+    else:
+        drawn = [name for name in facts.plots if name in series]
+        losses = [name for name in series if name.lower().endswith("loss")]
+        others = [name for name in series if not name.endswith(_BOOKKEEPING)]
+        names = list(dict.fromkeys([*drawn, *losses, *others]))[:_FEW]
+    more = len(series) - len(names)
+    words = [f"{name} {number(series[name].latest)}" for name in names]
+    return [*words, f"{plural(more, 'more number')}"] if more else words
 
 
 def text(history: History, facts: Facts, seconds: float, state: State = RUNNING) -> str:

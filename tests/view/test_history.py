@@ -53,6 +53,20 @@ def test_a_logged_loss_stands_beside_that_of_backward_whichever_came_first() -> 
     assert history.curve("logged loss").mean == (9.0,)
 
 
+def test_a_loss_that_is_logged_in_some_steps_is_one_loss_in_whichever_order_it_arrives() -> None:
+    history = History(2)
+    for step in range(25):
+        for rank in (0, 1):
+            value = math.nan if step == 20 else 1.0 / (1 + step + rank)
+            events = [Loss(value, step), *([Metric({"loss": value}, step)] if step % 10 == 0 else [])]
+            for event in reversed(events) if rank else events:  # a tensor on a GPU may have to be waited for
+                history.feed(rank, float(step), event)
+    assert history.names == ["loss"]
+    history.feed(0, 26.0, Metric({"loss": 0.75}, step=25))  # the average of an epoch
+    history.feed(0, 27.0, Loss(0.5, step=26))
+    assert history.names == ["loss", "logged loss"]
+
+
 def test_a_logged_loss_that_says_the_same_again_is_left_out() -> None:
     history = History(2)
     for rank in (0, 1):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from nbaccel.events import Loss, OutOfMemory, Phase, Progress, RecordsLost
+from nbaccel.events import Loss, Metric, OutOfMemory, Phase, Progress, RecordsLost
 from nbaccel.view.history import History
 from nbaccel.view.state import Facts, State
 from nbaccel.view.text import line, text
@@ -79,6 +79,21 @@ def test_the_line_is_one_line() -> None:
         f"epoch 1/3, batch 500/500, step 500, 33 %, loss {a_run().phase.series['loss'].latest:#.4g}, acc 0.8105, "
         "10.0 steps/s, 0:50, 1:40 left, memory 0.40 GB"
     )
+
+
+def test_of_many_numbers_a_line_has_losses_and_measures_and_says_how_many_more_there_are() -> None:
+    history = History(1)
+    logged = {
+        "loss": 0.5, "grad_norm": 2.0, "learning_rate": 1e-4, "epoch": 1.0, "eval_loss": 0.25, "eval_accuracy": 0.75,
+        "eval_runtime": 0.4, "eval_samples_per_second": 322.5, "train_loss": 0.4, "total_flos": 3.6e9,
+    }  # fmt: skip
+    history.feed(0, 1.0, Metric(logged, step=3))
+    done = State.ended("done", 2.0, 4)
+    told = "loss 0.5000, eval_loss 0.2500, train_loss 0.4000, eval_accuracy 0.7500, 6 more numbers"
+    assert line(history, FACTS, 2.0, done) == f"done in 2.0 s, 4 steps, {told}"
+    chosen = line(history, Facts(plots=("grad_norm",)), 2.0, done)
+    assert chosen.startswith("done in 2.0 s, 4 steps, grad_norm 2, loss 0.5000, ")
+    assert "total_flos 3.600e+09" in text(history, FACTS, 2.0, done), "the text of the picture has all of them"
 
 
 def test_the_last_line_says_how_it_ended_and_how_much_it_took() -> None:
