@@ -62,7 +62,7 @@ WRONG = {
         ("--start spawn", "a start is auto, fork, zygote or inline; got 'spawn'"),
         ("--start inline -n 2", "--start inline runs in the notebook's own process, so it cannot be 2 ranks"),
     ],
-    "--plot": [("--plot ,", "one curve is the least; got ','")],
+    "--plot": [("--plot=,", "one curve is the least; got ','")],
     "--plain": [("--plain=1", "--plain takes no value; got '1'.")],
     "--seed": [("--seed -1", "a seed lies in 0..4294867295; got '-1'")],
     "--debug": [("--debug=1", "--debug takes no value; got '1'.")],
