@@ -69,7 +69,13 @@ def test_a_first_step_alone_loads_what_it_needs_and_what_checkpoints_are_written
 
 def test_all_is_what_is_visible() -> None:
     assert nbaccel.__all__ == sorted(nbaccel.__all__)
-    assert set(dir(nbaccel)) == {*nbaccel.__all__, "__version__", "load_ipython_extension", "unload_ipython_extension"}
+    others = {"__version__", "last_run", "load_ipython_extension", "unload_ipython_extension"}
+    assert set(dir(nbaccel)) == {*nbaccel.__all__, *others}
+
+
+def test_there_is_no_last_run_before_the_first_and_asking_loads_nothing() -> None:
+    code = "import sys, nbaccel; print(nbaccel.last_run, 'nbaccel.launch' in sys.modules)"
+    assert fresh_python(code) == "None False"
 
 
 def test_type_checkers_see_the_same_names() -> None:

@@ -6,6 +6,8 @@ rank is, how full, and what happened on the way. It draws nothing and knows no p
 
 from __future__ import annotations
 
+import csv
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -339,6 +341,28 @@ class History:
             }
             frames.append(pandas.DataFrame(columns).sort_index())
         return pandas.concat(frames, keys=[phase.name for phase in self.phases], names=["phase", "step"])
+
+    def to_csv(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
+        """Write all curves to a file, with a line for each phase and step; a file that is there is replaced.
+
+        Columns: "phase", its name, empty in a run without phases; "step", the optimizer step, from 0; then each curve
+        under its name, empty at steps at which it has no point. A curve has 512 points at most: in a longer run a line
+        is the first of several steps, and the numbers are their means. `rows` has what rank 0 logged, value by value.
+
+        rank: whose values; None for the mean over ranks.
+        """
+        names = list(dict.fromkeys(name for phase in self.phases for name in phase.series))
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["phase", "step", *names])
+            for phase in self.phases:
+                lines = [series.mean() if rank is None else series.line(rank) for series in phase.series.values()]
+                columns = {
+                    name: dict(zip(line.step, line.mean, strict=True))
+                    for name, line in zip(phase.series, lines, strict=True)
+                }
+                for step in sorted({step for column in columns.values() for step in column}):
+                    table.writerow([phase.name, step, *(columns.get(name, {}).get(step, "") for name in names)])
 
     def __repr__(self) -> str:
         curves = ", ".join(f"{name} {number(series.latest)}" for name, series in self.phase.series.items())

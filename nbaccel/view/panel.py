@@ -36,6 +36,11 @@ _MANY_PLOTS = 3
 """So many stand above the table however wide the place is, in as many rows as they need."""
 _POINTS = 800
 """Points that all lines of a panel share: what half a second's frame may weigh."""
+_STALE = (
+    '<p class="stale soft">nothing new for 20 s; if this page was reloaded, <code>%accelerate last</code> shows the run'
+    "</p>"
+)
+"""Begins to be seen 20 seconds after the frame came: a page that was reloaded, and a saved file, get no other one."""
 SIGNS = {"done": "✓", "failed": "✕", "stopped": "■"}
 """Beside the word, which says the same."""
 
@@ -75,7 +80,7 @@ class Panel:
             f'<div class="nbaccel" role="group" aria-label="{escape(self.facts.title)}">'
             f"{self._head(state)}{self._progress(seconds, state)}"
             f'<div class="body of{min(len(names), _MANY_PLOTS)}">{self._plots(names, state)}{self._table(names)}</div>'
-            f"{self._foot(names, state)}{_bars(state)}</div>"
+            f"{self._foot(names, state)}{_bars(state)}{'' if state.is_over else _STALE}</div>"
         )
 
     def _head(self, state: State) -> str:

@@ -57,7 +57,7 @@ STYLE = (
     # The background is ours: where no front end says which theme it has, text on it is readable all the same.
     ".nbaccel{box-sizing:border-box;max-width:960px;padding:8px 12px;border:1px solid var(--line);border-radius:6px;"
     "background:var(--bg);color:var(--fg);font:13px/20px system-ui,sans-serif;font-variant-numeric:tabular-nums;"
-    "overflow:hidden;container-type:inline-size}"
+    "overflow:hidden;position:relative;container-type:inline-size}"
     ".nbaccel.runs{margin-bottom:4px;max-height:220px;overflow:auto}"
     ".nbaccel.runs table{width:100%}.nbaccel.runs svg{vertical-align:middle}"
     ".nbaccel p,.nbaccel figure{margin:0;padding:0}"
@@ -68,6 +68,8 @@ STYLE = (
     ".nbaccel .row>.fits{flex:1 1 0;min-width:0}.nbaccel .row.fits{gap:0}.nbaccel figure .row.fits{gap:0 8px}"
     ".nbaccel .fits>*{max-width:100%;overflow:hidden;text-overflow:ellipsis}"
     ".nbaccel .soft{color:var(--soft)}.nbaccel b{font-weight:600}"
+    ".nbaccel .stale{position:absolute;right:12px;bottom:7px;padding-left:12px;background:var(--bg);visibility:hidden;"
+    "animation:nbaccel-stale 0s linear 20s forwards}@keyframes nbaccel-stale{to{visibility:visible}}"
     ".nbaccel .failed{color:var(--bad)}.nbaccel .done{color:var(--good)}"
     ".nbaccel progress{width:100%;height:6px;display:block;margin:6px 0 8px;appearance:none;-webkit-appearance:none;"
     "border:0;border-radius:3px;overflow:hidden;background:var(--fill)}"

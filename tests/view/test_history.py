@@ -5,6 +5,7 @@ import math
 import sys
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -336,3 +337,23 @@ def test_very_many_curves_share_the_room() -> None:
         return history
 
     assert bytes_of(many) < 5_000_000
+
+
+def test_the_curves_of_all_phases_are_one_table_with_a_column_each(tmp_path: Path) -> None:
+    history = History(2)
+    for fold in ("a", "b"):
+        for rank in (0, 1):
+            history.feed(rank, 1.0, Phase(fold))
+            for step in range(3):
+                history.feed(rank, 1.0, Loss(1.0 + rank + step, step))
+        history.feed(0, 1.0, Metric({"acc, top 1": 0.25}, 2))
+    path = tmp_path / "curves.csv"
+    history.to_csv(path)
+    history.to_csv(path)  # it replaces the file
+    assert path.read_text().splitlines()[:4] == ['phase,step,loss,"acc, top 1"', "a,0,1.5,", "a,1,2.5,", "a,2,3.5,0.25"]
+    assert len(path.read_text().splitlines()) == 7
+    history.to_csv(path, rank=1)
+    assert path.read_text().splitlines()[3] == "a,2,4.0,"
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_csv(path).set_index(["phase", "step"])
+    pandas.testing.assert_frame_equal(table.astype(float), history.to_pandas(1), check_index_type=False)
