@@ -127,7 +127,7 @@ def is_allowed(arrow_from: str, arrow_to: str) -> bool:
 @every_source
 def test_every_file_has_a_floor(source: Source) -> None:
     assert source.module == "nbaccel" or source.module.split(".")[1] in FLOORS, (
-        f"{source.name} is on no floor: put it into a room, or draw its floor here and in the README"
+        f"{source.name} is on no floor: put it into a room, or draw its floor here and in CONTRIBUTING.md"
     )
 
 

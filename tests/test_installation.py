@@ -119,15 +119,13 @@ def test_the_extras_are_what_the_tests_run() -> None:
 PLATFORMS = {"newest": [NEWEST], "colab": [COLAB, NEWEST], "kaggle": [KAGGLE, COLAB, NEWEST]}
 """Whose packages a platform has; the first one that has a package counts."""
 
+_OF_THE_README = [line for block in blocks(README, "sh")[:1] for line in block.text.splitlines()]
 PRODUCTS = {
-    "clone": "pip install .",
+    **dict(zip(("clone", "git", "wheel", "offline folder"), _OF_THE_README, strict=True)),
     "editable clone": "pip install -e .",
-    "git": "pip install git+ADDRESS",
-    "wheel": "pip install nbaccel-0.1.0-py3-none-any.whl",
     "source distribution": "pip install nbaccel-0.1.0.tar.gz",
-    "offline folder": "pip install --no-index --find-links nbaccel-offline nbaccel",
 }
-"""What can be installed, by the line that a reader types in the folder where it lies."""
+"""What can be installed, by the line that a reader types in the folder where it lies; as the README has it."""
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +171,16 @@ class Fresh:
             known |= {_entry(path) for path in new}
         venv.create(folder / "env", symlinks=True)
         self.python = folder / "env" / "bin" / "python"
-        purelib = sysconfig.get_path("purelib", "venv", {"base": str(folder / "env")})
-        Path(purelib, "packages.pth").write_text(f"{links}\n")
+        self._purelib = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / "env")}))
+        Path(self._purelib, "packages.pth").write_text(f"{links}\n")
+
+    def installed(self) -> list[Path]:
+        """The metadata of what was installed since."""
+        return [*self._purelib.glob("*.dist-info")]
 
     def run(self, command: str, folder: Path, **environ: str) -> str:
         """Run a line of a shell in `folder`, as somebody types it who has activated the environment."""
-        words = shlex.split(command)
+        words = shlex.split(command, comments=True)
         if words[0] == "pip":
             words = ["python", "-m", *words]
         words[0] = str(self.python.with_name(words[0]))
@@ -229,11 +231,27 @@ def trains(kernel: RealKernel) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_without_internet_the_offline_folder_installs_on_kaggle_and_trains(unpacked: Path, tmp_path: Path) -> None:
+def test_without_internet_the_lines_for_kaggle_install_there_and_train(unpacked: Path, tmp_path: Path) -> None:
     fresh = Fresh(tmp_path / "fresh", PLATFORMS["kaggle"])
-    said = fresh.run(PRODUCTS["offline folder"], unpacked)
-    assert re.search(r"Successfully installed nbaccel-[\d.]+ nvidia-ml-py-[\d.]+$", said.strip())
+    (lines,) = [block.text for block in blocks(README, "python") if "/kaggle/input/nbaccel-offline" in block.text]
     with fresh.kernel(tmp_path) as kernel:
+        said = kernel.do(lines.replace("/kaggle/input/nbaccel-offline", str(unpacked / "nbaccel-offline")))
+        assert "ERROR" not in said.text
+        assert trains(kernel).startswith(str(tmp_path / "fresh"))
+    listed = {path.name.partition("-")[0] for path in fresh.installed()}
+    assert listed - {"pip", "setuptools"} == {"nbaccel", "nvidia_ml_py"}, "and nothing that was there was moved"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("platform", ["colab", "kaggle"])
+def test_with_internet_the_lines_for_kaggle_install_there_and_train(
+    platform: str, unpacked: Path, tmp_path: Path
+) -> None:
+    fresh = Fresh(tmp_path / "fresh", PLATFORMS[platform])
+    (lines,) = [block.text for block in blocks(README, "python") if '"git+ADDRESS"' in block.text]
+    with fresh.kernel(tmp_path) as kernel:
+        kernel.do(lines.replace("ADDRESS", f"file://{unpacked}"), timeout_s=120)
         assert trains(kernel).startswith(str(tmp_path / "fresh"))
 
 

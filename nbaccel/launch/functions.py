@@ -85,13 +85,13 @@ def launch(
     """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return what came of it.
 
     num_processes: ranks to start; None for one per GPU, or one.
-    start_method: "fork", "zygote", "inline" or "auto" (see the README); the choice and its reason are in the `Run`.
+    start_method: "fork", "zygote", "inline" or "auto" (see docs/cells.md); the choice and its reason are in the `Run`.
     devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after so many seconds.
     hang_timeout_s: end it when no rank has entered a step or a collective for so long; the error says where each is.
     setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
     independent: each rank trains a model of its own, and that is meant: nothing compares what optimizers step.
     oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
-    into parts, see the README. Everything before the loop is then done again.
+    into parts, see docs/memory.md. Everything before the loop is then done again.
     free_kernel: models that are variables of the notebook, and their optimizers, lie on the host while the ranks run.
     check: raise the run's error; with False it is in `Run.error`.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from environments import REPOSITORY
+from documents import README, blocks
 from kernel.harness import RealKernel
 
 _REFERENCE = """
@@ -52,7 +52,7 @@ worst = max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in 
 
 def readme_blocks() -> tuple[str, str, str]:
     """Of the README: the notebook's cell before, the first %%accelerate cell, and the first that prepares."""
-    setup, cell, *others = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
+    setup, cell, *others = [block.text for block in blocks(README, "python")]
     return setup, cell, next(block for block in others if "accelerator.prepare" in block)
 
 
@@ -83,7 +83,7 @@ def test_the_readmes_first_cell_trains_as_it_does_without_its_first_line(fresh: 
 
 def test_what_the_readme_shows_of_its_first_cell_is_what_it_prints(fresh: RealKernel) -> None:
     setup, cell, _ = readme_blocks()
-    shown = (REPOSITORY / "README.md").read_text().split(cell)[1].split("```")[2]
+    shown = README.read_text().split(cell)[1].split("```")[2]
     fresh.do(setup)
     printed = fresh.do(cell).stdout
     assert _forms(printed) == _forms(shown)

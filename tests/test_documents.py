@@ -1,0 +1,199 @@
+"""The pages that people read are true: links lead somewhere, commands exist, numbers are measured.
+
+Cells are executed by tests/kernel/test_documents.py, the lines that install by tests/test_installation.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from documents import ADDRESS, PAGES, README, anchors, blocks, links
+from environments import REPOSITORY
+from nbaccel.cli import main
+from nbaccel.notebook.flags import flags_parser
+
+NAMES = {str(page.relative_to(REPOSITORY)) for page in PAGES}
+MAKEFILE = (REPOSITORY / "Makefile").read_text()
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+
+SECTIONS = [
+    "Install",
+    "The cell",
+    "What you do today instead",
+    "Kaggle with 2 x T4",
+    "With a library",
+    "Coming from Accelerate",
+    "When things go wrong",
+    "Five numbers",
+    "When not to use it",
+    "Help, and develop",
+]
+
+
+def test_the_readme_is_short_and_in_the_order_in_which_a_stranger_asks() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+    assert text.index("pip install .") < text.index("![The panel") < text.index("%%accelerate -n 2\nfor")
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, ahead = set(), [README]
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        targets = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
+        ahead += [target for target in targets if target.suffix == ".md" and target not in reached]
+    assert {str(page.relative_to(REPOSITORY)) for page in reached} == NAMES
+
+
+@pages
+def test_every_link_leads_to_a_file_of_the_repository_and_to_a_heading_of_it(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert not re.match(r"\w+:", link), f"{link}: what lies elsewhere cannot be checked here"
+        assert target.is_file(), link
+        assert target.is_relative_to(REPOSITORY), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_no_address_is_made_up() -> None:
+    """Of a repository, an index or a documentation that is not there; where there is one, it is the same everywhere."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert set(project.get("urls", {}).values()) <= {ADDRESS}
+    assert bool(project.get("urls")) is (ADDRESS is not None)
+    for page in PAGES:
+        named = set(re.findall(r"\b(?:https?|git|ssh)://[^\s)\"'`]*nbaccel[^\s)\"'`]*", page.read_text()))
+        assert {address for address in named if ADDRESS is None or not address.startswith(ADDRESS)} == set(), page
+        assert ADDRESS is not None or not re.search(r"pip install (-q )?'?nbaccel\b(?!-)", page.read_text()), page
+
+
+@pages
+def test_every_command_of_a_terminal_is_one_that_exists(page: Path) -> None:
+    for block in blocks(page, "sh"):
+        for line in block.text.splitlines():
+            words = shlex.split(line, comments=True)
+            match words[:2]:
+                case ["make", target]:
+                    assert re.search(rf"^{target}:", MAKEFILE, re.M), f"{block}: {line}"
+                case ["nbaccel", "launch"]:
+                    assert words[-1:] == ["train.py"] or "train.py" in words, f"{block}: {line}"
+                case ["pip", "install"]:
+                    assert page == README, f"{block}: tests/test_installation.py reads those of the README"
+                case _:
+                    raise AssertionError(f"{block}: no test knows how to try {line!r}")
+    for target in re.findall(r"`make ([\w-]+)", page.read_text()):
+        assert re.search(rf"^{target}:", MAKEFILE, re.M), f"{page.name}: make {target}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_lines_that_launch_scripts_run_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (lines,) = [block.text.splitlines() for block in blocks(REPOSITORY / "docs" / "scripts.md", "sh")]
+    (tmp_path / "train.py").write_text("import os, sys; print('rank', os.environ['RANK'], *sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    run, dry = [shlex.split(line) for line in lines]
+    done = subprocess.run([_beside_python(run[0]), *run[1:]], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert {"rank 0 --epochs 3", "rank 1 --epochs 3"} <= set(re.findall(r"rank \d --epochs 3", done.stdout))
+    assert main(dry[1:]) == 0
+
+
+def _beside_python(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+def test_every_flag_of_a_cell_is_on_a_page_and_every_flag_of_the_table_exists() -> None:
+    actions = [action for action in flags_parser()._actions if action.option_strings and action.dest != "help"]
+    written = "\n".join(page.read_text() for page in PAGES)
+    said = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", written))
+    assert not [action.dest for action in actions if not said & {*action.option_strings}]
+    cells = (REPOSITORY / "docs" / "cells.md").read_text()
+    table = re.findall(r"^\| (`-.*?) \|", cells, re.M)
+    named = {flag for row in table for flag in re.findall(r"`(--?[a-z-]+)", row)}
+    assert len(table) >= 15
+    assert named <= {flag for action in actions for flag in action.option_strings}
+
+
+def test_the_five_numbers_are_those_of_the_stored_benchmark() -> None:
+    bench = json.loads((REPOSITORY / "notebooks" / "what_it_costs.json").read_text())
+    text = README.read_text()
+    table = text[text.index("## Five numbers") : text.index("## When not")]
+    step, batch, lines, save, left = [
+        [value.strip() for value in row.strip("| ").split("|")[1:]]
+        for row in re.findall(r"^\| [a-z0-9].*\|$", table, re.M)
+    ]
+    toolkits = ("nbaccel", "Accelerate", "Fabric")
+    assert step == [
+        f"{_cell(bench, 'step, fp32, accumulation 1', name)['cpu_ratio']['median']:.2f}" for name in toolkits
+    ]
+    assert batch == [
+        f"{_cell(bench, 'batch of a loader, 1 process', name)['cpu_ratio']['median']:.2f}" for name in toolkits
+    ]
+    saves = ("nbaccel, in background", "Accelerate, not durable", "Fabric, not durable")
+    assert save == [f"{_cell(bench, 'save of 600 MB', name)['wall']:,.0f}" for name in saves]
+    output = [_found(bench, "output", f"4,000 lines, {name}") for name in ("nbaccel, fork", *toolkits[1:])]
+    assert lines == [f"{_short(found['took'])}, {found['arrived whole']:,}" for found in output]
+    killed = _found(bench, "orphans", "processes left 1 s after the kernel was killed, the most of 3")
+    assert left == [str(killed[name]) for name in ("nbaccel, fork", *toolkits[1:])]
+
+
+def _cell(bench: Any, row: str, contender: str) -> Any:
+    (found,) = [one for one in bench["rows"] if one["row"] == row]
+    (cell,) = [one for one in found["cells"] if one["contender"] == contender]
+    return cell
+
+
+def _found(bench: Any, report: str, what: str) -> dict[str, Any]:
+    (one,) = [one for one in bench["reports"] if one["report"] == report]
+    return {finding["who"]: finding["value"] for finding in one["findings"] if finding["what"] == what}
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 1 else f"{seconds:.0f}"
+
+
+def test_what_somebody_sees_when_things_go_wrong_is_something_that_nbaccel_says() -> None:
+    page = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+    seen = re.findall(r"^\| [^|]*?`([^`]+)`", page, re.M)
+    assert len(seen) >= 10
+    sources = [*(REPOSITORY / "nbaccel").rglob("*.py"), *(REPOSITORY / "tests").rglob("test_*.py")]
+    ours = "\n".join(_strings(path) for path in sources if path != Path(__file__))
+    stored = "\n".join(path.read_text() for path in (REPOSITORY / "notebooks").glob("*.ipynb"))
+    unsaid = [text for text in seen if text.removesuffix("...") not in ours + stored and text not in _OTHERS]
+    assert not unsaid
+
+
+_OTHERS = {"is not an IPython extension"}
+"""What IPython says."""
+
+
+def _strings(path: Path) -> str:
+    """The strings and names of a module; pieces of a string that stand beside each other are one."""
+    parts = [
+        node.value if isinstance(node, ast.Constant) else node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Constant) and isinstance(node.value, str)) or isinstance(node, ast.ClassDef)
+    ]
+    return "\n".join(parts)
+
+
+@pages
+def test_cells_of_pages_and_of_notebooks_do_not_log_the_loss_again(page: Path) -> None:
+    """`backward` reports it; logged too it would be there twice."""
+    cells = [block.text for block in blocks(page, "python")]
+    for path in (REPOSITORY / "notebooks").glob("*.ipynb") if page == README else ():
+        cells += [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert not [cell for cell in cells if re.search(r"accelerator\.log\(\{\"loss\": loss", cell)]
