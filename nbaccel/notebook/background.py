@@ -94,9 +94,11 @@ class BackgroundRun(Beside):
     def wait(self) -> bool:
         """Wait until the run is over; False if an interrupt ended the waiting, which the run does not notice."""
         try:
-            return self._is_over.wait()
+            self._is_over.wait()
         except KeyboardInterrupt:
             return False
+        self._show_where_asked()
+        return True
 
     def check(self) -> None:
         """
@@ -159,11 +161,16 @@ class BackgroundRun(Beside):
             press()
         self._presses = 0
         self._has_begun.set()
-        while self._shown_at:
-            self.run.shown.show_too(self._shown_at.pop())
+        self._show_where_asked()
 
     def pressed(self, times: int) -> None:
         self.times = times
+
+    def _show_where_asked(self) -> None:
+        """In the thread that watches, and once more in the main thread when the run is over: it may have ended just
+        before it would have looked."""
+        while self._shown_at:
+            self.run.shown.show_too(self._shown_at.pop())
 
     def _say_what_waits(self) -> None:
         if self.is_worth_waiting_for and not self.was_interrupted:

@@ -93,11 +93,11 @@ class Panel:
     def _progress(self, seconds: float, state: State) -> str:
         nothing = "no number was reported" if state.is_over and not self.history.has_curves else ""
         places = list(filter(None, [*where(self.history), nothing])) or ([] if state.is_over else ["running"])
-        when = escape(", ".join(times(self.history, seconds, state)))
         done = self.history.phase.bar.value
         label = escape(", ".join(places)) or "progress"
         return (
-            f'<div class="row"><span class="fits">{_parts(places)}</span><span>{when}</span></div>'
+            f'<div class="row at"><span class="fits">{_parts(places)}</span>'
+            f'<span class="fits">{_parts(times(self.history, seconds, state))}</span></div>'
             # One without a value would move by itself.
             f'<progress max="1" value="{done or 0:.3f}" aria-label="{label}"></progress>'
         )
@@ -213,7 +213,7 @@ def _memory_cells(usage: Usage | None, rank: int, device: str) -> str:
     if usage is None:
         return f"<td>{escape(device)}</td><td></td><td></td>"
     bar = (
-        f' <span class="bar" aria-hidden="true"><i style="width:{usage.used_part:.0%};background:{colour(rank)}"></i>'
+        f' <span class="bar"><i style="width:{usage.used_part:.0%};background:{colour(rank)}"></i>'
         f'<u style="left:{usage.peak_part * 97:.0f}%"></u></span>'
     )
     limit = f" of {gigabytes(usage.limit_bytes)}" if usage.limit_bytes else ""

@@ -65,7 +65,8 @@ STYLE = (
     ".nbaccel .row>*{flex:none}"
     # One line high: what has no room wraps out of sight, whole.
     ".nbaccel .fits{display:flex;flex-wrap:wrap;height:20px;overflow:hidden;white-space:pre}"
-    ".nbaccel .row>.fits{flex:1 1 0;min-width:0}.nbaccel .row.fits{gap:0}.nbaccel figure .row.fits{gap:0 8px}"
+    ".nbaccel .row>.fits{flex:1 1 0;min-width:0}.nbaccel .row>.fits::before{content:'\\200b'}"
+    ".nbaccel .at>.fits+.fits{flex:none}.nbaccel .row.fits{gap:0}.nbaccel figure .row.fits{gap:0 8px}"
     ".nbaccel .fits>*{max-width:100%;overflow:hidden;text-overflow:ellipsis}"
     ".nbaccel .soft{color:var(--soft)}.nbaccel b{font-weight:600}"
     ".nbaccel .stale{position:absolute;right:12px;bottom:7px;padding-left:12px;background:var(--bg);visibility:hidden;"
@@ -111,7 +112,11 @@ STYLE = (
     "@container(max-width:860px){.nbaccel .of2{flex-direction:column}.nbaccel .of2>*{flex:none}}"
     "@container(max-width:660px){.nbaccel .body{flex-direction:column}.nbaccel .body>*{flex:none}"
     ".nbaccel .of3>.plots{grid-template-columns:repeat(2,minmax(0,1fr))}}"
-    "@container(max-width:420px){.nbaccel .body>.plots{grid-template-columns:minmax(0,1fr)}"
-    ".nbaccel .bar,.nbaccel .swatch,.nbaccel .row>.fits+.soft{display:none}"
+    "@container(max-width:420px){.nbaccel .row.at{display:block;height:40px}"
+    ".nbaccel .body>.plots{grid-template-columns:minmax(0,1fr)}"
+    ".nbaccel .bar,.nbaccel .swatch,.nbaccel .row>.fits+span.soft{display:none}"
     ".nbaccel th,.nbaccel td{padding-left:10px}}"
+    # There the device's name has no room.
+    "@container(max-width:330px){.nbaccel .ranks :is(th,td):nth-last-child(3){display:none}"
+    ".nbaccel table{font-size:10px}.nbaccel th,.nbaccel td{padding-left:4px}}"
 )

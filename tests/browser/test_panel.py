@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from playwright.sync_api import expect
 
 from browser.conftest import OpenNotebook
@@ -101,3 +103,80 @@ def test_everybody_can_read_the_panel(
     notebook.page.keyboard.press("i")
     notebook.page.keyboard.press("i")
     assert "stopped after" in notebook.end(1, timeout_s=60)
+
+
+MAKES_A_RUN = """
+from IPython.display import HTML
+from nbaccel.events import Loss, Memory, Metric, Progress
+from nbaccel.launch.run import Run
+from nbaccel.view.history import History
+from nbaccel.view.panel import Panel
+from nbaccel.view.state import Facts, State
+history, facts = History(2), Facts("Cell In[5]", "2 ranks on the CPU, seed 878899", plots=("loss", "acc"))
+for step in range(40):
+    for rank in (0, 1):
+        history.feed(rank, step / 10, Loss(0.0069321 / (step + 1), step))
+        history.feed(rank, step / 10, Progress(step + 1, step + 1, 400, 0, 3))
+        history.feed(rank, step / 10, Memory(3 * 10**8, 4 * 10**8, 24 * 10**9))
+        history.feed(rank, step / 10, Metric({"acc": step / 40}, step))
+HTML(Panel(history, facts).bundle(4.0)["text/html"])"""
+
+SHOWS_ITS_PICTURE = "Run([None], history, None, 'fork', '', '', 4.0, facts=facts, state=State('done', 'done')).plot()"
+
+MEASURES = """panel => {
+    const place = part => panel.querySelector(part).getBoundingClientRect();
+    const [own, curves, table] = [panel.getBoundingClientRect(), place('.plots'), place('table')];
+    const out = [...panel.querySelectorAll('th, td, svg, figure, .axis span, .fits, progress')].filter(part => {
+        const box = part.getBoundingClientRect();
+        return box.width > 0 && (box.right > own.right || box.left < own.left || box.bottom > own.bottom);
+    });
+    const hidden = [...panel.querySelectorAll('.fits > *')].filter(part => part.scrollWidth > part.clientWidth + 1
+        && part.getBoundingClientRect().top < part.parentElement.getBoundingClientRect().bottom - 1);
+    const axis = place('.axis span'), curve = place('.plot svg');
+    return {
+        is_below: table.top >= curves.bottom, is_beside: table.left >= curves.right, height: own.height,
+        out: out.map(part => part.outerHTML), cut: hidden.map(part => part.outerHTML), touches: axis.right > curve.left,
+    };
+}"""
+
+
+def test_in_a_narrow_window_the_table_stands_below_and_nothing_is_cut_off(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook(MAKES_A_RUN, SHOWS_ITS_PICTURE, is_dark=True)
+    notebook.run(0)
+    panel = notebook.output(0).locator("div.nbaccel")
+    seen = {}
+    for width in (620, 900, 1500):
+        notebook.page.set_viewport_size({"width": width, "height": 900})
+        seen[width] = panel.evaluate(MEASURES)
+        assert (seen[width]["out"], seen[width]["cut"], seen[width]["touches"]) == ([], [], False)
+    assert [seen[width]["is_below"] for width in seen] == [True, True, False]
+    assert seen[1500]["is_beside"]
+    assert seen[620]["height"] > seen[900]["height"] > seen[1500]["height"]
+    notebook.run(1)
+    picture = notebook.output(1).locator("img")
+    ground = Image.open(io.BytesIO(picture.screenshot())).convert("RGB").getpixel((2, 2))
+    assert ground == (17, 17, 17), "the page does not show through"
+
+
+@pytest.mark.timeout(240)
+def test_a_page_that_was_reloaded_gets_panel_and_picture_back(open_notebook: OpenNotebook) -> None:
+    runs = TRAINS.format(steps=100_000).replace("-n 2", "-n 2 --bg").replace("0.05)\n    if", "0.3)\n    if")
+    commands = [f"%accelerate {command}" for command in ("attach", "stop", "wait", "last")]
+    notebook = open_notebook(LOADS, runs, *commands)
+    notebook.run(0)
+    notebook.begin(1)
+    notebook.page.locator("div.nbaccel svg[role=img]").first.wait_for(timeout=40_000)
+    notebook.page.reload()
+    notebook.wait_until_ready(40.0)
+    notebook.begin(2)
+    expect(notebook.output(2).locator("div.nbaccel").first).to_contain_text("running", timeout=20_000)
+    notebook.page.keyboard.press("Escape")
+    notebook.page.keyboard.press("i")
+    notebook.page.keyboard.press("i")
+    assert "detached; Cell In[2] has been running" in notebook.end(2, timeout_s=60)
+    notebook.run(3)
+    assert "the run was interrupted after" in notebook.run(4)
+    expect(notebook.output(2).locator("img")).to_have_count(1)  # the run is over there, too
+    assert "Cell In[2]: stopped after" in notebook.run(5)
+    expect(notebook.output(5).locator("div.nbaccel b.stopped")).to_be_visible()
+    expect(notebook.output(5).locator("img")).to_have_count(1)

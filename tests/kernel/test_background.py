@@ -61,7 +61,10 @@ def test_the_run_goes_on_in_its_cell_while_others_run_and_sees_the_notebook_as_o
     assert "went on" in running.cell.stdout
     assert other.stdout == "another cell\n"
     assert kernel.value("answer") is None
+    kernel.do("import nbaccel; last = nbaccel.last_run")
+    assert kernel.value("(last.facts.title, last.error, last.value)")[0] == f"Cell In[{running.cell.number}]"
     waited = kernel.do("%accelerate wait")
+    assert kernel.value("last is nbaccel.last_run and last.value") == 43
     assert "brought back: answer" in waited.stdout
     assert waited.result is not None
     assert waited.result["text/plain"] == "43"

@@ -51,7 +51,13 @@ def test_a_run_of_500_steps_leaves_one_picture_and_its_numbers(kernel: RealKerne
     assert re.search(r"^acc 0.5000", words, re.M)
     assert re.search(r"^rank 0: host .* GB, peak .* GB$", words, re.M)
     assert re.search(r"^rank 1: host .* GB, peak .* GB$", words, re.M)
-    assert re.search(r"^done in .*, 500 steps, loss \S+, acc 0.5000,.* peak memory .* GB$", cell.stdout, re.M)
+    said = re.search(r"^done in .*, 500 steps, loss \S+, acc 0.5000,.* peak memory .* GB$", cell.stdout, re.M)
+    assert said is not None, cell.stdout
+    again = kernel.do("%accelerate last")
+    assert [sorted(shown) for shown in again.displays] == [["text/html", "text/plain"], ["image/png", "text/plain"]]
+    assert again.displays[1]["text/plain"] == again.displays[0]["text/plain"] == words
+    assert again.stdout == f"Cell In[{cell.number}]: {said[0]}\n"
+    assert kernel.value("__import__('nbaccel').last_run.text") == words
 
 
 @pytest.mark.slow
