@@ -143,8 +143,7 @@ class Completer:
             offered = candidates(self._parser, line, symbol, self._shell.user_ns)
             found = [(text, _kind(text, line)) for text in offered]
             if not found and line != symbol:
-                # IPython would offer Python instead; what is written already changes nothing.
-                found = [(symbol, "text")]
+                return {"completions": _Nothing(), "matched_fragment": symbol, "suppress": True}
         elif member := self._member(line, context.full_text):
             symbol = member[1]
             found = [(each.name, each.kind) for each in public_members() if each.name.startswith(symbol)]
@@ -172,6 +171,13 @@ class Completer:
         if ACCELERATOR in self._shell.user_ns or _MEMBER.match(event.text_until_cursor) is None:
             return []
         return [f"{ACCELERATOR}.{member.name}" for member in public_members()]
+
+
+class _Nothing(list[Any]):
+    """An answer without a completion that IPython takes for one: it would hear others where a list has no length."""
+
+    def __len__(self) -> int:
+        return 1
 
 
 def _unfinished(line: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
 
 from nbaccel.events import Loss, Progress
@@ -11,6 +13,7 @@ from nbaccel.view.series import Series
 __all__ = ["LOSS", "PhaseRecord"]
 
 LOSS = "loss"
+_RECENT = 64
 
 
 @dataclass(slots=True)
@@ -21,7 +24,7 @@ class PhaseRecord:
     loss: what `backward` was given, None until it was.  metrics: what was logged, by name.
     courses: how far each rank has come, of those that said so.  counts: the steps of each.
     logs_another_loss: a logged "loss" was not the one that `backward` was given.
-    unmatched: by rank, the latest logged "loss" that no backward has been given so far.
+    recent: by rank, the latest losses of backward.  unmatched: by rank, the latest logged "loss" that was none of them.
     bar: how much is done, by the leader.  entered: when each rank named this phase, since the run began.
     """
 
@@ -30,6 +33,7 @@ class PhaseRecord:
     loss: Series | None = None
     metrics: dict[str, Series] = field(default_factory=dict)
     logs_another_loss: bool = False
+    recent: dict[int, deque[float]] = field(default_factory=dict)
     unmatched: dict[int, float] = field(default_factory=dict)
     courses: dict[int, Course] = field(default_factory=dict)
     counts: dict[int, StepCount] = field(default_factory=dict)
@@ -52,12 +56,17 @@ class PhaseRecord:
         if count is None:
             count = self.counts[rank] = StepCount()
         count.take_loss(event)
+        self.recent.setdefault(rank, deque(maxlen=_RECENT)).append(event.value)
         if rank in self.unmatched and _are_same(self.unmatched[rank], event.value):
             del self.unmatched[rank]
 
     def compare_logged_loss(self, rank: int, value: float) -> None:
-        """`rank` logged `value` as "loss". The backward that it is of may be heard of before or after it."""
-        if self.loss is not None and rank in self.loss.last and _are_same(self.loss.last[rank], value):
+        """`rank` logged `value` as "loss".
+
+        What is logged as a tensor is read some steps later, so the backward that it is of may have been heard of long
+        before it, or after it.
+        """
+        if any(_are_same(loss, value) for loss in self.recent.get(rank, ())):
             return
         self.logs_another_loss |= rank in self.unmatched
         self.unmatched[rank] = value
@@ -153,5 +162,5 @@ class PhaseRecord:
 
 
 def _are_same(one: float, other: float) -> bool:
-    """Whether two numbers are equal, or neither is one."""
-    return one == other or (one != one and other != other)
+    """Whether two numbers are equal, in the precision that losses have, or neither is one."""
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))

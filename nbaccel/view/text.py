@@ -17,7 +17,7 @@ __all__ = ["curve_words", "line", "loss_of_records", "mark_words", "memory_words
 
 _LATEST_MARKS = 5
 _MUCH_WAITING = 0.25
-_FEW = 4
+_FEW = 3
 """Numbers that a run is told by in one line; the panel and the history have all of them."""
 _BOOKKEEPING = ("epoch", "runtime", "per_second", "flos", "grad_norm", "learning_rate", "lr", "step", "num_tokens")
 """How names end that trainers log beside what they measure."""

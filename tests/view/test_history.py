@@ -56,12 +56,19 @@ def test_a_logged_loss_stands_beside_that_of_backward_whichever_came_first() -> 
 
 def test_a_loss_that_is_logged_in_some_steps_is_one_loss_in_whichever_order_it_arrives() -> None:
     history = History(2)
+    late: list[Metric] = []
     for step in range(25):
         for rank in (0, 1):
             value = math.nan if step == 20 else 1.0 / (1 + step + rank)
-            events = [Loss(value, step), *([Metric({"loss": value}, step)] if step % 10 == 0 else [])]
-            for event in reversed(events) if rank else events:  # a tensor on a GPU may have to be waited for
-                history.feed(rank, float(step), event)
+            logged = [Metric({"loss": value}, step)] if step % 10 == 0 else []
+            if rank:
+                history.feed(rank, float(step), Loss(value, step))
+                late += logged  # a tensor has to be waited for
+            else:
+                for event in [*logged, Loss(value, step)]:
+                    history.feed(rank, float(step), event)
+    for event in late:
+        history.feed(1, 25.0, event)
     assert history.names == ["loss"]
     history.feed(0, 26.0, Metric({"loss": 0.75}, step=25))  # the average of an epoch
     history.feed(0, 27.0, Loss(0.5, step=26))

@@ -89,7 +89,7 @@ def test_of_many_numbers_a_line_has_losses_and_measures_and_says_how_many_more_t
     }  # fmt: skip
     history.feed(0, 1.0, Metric(logged, step=3))
     done = State.ended("done", 2.0, 4)
-    told = "loss 0.5000, eval_loss 0.2500, train_loss 0.4000, eval_accuracy 0.7500, 6 more numbers"
+    told = "loss 0.5000, eval_loss 0.2500, train_loss 0.4000, 7 more numbers"
     assert line(history, FACTS, 2.0, done) == f"done in 2.0 s, 4 steps, {told}"
     chosen = line(history, Facts(plots=("grad_norm",)), 2.0, done)
     assert chosen.startswith("done in 2.0 s, 4 steps, grad_norm 2, loss 0.5000, ")

@@ -46,10 +46,7 @@ class Notices:
         for more in (split.remark, self._models):
             text += f"; {more}" if more else ""
         self._say(text)
-        self._say(
-            "len(x), right answers and all else that the loop computes of a batch are of a rank's part. "
-            "Divide sums by counts, not by len(dataset)"
-        )
+        self._say("numbers that the loop makes of a batch are of a rank's part: divide by counts, not by len(dataset)")
         if self._has_batch_norm:
             self._say(
                 "batch norm sees a part of each batch; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all"
