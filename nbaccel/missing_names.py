@@ -130,6 +130,8 @@ _ABSENT: dict[str, str] = {
 }
 """Modules of Accelerate, with all that lie in them, by what to use instead."""
 
+_ABSENT_PACKAGES = ("commands", "test_utils")
+
 
 def missing_from(module: str, *elsewhere: str) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of `module`, which stands for one of Accelerate's.
@@ -166,9 +168,10 @@ class AbsentModules(MetaPathFinder, Loader):
         instead = _absent(fullname) if fullname.startswith("nbaccel.") else ""
         if not instead:
             return None
-        if fullname.removeprefix("nbaccel.") not in _ABSENT:
+        inside = fullname.removeprefix("nbaccel.")
+        if inside not in _ABSENT:
             raise ModuleNotFoundError(f"{fullname} is not here: {instead}.", name=fullname)
-        return ModuleSpec(fullname, self, is_package=fullname in ("nbaccel.commands", "nbaccel.test_utils"))
+        return ModuleSpec(fullname, self, is_package=inside in _ABSENT_PACKAGES)
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
