@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from nbaccel import Accelerator
 from nbaccel.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
     DataLoaderShard,
     IterableDatasetShard,
+    SeedableRandomSampler,
     SkipBatchSampler,
     SkipDataLoader,
     get_sampler,
@@ -126,3 +128,14 @@ def test_the_sampler_of_a_loader_is_found_where_batches_are_drawn() -> None:
     sampler = RandomSampler(data)
     assert get_sampler(DataLoader(data, sampler=sampler)) is sampler
     assert get_sampler(DataLoader(data, sampler=BatchSampler(sampler, 2, False), batch_size=None)) is sampler
+
+
+def test_a_sampler_inside_of_a_batch_sampler_hears_of_the_epoch() -> None:
+    data: Any = range(8)
+    sampler = SeedableRandomSampler(data, data_seed=0)
+    loader = Accelerator().prepare(DataLoader(data, batch_sampler=BatchSampler(sampler, 4, False)))
+    loader.set_epoch(3)
+    assert sampler.epoch == 3
+    order = [index for batch in loader for index in batch.tolist()]
+    sampler.set_epoch(3)
+    assert order == list(sampler)

@@ -234,7 +234,9 @@ class PreparedLoader(DataLoader[Any]):
         progress.enter_epoch(epoch)
         if progress.resume is not None and progress.resume.epoch != epoch:
             progress.resume = None
-        tell_epoch(epoch, self.loader.dataset, self.loader.sampler, self.loader.batch_sampler)
+        loader = self.loader
+        inner = getattr(loader.batch_sampler, "sampler", None)  # not the loader's, where the program made both
+        tell_epoch(epoch, loader.dataset, loader.sampler, loader.batch_sampler, inner)
 
     def state_dict(self, unseen: int = 0) -> dict[str, Any]:
         """Where the loop is: epoch, batches had of it, and what its order follows from. Numbers, texts and tensors.

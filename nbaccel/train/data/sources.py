@@ -86,7 +86,8 @@ class Source:
     def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
         """This rank's batches from `position` on, and whether each is its last one."""
         loader = self.loader
-        tell_epoch(position.epoch, loader.dataset, loader.sampler, loader.batch_sampler)
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        tell_epoch(position.epoch, loader.dataset, loader.sampler, loader.batch_sampler, inner)
         if not position.batches:
             return self._ended(iterated_in_pieces(loader), position)
         with drawn_again(position, loader):
