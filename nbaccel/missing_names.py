@@ -80,7 +80,7 @@ _NOT_HERE: dict[str, str] = {
         parse_gpt2_config parse_llama_config parse_t5_config
     """,
     _TRACKER: """
-        CometMLTracker AimTracker ClearMLTracker DVCLiveTracker SwanLabTracker TrackioTracker register_tracker_class
+        register_tracker_class
         LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers
     """,
     _FOLDER: "save_accelerator_state load_accelerator_state save_custom_state load_custom_state",

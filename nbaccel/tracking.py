@@ -1,8 +1,8 @@
 """Tracking: where the numbers of a run are kept. The seam between `train`, which hands them over, and `trackers`.
 
-A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Those
-with a name are entry points of the group `nbaccel_trackers`, so the rooms do not name each other and a package
-adds a tracker by declaring it. Knows neither torch nor a process group; opens nothing.
+A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Ours are
+strings in a registry, imported when they are chosen; other packages add theirs as entry points of the group
+`nbaccel_trackers`. Knows neither torch nor a process group; opens nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,54 @@ from nbaccel.events import Event, Metric
 from nbaccel.missing_names import missing_from
 from nbaccel.world import World
 
-__all__ = ["BlankTracker", "GeneralTracker", "LoggerType", "find_tracker", "on_main_process", "tracker_names"]
+__all__ = [
+    "BlankTracker",
+    "GeneralTracker",
+    "LoggerType",
+    "find_tracker",
+    "on_main_process",
+    "tracker_names",
+    "without_none",
+]
 
 _GROUP = "nbaccel_trackers"
 
-_OURS = {"TensorBoardTracker": "tensorboard", "WandBTracker": "wandb", "MLflowTracker": "mlflow"}
+_OURS = {
+    "aim": "nbaccel.trackers.aim:Aim",
+    "clearml": "nbaccel.trackers.clearml:ClearML",
+    "comet_ml": "nbaccel.trackers.comet_ml:Comet",
+    "csv": "nbaccel.trackers.text:Csv",
+    "dvclive": "nbaccel.trackers.dvclive:DVCLive",
+    "jsonl": "nbaccel.trackers.text:JsonLines",
+    "mlflow": "nbaccel.trackers.mlflow:MLflow",
+    "swanlab": "nbaccel.trackers.wandb:SwanLab",
+    "tensorboard": "nbaccel.trackers.tensorboard:TensorBoard",
+    "trackio": "nbaccel.trackers.wandb:Trackio",
+    "wandb": "nbaccel.trackers.wandb:WeightsAndBiases",
+}
+
+_ACCELERATES = {
+    "AimTracker": "aim",
+    "ClearMLTracker": "clearml",
+    "CometMLTracker": "comet_ml",
+    "DVCLiveTracker": "dvclive",
+    "MLflowTracker": "mlflow",
+    "SwanLabTracker": "swanlab",
+    "TensorBoardTracker": "tensorboard",
+    "TrackioTracker": "trackio",
+    "WandBTracker": "wandb",
+}
 """Accelerate's names of trackers that are here too, by ours."""
 
 _missing = missing_from(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    return find_tracker(_OURS[name]) if name in _OURS else _missing(name)
+    return find_tracker(_ACCELERATES[name]) if name in _ACCELERATES else _missing(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ACCELERATES})
 
 
 _P = ParamSpec("_P")
@@ -41,10 +77,16 @@ class LoggerType(StrEnum):
     """Names for ``Accelerator(log_with=…)``; plain strings do as well."""
 
     ALL = "all"
+    AIM = "aim"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
     CSV = "csv"
+    DVCLIVE = "dvclive"
     JSONL = "jsonl"
     MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
     TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
     WANDB = "wandb"
 
 
@@ -54,7 +96,7 @@ class GeneralTracker(ABC):
     name: what `get_tracker` knows it by.
     requires_logging_directory: it writes files, so the Accelerator needs a ``project_dir``.
     main_process_only: False for a tracker that wants the values of every rank.
-    package: what must be installed for it; the extra of nbaccel has the same name.
+    package: what must be installed for it.  pip_name: what pip calls it, where there is no extra ``nbaccel[<name>]``.
     numbers_steps: it counts its rows itself: it gets the step that the program gave, or None.
 
     A tracker is a `Sink` too: put into an outlet, it keeps every `Metric`.
@@ -78,6 +120,7 @@ class GeneralTracker(ABC):
     requires_logging_directory: bool = False
     main_process_only: bool = True
     package: ClassVar[str | None] = None
+    pip_name: ClassVar[str | None] = None
     numbers_steps: ClassVar[bool] = False
 
     @property
@@ -103,7 +146,7 @@ class GeneralTracker(ABC):
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Metric):
-            self.log(event.values, event.step)
+            self.log(without_none(event.values), event.step)
 
     @classmethod
     def is_available(cls) -> bool:
@@ -151,11 +194,6 @@ def find_tracker(name: str) -> type[GeneralTracker]:
         ValueError: nobody registered one of that name.
     """
     registered = _registered()
-    if not registered:
-        raise ValueError(
-            f"log_with={name!r}: no tracker is registered, not even nbaccel's own. Its installation is older than its "
-            "code, or it was never installed:\n    pip install -e ."
-        )
     if name not in registered:
         raise ValueError(
             f"log_with must be one of {', '.join(map(repr, [LoggerType.ALL.value, *sorted(registered)]))}, or an "
@@ -175,5 +213,15 @@ def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
     return wrapped
 
 
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` as a tracker gets them: what a program logs as None has no value in this row.
+
+    >>> without_none({"loss": 0.5, "ema_decay": None})
+    {'loss': 0.5}
+    """
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _registered() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+    ours = {name: EntryPoint(name, value, _GROUP) for name, value in _OURS.items()}
+    return {entry.name: entry for entry in entry_points(group=_GROUP)} | ours

@@ -155,7 +155,7 @@ GROUPS = (
         free_memory, clear | yes
         end_training | yes
         init_trackers | differs | a missing package is an error with the command that installs it
-        log | differs | a default step, `average=True`; tensors on a GPU do not make the step wait
+        log | differs | a default step, `average=True`; None is left out; tensors on a GPU do not make the step wait
         get_tracker | yes
         profile, join_uneven_inputs, skip_first_batches, verify_device_map | yes
         even_batches, split_batches, dispatch_batches, non_blocking, use_seedable_sampler | yes
@@ -228,7 +228,7 @@ GROUPS = (
         DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, KwargsHandler | yes
         AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs, ProfileKwargs | yes
         DDPCommunicationHookType, DistributedType | yes
-        LoggerType | differs | csv and jsonl too; not aim, clearml, comet_ml, dvclive, swanlab, trackio
+        LoggerType | differs | csv and jsonl too
         PrecisionType | differs | no fp8
         is_bf16_available, is_cuda_available, is_mps_available, is_npu_available, is_xpu_available | yes
         is_bnb_available, is_datasets_available, is_deepspeed_available, is_mlflow_available, is_peft_available | yes
@@ -270,8 +270,8 @@ GROUPS = (
         """
         GeneralTracker | yes | tensors have become numbers before they come to `log`
         on_main_process | yes
-        TensorBoardTracker, WandBTracker, MLflowTracker | no | by name: `log_with="tensorboard"`, "wandb", "mlflow"
-        AimTracker, ClearMLTracker, CometMLTracker, DVCLiveTracker, SwanLabTracker, TrackioTracker | no
+        AimTracker, ClearMLTracker, CometMLTracker, DVCLiveTracker, MLflowTracker, SwanLabTracker | yes
+        TensorBoardTracker, TrackioTracker, WandBTracker | yes
         """,
     ),
     Group(

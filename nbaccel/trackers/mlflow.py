@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
+from nbaccel.trackers.leftout import LeftOut
 from nbaccel.tracking import GeneralTracker
 
 __all__ = ["MLflow"]
@@ -32,7 +32,7 @@ class MLflow(GeneralTracker):
         self._project_name = project_name
         self._options = options
         self._run: Any = None
-        self._left_out: set[str] = set()
+        self._left_out = LeftOut(self.name, "MLflow keeps numbers only", "mlflow's own log_text, log_figure")
 
     def start(self) -> None:
         import mlflow
@@ -52,15 +52,8 @@ class MLflow(GeneralTracker):
             self._mlflow.log_params(some)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, Number)}  # type: ignore[arg-type]
-        new = sorted(values.keys() - numbers.keys() - self._left_out)
-        if new:
-            self._left_out.update(new)
-            warnings.warn(
-                f"MLflow keeps numbers only; not logged: {', '.join(new)}. For texts and figures use "
-                'accelerator.get_tracker("mlflow") and mlflow\'s own log_text, log_figure.',
-                stacklevel=2,
-            )
+        kept = self._left_out.rest(values, lambda value: isinstance(value, Number))
+        numbers = {name: float(value) for name, value in kept.items()}
         self._mlflow.log_metrics(numbers, step=step, **options)
 
     def finish(self) -> None:

@@ -1,14 +1,15 @@
-"""Weights & Biases: a run of its service, or of its offline folder. Runs on rank 0."""
+"""Weights & Biases, and the libraries with its interface: runs of a service, or of a folder. Runs on rank 0."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from nbaccel.tracking import GeneralTracker
 
-__all__ = ["WeightsAndBiases"]
+__all__ = ["SwanLab", "Trackio", "WeightsAndBiases"]
 
 
 class WeightsAndBiases(GeneralTracker):
@@ -28,13 +29,11 @@ class WeightsAndBiases(GeneralTracker):
         self._run: Any = None
 
     def start(self) -> None:
-        import wandb
-
-        self._run = wandb.init(**self._options)
+        self._run = self._library().init(**self._options)
 
     @property
     def tracker(self) -> Any:
-        """The `wandb.Run`."""
+        """The run, a `wandb.Run`."""
         return self._run
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
@@ -46,3 +45,29 @@ class WeightsAndBiases(GeneralTracker):
     def finish(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+    def _library(self) -> Any:
+        return import_module(str(self.package))
+
+
+class Trackio(WeightsAndBiases):
+    """A run of the project ``project_name`` on this machine; ``init_kwargs={"trackio": {…}}`` goes to `trackio.init`.
+
+    `trackio show` shows it.
+    """
+
+    name = "trackio"
+    package = pip_name = "trackio"
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        self._library().config.update(dict(values), allow_val_change=True)
+
+
+class SwanLab(WeightsAndBiases):
+    """A run of the project ``project_name``; ``init_kwargs={"swanlab": {…}}`` goes to `swanlab.init`."""
+
+    name = "swanlab"
+    package = pip_name = "swanlab"
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        self._library().config.update(dict(values), allow_val_change=True)

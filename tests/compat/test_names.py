@@ -68,7 +68,10 @@ def test_every_public_name_is_here_or_is_refused_with_what_to_use_instead(theirs
         ),
         ("from nbaccel.checkpointing import save_accelerator_state", "use accelerator.save_state(folder), load_state"),
         ("from nbaccel.commands.launch import launch_command", "use `nbaccel launch` on the command line"),
-        ("from nbaccel.tracking import CometMLTracker", "nbaccel.tracking has no CometMLTracker: hand an object"),
+        (
+            "from nbaccel.tracking import register_tracker_class",
+            "nbaccel.tracking has no register_tracker_class: hand an object",
+        ),
         ("from nbaccel.test_utils.testing import require_cuda", "import it from accelerate"),
         ("from nbaccel.utils import nobody_knows_it", "module 'nbaccel.utils' has no attribute 'nobody_knows_it'"),
     ],

@@ -151,7 +151,10 @@ def test_rows_are_kept_with_their_steps_and_are_complete_when_finished(kind: Kin
 def test_the_trackers_that_are_named_are_those_that_are_tested() -> None:
     names = [getattr(entry, "values", (entry,))[0].name for entry in KINDS]
     assert set(names) <= set(tracker_names())
-    assert sorted(names) == [name for name in tracker_names() if find_tracker(name).__module__.startswith("nbaccel.")]
+    ours = {name for name in tracker_names() if find_tracker(name).__module__.startswith("nbaccel.")}
+    assert {*names, *SERVICES} == ours
+    accelerate = pytest.importorskip("accelerate.tracking")
+    assert set(accelerate.LOGGER_TYPE_TO_CLASS) <= ours, "names that programs for Accelerate give to log_with"
 
 
 @pytest.mark.parametrize("name", ["jsonl", "csv"])
@@ -254,6 +257,127 @@ def test_mlflow_is_given_parameters_in_pieces_and_numbers_only(monkeypatch: pyte
     assert {len(value) for some in parameters for value in some.values()} == {6000}
     assert ("log_metrics", {"loss": 1.0}, {"step": 3}) in api.calls
     assert api.calls[-1] == ("end_run",)
+
+
+class _Library:
+    """Stands in for a service's library: keeps what is called and set on it, by its dotted name."""
+
+    def __init__(self, calls: list[Any], name: str, **values: Any) -> None:
+        vars(self).update(_calls=calls, _name=name, **values)
+
+    def __getattr__(self, name: str) -> _Library:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Library(self._calls, f"{self._name}.{name}".lstrip("."))
+
+    def __call__(self, *args: Any, **options: Any) -> _Library:
+        self._calls.append((self._name, *args, options))
+        return _Library(self._calls, f"{self._name}()")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._calls.append((f"{self._name}.{name} =", value))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._calls.append((f"{self._name}[{key}] =", value))
+
+
+LR, TWICE = {"lr": 0.1}, {"allow_val_change": True}
+SERVICES: dict[str, list[Any]] = {
+    "aim": [
+        ("Run", {"repo": "runs", "mode": "x"}),
+        ("Run().name =", "digits"),
+        ("Run()[hparams] =", LR),
+        ("Run().track", 0.5, {"name": "eval_loss", "step": 3}),
+        ("Run().track", "first", {"name": "note", "step": 3}),
+        ("Run().close", {}),
+    ],
+    "clearml": [
+        ("Task.init", {"project_name": "digits", "task_name": "digits", "mode": "x"}),
+        ("Task.init().connect_configuration", LR, {}),
+        ("Task.init().get_logger", {}),
+        ("Task.init().get_logger().report_scalar", {"title": "loss", "series": "eval", "value": 0.5, "iteration": 3}),
+        ("Task.init().close", {}),
+    ],
+    "comet_ml": [
+        ("start", {"project_name": "digits", "mode": "x"}),
+        ("start().log_parameters", LR, {}),
+        ("start().log_metric", "eval_loss", 0.5, {"step": 3}),
+        ("start().log_other", "note", "first", {}),
+        ("start().end", {}),
+    ],
+    "dvclive": [
+        ("Live", {"mode": "x"}),
+        ("Live().log_params", LR, {}),
+        ("Live().step =", 3),
+        ("Live().log_metric", "eval_loss", 0.5, {}),
+        ("Live().next_step", {}),
+        ("Live().end", {}),
+    ],
+    "swanlab": [
+        ("init", {"project": "digits", "mode": "x"}),
+        ("config.update", LR, TWICE),
+        ("init().log", {"eval_loss": 0.5, "note": "first"}, {"step": 3}),
+        ("init().finish", {}),
+    ],
+    "trackio": [
+        ("init", {"project": "digits", "mode": "x"}),
+        ("config.update", LR, TWICE),
+        ("init().log", {"eval_loss": 0.5, "note": "first"}, {"step": 3}),
+        ("init().finish", {}),
+    ],
+}
+"""What each library is asked for when a program logs a number and a text."""
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
+    def stand_in(name: str) -> list[Any]:
+        calls: list[Any] = []
+        task = _Library(calls, "Task", current_task=lambda: None)
+        monkeypatch.setitem(sys.modules, name, _Library(calls, "", Task=task))  # type: ignore[arg-type]
+        plots = _Library([], "", Metric=_Library([], "", could_log=lambda value: isinstance(value, float)))
+        monkeypatch.setitem(sys.modules, f"{name}.plots", plots)  # type: ignore[arg-type]
+        for variable in ("CLEARML_PROJECT", "CLEARML_TASK"):
+            monkeypatch.delenv(variable, raising=False)
+        return calls
+
+    return stand_in
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.filterwarnings("ignore:(ClearML|DVCLive) keeps:UserWarning")
+def test_a_service_is_asked_for_what_a_program_logs(library: Callable[[str], list[Any]], name: str) -> None:
+    calls = library(name)
+    build: Any = find_tracker(name)
+    tracker = build("digits", "runs", mode="x")
+    assert tracker.name == name == tracker.package
+    tracker.start()
+    tracker.store_init_configuration(LR)
+    tracker.log({"eval_loss": 0.5, "note": "first"}, step=3)
+    assert tracker.tracker is not None
+    tracker.finish()
+    assert calls == SERVICES[name]
+
+
+def test_a_task_of_clearml_that_the_program_made_is_used_and_left_open(
+    library: Callable[[str], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = library("clearml")
+    task = _Library(calls, "mine")
+    monkeypatch.setitem(vars(sys.modules["clearml"]), "Task", _Library(calls, "Task", current_task=lambda: task))
+    build: Any = find_tracker("clearml")
+    tracker = build("digits")
+    tracker.start()
+    with pytest.warns(UserWarning, match=r"ClearML keeps numbers only; not logged: note\. .*get_tracker\(.clearml.\)"):
+        tracker.log({"loss": 0.5, "note": "x"})
+    tracker.log({"note": "y"})  # said once
+    tracker.finish()
+    assert tracker.tracker is task
+    assert calls == [
+        ("mine.get_logger", {}),
+        ("mine.get_logger().report_single_value", {"name": "loss", "value": 0.5}),
+        ("mine.get_logger", {}),
+    ]
 
 
 def test_a_tracker_knows_whether_its_package_is_there_without_importing_it() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nbaccel.events import Opened, Phase, emit, reports
-from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names
+from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names, without_none
 from nbaccel.train.faces.control import ProcessControl
 from nbaccel.train.readings import Reading, is_plain
 from nbaccel.train.warned import warn_user
@@ -101,8 +101,9 @@ class Tracking(ProcessControl):
     ) -> None:
         """Report numbers: this rank's to the notebook, rank 0's to the trackers.
 
-        values: numbers, strings or tensors by name. Tensors are detached and do not make the step wait: what lies
-            on a GPU is copied in its stream and read when the copy has arrived, once, at the latest at the end.
+        values: numbers, strings or tensors by name. None is no value, and trackers do not get it. Tensors are detached
+            and do not make the step wait: what lies on a GPU is copied in its stream and read when the copy has
+            arrived, once, at the latest at the end.
         step: what the row belongs to; by default the optimizer step under way (wandb then counts by itself).
         log_kwargs: more arguments for a tracker by its name, ``{"wandb": {"commit": False}}``.
         average: report the mean of all ranks of every number and one-element tensor. Collective then: every rank
@@ -320,7 +321,7 @@ def _hand_over(
 ) -> None:
     for tracker in trackers:
         own_step = given_step if tracker.numbers_steps else step
-        tracker.log(dict(values), step=own_step, **log_kwargs.get(tracker.name, {}))
+        tracker.log(without_none(values), step=own_step, **log_kwargs.get(tracker.name, {}))
 
 
 def _detached(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,7 +367,7 @@ def _make(one: str | GeneralTracker, plan: _Plan) -> list[GeneralTracker]:
         if not kind.is_available():
             raise ModuleNotFoundError(
                 f"log_with={one!r} needs the package {kind.package}, which is not installed in this Python:\n"
-                f"    pip install 'nbaccel[{one}]'",
+                f"    pip install {kind.pip_name or repr(f'nbaccel[{one}]')}",
                 name=kind.package,
             )
         _refuse_without_folder(one, kind, plan)

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 from nbaccel import Accelerator
-from nbaccel.events import Event, Metric, outlet
+from nbaccel.events import Event, Metric, emit, outlet
 from nbaccel.testing import run_ranks
-from nbaccel.tracking import GeneralTracker, on_main_process
+from nbaccel.tracking import GeneralTracker, find_tracker, on_main_process
 from nbaccel.train.readings import Reading
 
 
@@ -67,6 +68,54 @@ def test_a_tracker_is_started_told_the_configuration_fed_and_finished() -> None:
     ]
     accelerator.log({"loss": 2})  # goes to the notebook only
     assert kept.rows[-1] == ("finish",)
+
+
+def test_none_is_no_value_and_reaches_no_tracker() -> None:
+    kept = Kept()
+    accelerator = Accelerator(log_with=kept)
+    accelerator.init_trackers("digits")
+    accelerator.log({"loss": 0.5, "ema_decay": None}, step=0)
+    accelerator.log({"loss": torch.tensor(0.25), "ema_decay": None}, step=1)
+    with outlet(kept):  # as a sink of events too
+        emit(Metric({"loss": 0.5, "ema_decay": None}, step=2))
+    accelerator.end_training()
+    assert kept.rows[1:-1] == [(0, {"loss": 0.5}), (1, {"loss": 0.25}), (2, {"loss": 0.5})]
+
+
+class WrittenForAccelerate(GeneralTracker):
+    """As Accelerate's documentation shows a tracker of one's own."""
+
+    name = "written"
+    requires_logging_directory = False
+
+    @on_main_process
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.said: list[Any] = []
+
+    @property
+    def tracker(self) -> str:
+        return self.run_name
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.said.append(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.said.append((step, values))
+
+
+def test_a_tracker_that_was_written_for_accelerate_works_beside_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbaccel.tracking.find_spec", lambda name: None)  # of the services, none is here
+    mine = WrittenForAccelerate("run")
+    accelerator = Accelerator(log_with=["all", mine])
+    accelerator.init_trackers("digits", config={"lr": 0.1})
+    accelerator.log({"loss": 1.0}, step=3)
+    assert accelerator.get_tracker("written", unwrap=True) == "run"
+    accelerator.end_training()
+    assert mine.said == [{"lr": 0.1}, (3, {"loss": 1.0})]
 
 
 def test_a_tracker_that_counts_its_rows_gets_only_steps_that_the_program_gave() -> None:
@@ -164,8 +213,8 @@ def test_get_tracker_gives_the_tracker_or_what_it_wraps() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"one of 'all', 'csv', 'jsonl', 'mlflow', .*got 'comet_ml'"):
-        Accelerator(log_with="comet_ml")
+    with pytest.raises(ValueError, match=r"one of 'all', 'aim', 'clearml', 'comet_ml', 'csv', .*got 'neptune'"):
+        Accelerator(log_with="neptune")
 
 
 def test_what_is_no_tracker_is_refused() -> None:
@@ -190,6 +239,8 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeyp
     accelerator = Accelerator(log_with="wandb")
     with pytest.raises(ModuleNotFoundError, match=r"(?s)needs the package wandb.*pip install 'nbaccel\[wandb\]'"):
         accelerator.init_trackers("digits")
+    with pytest.raises(ModuleNotFoundError, match=r"(?s)needs the package swanlab.*pip install swanlab$"):
+        Accelerator(log_with="swanlab").init_trackers("digits")
 
 
 def test_a_tracker_that_writes_files_asks_for_a_folder() -> None:
@@ -213,10 +264,12 @@ def test_a_name_that_stands_twice_is_one_tracker(tmp_path: Path) -> None:
     assert accelerator.log_with == ["csv"]
 
 
-def test_stale_metadata_is_said_and_not_taken_for_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.tracking.entry_points", lambda group: [])
-    with pytest.raises(ValueError, match=r"(?s)no tracker is registered.*pip install -e \."):
-        Accelerator(log_with="csv")
+def test_other_packages_add_trackers_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("kept", f"{__name__}:Kept", "nbaccel_trackers")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: Kept)
+    monkeypatch.setattr("nbaccel.tracking.entry_points", lambda group: [entry])
+    assert find_tracker("kept") is Kept
+    assert Accelerator(log_with=["kept"]).log_with == ["kept"]
 
 
 def test_init_kwargs_reach_the_tracker_they_name(tmp_path: Path) -> None:

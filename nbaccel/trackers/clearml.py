@@ -1,0 +1,67 @@
+"""ClearML: a task of its server, or of its offline folder. Runs on rank 0."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any
+
+from nbaccel.trackers.leftout import LeftOut
+from nbaccel.tracking import GeneralTracker
+
+__all__ = ["ClearML"]
+
+_SERIES = ("train", "eval", "test")
+"""Beginnings of names, `eval_loss`, that are curves of one plot: that of `loss`."""
+
+
+class ClearML(GeneralTracker):
+    """A task of the project ``project_name``; ``init_kwargs={"clearml": {…}}`` goes to `clearml.Task.init`.
+
+    A task that the program has made itself is used, and left open at the end. CLEARML_PROJECT and CLEARML_TASK name
+    the others, if they are set. Only numbers are scalars there; other values are left out, and a warning names them.
+    """
+
+    name = "clearml"
+    package = pip_name = "clearml"
+
+    def __init__(self, project_name: str, logging_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        named = {
+            "project_name": os.environ.get("CLEARML_PROJECT", project_name),
+            "task_name": os.environ.get("CLEARML_TASK", project_name),
+        }
+        self._options = {**named, **options}
+        self._task: Any = None
+        self._is_ours = False
+        self._left_out = LeftOut(self.name, "ClearML keeps numbers only", "its logger's report_text, report_image")
+
+    def start(self) -> None:
+        from clearml import Task
+
+        self._task = Task.current_task()
+        self._is_ours = self._task is None
+        if self._is_ours:
+            self._task = Task.init(**self._options)
+
+    @property
+    def tracker(self) -> Any:
+        """The `clearml.Task`."""
+        return self._task
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        self._task.connect_configuration(dict(values))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        logger = self._task.get_logger()
+        for name, value in self._left_out.rest(values, lambda value: isinstance(value, Number)).items():
+            if step is None:
+                logger.report_single_value(name=name, value=value, **options)
+            else:
+                beginning, _, rest = name.partition("_")
+                title, series = (rest, beginning) if beginning in _SERIES and rest else (name, _SERIES[0])
+                logger.report_scalar(title=title, series=series, value=value, iteration=step, **options)
+
+    def finish(self) -> None:
+        if self._is_ours:
+            self._task.close()
