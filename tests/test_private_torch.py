@@ -61,6 +61,7 @@ UNGUARDED = {
     "_BatchNorm": "torch.nn.modules.batchnorm._BatchNorm",
     "_NormBase": "torch.nn.modules.batchnorm._NormBase",
     "_buffers": "module._buffers",
+    "_compiled_call_impl": "module._compiled_call_impl",
     "_modules": "module._modules",
     "_parameters": "module._parameters",
     "_opt_called": "stepped._opt_called",

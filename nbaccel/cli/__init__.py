@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + _meant(wrong["command"], self._commands()) if wrong else message)
 
     def _commands(self) -> dict[str, argparse.ArgumentParser]:
-        tables = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        tables = [action.choices for action in self._actions if isinstance(action.choices, dict)]
         return {name: each for table in tables for name, each in table.items()}
 
     def _flags(self) -> list[str]:
