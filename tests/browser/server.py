@@ -132,6 +132,11 @@ class JupyterServer:
             time.sleep(0.05)  # the server tells nobody
         raise TimeoutError(f"{notebook} had no idle kernel in {timeout_s:g} s:\n{self._log.read_text()[-2000:]}")
 
+    def interrupt_kernels(self) -> None:
+        """Interrupt what every kernel does, as the front end's stop button would."""
+        for kernel in self._ask("GET", "kernels"):
+            self._ask("POST", f"kernels/{kernel['id']}/interrupt")
+
     def end_kernels(self) -> None:
         """Shut down every kernel, as closing all notebooks with their kernels would."""
         for session in self._ask("GET", "sessions"):

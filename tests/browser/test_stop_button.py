@@ -10,6 +10,7 @@ from playwright.sync_api import Locator, expect
 
 from browser.conftest import OpenNotebook
 from browser.page import FrontEnd, NotebookPage
+from browser.server import JupyterServer
 from browser.test_panel import LOADS, TRAINS
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -94,3 +95,18 @@ def test_panel_and_button_keep_their_place_and_everybody_can_use_them(
     button.focus()
     notebook.page.keyboard.press("Space")
     assert "KeyboardInterrupt: the run was interrupted" in notebook.end(1, timeout_s=60)
+
+
+@pytest.mark.full
+def test_a_page_that_is_reloaded_during_a_run_shows_how_it_ended(
+    open_notebook: OpenNotebook, server: JupyterServer
+) -> None:
+    notebook = open_notebook(LOADS, ENDLESS)
+    begin(notebook)
+    notebook.page.keyboard.press("Control+s")
+    expect(notebook.page.locator(".jp-mod-dirty")).to_have_count(0)
+    notebook.page.reload()
+    server.interrupt_kernels()
+    shown = notebook.output(1).locator(".nbaccel-stop")
+    expect(shown).to_contain_text("stopped after", timeout=60_000)
+    expect(shown.locator("button")).to_be_hidden()
