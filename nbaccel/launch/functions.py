@@ -172,7 +172,8 @@ def _show(
     facts = Facts(title, str(devices), devices.names())
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
     freed_on = (lambda device: 0) if aside is None else aside.bytes_on
-    for line in [*_without_gpus(devices), *before_a_run(devices.gpus, freed_on)]:
+    entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # by a process that is not there yet
+    for line in [*_without_gpus(devices), *before_a_run(entered, freed_on)]:
         shown.write("stderr", f"{line}\n")
     return shown, title
 
@@ -199,6 +200,12 @@ def _kept(run: Run, shown: ShownRun, launcher: Launcher) -> Run:
     run.facts, run.state = shown.facts, shown.state
     launcher.last_run = run.light()
     return run
+
+
+def _uses_cuda() -> bool:
+    """Whether this process does: it is on its GPU then, and what is full there is most likely its own."""
+    is_initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
 
 
 def _without_gpus(devices: Devices) -> list[str]:

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from environments import REPOSITORY
-from nbaccel import notebook_launcher
+from nbaccel import launch, notebook_launcher
 from nbaccel.launch.launcher import default_launcher
 from nbaccel.testing import run_ranks
 
@@ -111,8 +111,13 @@ def assert_alike(ours: Any, theirs: Any, where: str = "answer") -> None:
 
 
 @every_program
-def test_a_program_says_the_same_alone_and_in_one_rank_of_a_launcher(name: str) -> None:
+def test_a_program_says_the_same_alone_and_where_notebook_launcher_calls_it(name: str) -> None:
     assert_alike(launched(name, 1), answers(name, 1, has_launcher=False))
+
+
+@pytest.mark.parametrize("name", ["accumulation", "resume"])
+def test_a_program_says_the_same_alone_and_in_one_rank_of_a_launcher(name: str) -> None:
+    assert_alike(launch(answer, 1, (name,)).value, answers(name, 1, has_launcher=False))
 
 
 @every_program

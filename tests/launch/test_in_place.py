@@ -125,6 +125,18 @@ def test_one_line_says_what_only_a_process_of_its_own_has(capfd: pytest.CaptureF
     assert "launch(function, num_processes=1)" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("uses_cuda", [False, True])
+def test_a_gpu_that_this_process_has_filled_is_no_news(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], uses_cuda: bool
+) -> None:
+    full = Gpu(0, "GPU-a", "Tesla T4", 16 * 10**9, used_bytes=16 * 10**9, number=0)
+    monkeypatch.setattr(Survey, "take", classmethod(lambda cls, **asked: Survey(gpus=(full,))))
+    monkeypatch.setattr(TorchBuild, "loaded", classmethod(lambda cls: None))
+    monkeypatch.setattr(functions, "_uses_cuda", lambda: uses_cuda)
+    notebook_launcher(int)
+    assert ("is full" in capfd.readouterr().err) is not uses_cuda
+
+
 def test_it_takes_what_accelerates_takes() -> None:
     theirs = inspect.signature(pytest.importorskip("accelerate").notebook_launcher).parameters
     ours = inspect.signature(notebook_launcher).parameters
@@ -249,17 +261,19 @@ def test_an_accelerator_of_the_notebook_is_not_changed() -> None:
 # Interrupts
 
 
-def test_an_interrupt_ends_it_before_the_next_step() -> None:
+def test_an_interrupt_ends_it_before_the_next_step_with_a_last_checkpoint(tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
 
     def train() -> None:
-        trained(Accelerator(), torch.nn.Linear(4, 1), 10, lambda step: step == 3 and interrupt())
+        accelerator = Accelerator(checkpoint_every=1000, checkpoint_dir=tmp_path)
+        trained(accelerator, torch.nn.Linear(4, 1), 10, lambda step: step == 3 and interrupt())
 
     model_step: list[int] = []
     with pytest.raises(KeyboardInterrupt, match="interrupted, and stopped before step 4") as raised:
         notebook_launcher(train, num_processes=1)
     assert type(raised.value) is KeyboardInterrupt
     assert "train" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_4"]
     assert signal.getsignal(signal.SIGINT) is handler
     notebook_launcher(lambda: trained(Accelerator(), torch.nn.Linear(4, 1), 2, model_step.append), num_processes=1)
     assert model_step == [0, 1]
