@@ -226,7 +226,7 @@ class OutputRouter:
             tag = "[all] " if line.rank is None else f"[rank {line.rank}] " if is_tagged else ""
             self._budget.take(len(tag) + len(line.text) + 1)
             lines = 0 if isinstance(line.text, _Note) else len(self._readers) if line.rank is None else 1
-            self._take(Shown(line.stream, f"{tag}{line.text.decode(errors='replace')}\n", lines))
+            self._take(Shown(line.stream, f"{tag}{line.text.decode(errors='replace')}\n", line.rank, lines))
 
     def _take(self, line: Shown) -> None:
         was_cut = self._excerpt.is_cut
