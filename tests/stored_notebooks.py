@@ -20,6 +20,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ _METADATA = {
 }
 _MEASURED = "what_it_costs.json"
 _DIGEST = "executed"
-_RANDOM_FOLDER = re.compile(r"([\w/.-]*/)((?:nbaccel|never-lose|tmp)[\w-]*?)[a-z0-9_]{8}(?=[/\s'\",;)]|$)")
+_RANDOM_FOLDER = re.compile(rf"({re.escape(tempfile.gettempdir())}/[\w-]*?)[a-z0-9_]{{8}}(?=[/\s'\",;)]|$)")
+_INSTALLED = re.compile(r"(?:/[\w.+-]+)+?/(?=(?:site-packages|nbaccel)/)")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
@@ -98,8 +100,9 @@ def presentable(output: Any, folder: str) -> Any:
 
 
 def _plain(text: str, folder: str) -> str:
-    text = _RANDOM_FOLDER.sub(r"\1\2…", text.replace(folder, "."))
-    text = text.replace(str(REPOSITORY), "nbaccel").replace(os.path.expanduser("~"), "~")
+    text = _RANDOM_FOLDER.sub(r"\1…", text.replace(folder, "."))
+    text = _INSTALLED.sub("", text.replace(f"{REPOSITORY}/", ""))
+    text = text.replace(os.path.expanduser("~"), "~")
     return _ADDRESS.sub("0x…", text)
 
 
@@ -131,14 +134,19 @@ def main() -> int:
     """Store the notebooks that the command line names, or all of them."""
     # As for the tests of notebooks 04 and 06: bits that do not depend on the processor, threads that do not spin.
     os.environ.update(MKL_CBWR="COMPATIBLE", OMP_WAIT_POLICY="PASSIVE", KMP_BLOCKTIME="0")
-    os.environ["IPYTHONDIR"] = tempfile.mkdtemp(prefix="nbaccel-ipython-")
-    chosen = [Path(name).resolve() for name in sys.argv[1:]]
-    _write_the_compatibility_page()
-    for path in chosen or NOTEBOOKS:
+    with tempfile.TemporaryDirectory() as profile:
+        os.environ["IPYTHONDIR"] = profile  # nobody's start-up files
+        _store_all([Path(name).resolve() for name in sys.argv[1:]] or NOTEBOOKS)
+    return 0
+
+
+def _store_all(paths: Sequence[Path]) -> None:
+    for path in paths:
         start = time.perf_counter()
+        if path.stem == "03_accelerate_compatibility":
+            _write_the_compatibility_page()
         store(path)
         print(f"{path.name}: {time.perf_counter() - start:.0f} s, {path.stat().st_size / 1000:.0f} kB", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpoints, history, orphans
+from benchmarks import alternatives, checkpoints, history, orphans
 from benchmarks.harness import Row, measure
 from benchmarks.kernels import LAUNCHERS, PLAIN
 from benchmarks.rows import inference, recovery, saves
@@ -98,6 +98,18 @@ def test_answers_in_another_order_than_the_texts_are_refused() -> None:
 def test_what_outlives_a_killed_kernel_is_counted_and_ours_leave_nothing() -> None:
     assert orphans.left_by(LAUNCHERS[PLAIN]) == 1
     assert orphans.left_by(LAUNCHERS["nbaccel, fork"]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_a_way_to_train_from_a_cell_that_leaves_no_trained_model_gets_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    loop = alternatives.WAYS["the loop in the kernel, one process"]
+    assert [len(taken) for taken in alternatives.measure({"loop": loop}, turns=1).values()] == [1]
+    with pytest.raises(alternatives.NotTrained, match="nothing: 0"):
+        alternatives.measure({"nothing": alternatives.Way("", "pass")}, turns=1)
 
 
 def test_what_grows_with_the_steps_misses_its_target() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import nbformat
 import pytest
 
+import nbaccel
 from documents import ADDRESS, PAGES, README, anchors, blocks, links
 from environments import REPOSITORY
 from nbaccel.cli import main
@@ -45,6 +46,7 @@ def test_the_readme_is_short_and_in_the_order_in_which_a_stranger_asks() -> None
     text = README.read_text()
     assert len(text.splitlines()) <= 150
     assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+    assert f"nbaccel-{nbaccel.__version__}-py3-none-any.whl" in text
     assert text.index("pip install .") < text.index("![The panel") < text.index("%%accelerate -n 2\nfor")
 
 
@@ -148,6 +150,23 @@ def test_the_five_numbers_are_those_of_the_stored_benchmark() -> None:
     assert lines == [f"{_short(found['took'])}, {found['arrived whole']:,}" for found in output]
     killed = _found(bench, "orphans", "processes left 1 s after the kernel was killed, the most of 3")
     assert left == [str(killed[name]) for name in ("nbaccel, fork", *toolkits[1:])]
+
+
+def test_what_others_cost_is_what_the_stored_benchmark_measured() -> None:
+    bench = json.loads((REPOSITORY / "notebooks" / "what_it_costs.json").read_text())
+    text = README.read_text()
+    table = text[text.index("## What you do today") : text.index("## Kaggle")]
+    new = _cell(bench, "first step of a new interpreter", "raw")["cpu"] / 1000
+    theirs, ours, stays = [
+        _cell(bench, "cell there and back, 2 ranks", name)["wall"]
+        for name in ("Accelerate", "nbaccel, fork", "nbaccel, ranks that stay")
+    ]
+    assert re.findall(r"[\d.]+ m?s\b", table) == [
+        f"{new:.1f} s",
+        f"{theirs:.0f} ms",
+        f"{ours:.0f} ms",
+        f"{stays:.0f} ms",
+    ]
 
 
 def _cell(bench: Any, row: str, contender: str) -> Any:

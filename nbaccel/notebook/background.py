@@ -280,7 +280,7 @@ class Background:
     @property
     def is_running(self) -> bool:
         """Whether a run goes on now."""
-        return self._current is not None and not self._current.is_over
+        return self.current is not None and not self.current.is_over
 
     @property
     def status(self) -> str:

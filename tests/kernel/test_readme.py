@@ -71,7 +71,7 @@ def test_the_readmes_first_cell_trains_as_it_does_without_its_first_line(fresh: 
     fresh.do("import torch")
     fresh.do(_REFERENCE.format(setup=setup))
     fresh.do("drawn = torch.get_rng_state()")
-    ran = fresh.do(cell)
+    ran = fresh.do(cell, timeout_s=100)
     assert "loader: each of 128 batches split over 2 ranks; gradients of model (1.5 k) averaged\n" in ran.stdout
     assert "brought back: model trained in place (1.5 k parameters), optimizer, loss\n" in ran.stdout
     assert fresh.value("identity == id(model)")
@@ -94,7 +94,7 @@ def test_the_readmes_prepared_cell_trains_as_plain_pytorch_does(fresh: RealKerne
     assert cell.startswith("%%accelerate -n 2\n")
     fresh.do("import torch")
     fresh.do(_REFERENCE.format(setup=setup))
-    ran = fresh.do(cell)
+    ran = fresh.do(cell, timeout_s=100)
     seed = re.search(r"seed (\d+)", ran.stdout)
     assert seed is not None
     assert "brought back: model trained in place (1.5 k parameters), optimizer, loss\n" in ran.stdout
