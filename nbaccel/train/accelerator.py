@@ -47,6 +47,7 @@ from nbaccel.train.implicit import step_back
 from nbaccel.train.memory import Freed, free
 from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.models import keep_compiled
+from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.planning.found import Found
 from nbaccel.train.plugins import PluginsNotHere, refuse_plugins
 from nbaccel.train.precision import Precision, make_precision, restore_forward
@@ -268,14 +269,14 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     # -- models, memory, the end
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
-        """The user's own module, out of DDP; `model` itself stays as it is.
+        """The user's own module, out of DDP and ``nn.DataParallel``; `model` itself stays as it is.
 
         keep_fp32_wrapper: False also takes autocast off its forward, for good.
         keep_torch_compile: what was compiled is given compiled; False gives the bare module, whose state has no
         ``_orig_mod.`` in its names.
         """
         self._equip()
-        inner = self._strategy.unwrap(model)
+        inner = extract_model_from_parallel(self._strategy.unwrap(model), keep_torch_compile=False)
         if not keep_fp32_wrapper:
             restore_forward(inner)
         return keep_compiled(model, inner) if keep_torch_compile else inner

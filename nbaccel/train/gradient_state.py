@@ -1,7 +1,8 @@
 """GradientState: where an accelerator's accumulation stands, for programs that read it. Runs in ranks.
 
 A view: it holds nothing of its own, and every accelerator has its own one. In Accelerate there is one for the whole
-process, so that a second `Accelerator()` resets the first one's accumulation.
+process, so that a second `Accelerator()` resets the first one's accumulation; ``GradientState()`` is that of the
+Accelerator that was made last.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbaccel.train.accumulation import Accumulation
+from nbaccel.train.talk.process_group import process_group
 
 __all__ = ["GradientState"]
 
@@ -22,11 +24,16 @@ class GradientState:
     """
 
     def __init__(self, accumulation: Accumulation | None = None) -> None:
+        """accumulation: of an accelerator; None is that of the one that was made last.
+
+        Raises:
+            RuntimeError: there is no accelerator yet.
+        """
         if accumulation is None:
-            raise TypeError(
-                "a GradientState belongs to one accelerator here, since several do not share their accumulation: "
-                "use accelerator.gradient_state"
-            )
+            newest = next(reversed(list(process_group.users)), None)
+            if newest is None:
+                raise RuntimeError("a GradientState belongs to an Accelerator, and none has been made in this process")
+            accumulation = newest.gradient_state._accumulation
         self._accumulation = accumulation
 
     @property
@@ -68,6 +75,10 @@ class GradientState:
         """Samples of all ranks in the loader's last round that are no repetition; -1 outside of a loop."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Nothing: it holds nothing of its own. Notebooks for Accelerate call it before a new start."""
 
     def __repr__(self) -> str:
         return (

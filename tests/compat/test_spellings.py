@@ -277,6 +277,8 @@ def test_models_come_out_of_whatever_is_around_them() -> None:
     assert extract(inside, keep_torch_compile=False) is layer
     compiled: Any = torch.compile(layer, backend="eager")
     assert extract(torch.nn.DataParallel(compiled)) is compiled
+    assert Accelerator().unwrap_model(inside)._orig_mod is layer  # type: ignore[comparison-overlap]
+    assert Accelerator().unwrap_model(torch.nn.DataParallel(layer)) is layer
 
 
 def test_a_world_size_that_was_left_behind_is_no_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,3 +348,11 @@ def _asked() -> list[Any]:
 
 def test_whoever_asks_how_the_model_is_spread_hears_that_it_is_not() -> None:
     assert run_ranks(2, _asked) == [[0, torch.cuda.device_count() > 1, True], [1, torch.cuda.device_count() > 1, False]]
+
+
+def test_the_gradient_state_without_an_accelerator_is_that_of_the_last_one() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    state = nbaccel.state.GradientState()
+    accelerator.gradient_accumulation_steps = 4
+    accelerator.sync_gradients = False
+    assert (state.num_steps, state.sync_gradients) == (4, False)

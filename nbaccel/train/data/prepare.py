@@ -128,8 +128,9 @@ def prepare_loader(
     Raises:
         ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
     """
-    source = _Choice(loader, world, configuration, facts).source(device, slice_function, keeps_on_host=not moves)
-    kind = DataLoaderDispatcher if isinstance(source, DispatchSource) else DataLoaderShard
+    choice = _Choice(loader, world, configuration, facts)
+    source = choice.source(device, slice_function, keeps_on_host=not moves)
+    kind = DataLoaderDispatcher if choice.dispatches else DataLoaderShard
     return kind.over(loader, source, world, accumulation, device if moves else None)
 
 
@@ -150,8 +151,7 @@ class _Choice:
         if _is_dealt_already(loader, world):
             return Source(loader)
         even, split = configuration.even_batches, configuration.split_batches
-        dispatches = is_stream if configuration.dispatch_batches is None else configuration.dispatch_batches
-        if dispatches:
+        if self.dispatches:
             batches = self.facts[0].batches
             return DispatchSource(
                 loader,
@@ -169,6 +169,12 @@ class _Choice:
         if is_stream or _iterates_itself(loader):
             return StreamSource(loader, self._seed(), world, even=even, split=split)
         return self._indexed()
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether rank 0 reads for all, also where it is alone."""
+        chosen = self.configuration.dispatch_batches
+        return isinstance(self.loader.dataset, IterableDataset) if chosen is None else chosen
 
     def _indexed(self) -> IndexSource:
         even, split = self.configuration.even_batches, self.configuration.split_batches

@@ -18,6 +18,7 @@ from nbaccel.testing import run_ranks
 from nbaccel.train.distributed_type import DistributedType
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.state import AcceleratorState
+from nbaccel.train.talk.process_group import process_group
 from nbaccel.utils import GradientAccumulationPlugin
 from nbaccel.world import World
 
@@ -244,8 +245,9 @@ def test_the_gradient_state_follows_a_loop() -> None:
     assert "num_steps=2" in repr(state)
 
 
-def test_a_gradient_state_of_nobody_is_refused_with_the_name_to_use() -> None:
-    with pytest.raises(TypeError, match=r"use accelerator\.gradient_state"):
+def test_a_gradient_state_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "users", {})
+    with pytest.raises(RuntimeError, match="belongs to an Accelerator, and none has been made in this process"):
         GradientState()
 
 
