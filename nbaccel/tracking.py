@@ -1,8 +1,8 @@
 """Tracking: where the numbers of a run are kept. The seam between `train`, which hands them over, and `trackers`.
 
-A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Ours are
-strings in a registry, imported when they are chosen; other packages add theirs as entry points of the group
-`nbaccel_trackers`. Knows neither torch nor a process group; opens nothing.
+A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Those
+with a name are entry points of the group `nbaccel_trackers`, so the rooms do not name each other and a package
+adds a tracker by declaring it. Knows neither torch nor a process group; opens nothing.
 """
 
 from __future__ import annotations
@@ -30,20 +30,6 @@ __all__ = [
 ]
 
 _GROUP = "nbaccel_trackers"
-
-_OURS = {
-    "aim": "nbaccel.trackers.aim:Aim",
-    "clearml": "nbaccel.trackers.clearml:ClearML",
-    "comet_ml": "nbaccel.trackers.comet_ml:Comet",
-    "csv": "nbaccel.trackers.text:Csv",
-    "dvclive": "nbaccel.trackers.dvclive:DVCLive",
-    "jsonl": "nbaccel.trackers.text:JsonLines",
-    "mlflow": "nbaccel.trackers.mlflow:MLflow",
-    "swanlab": "nbaccel.trackers.wandb:SwanLab",
-    "tensorboard": "nbaccel.trackers.tensorboard:TensorBoard",
-    "trackio": "nbaccel.trackers.wandb:Trackio",
-    "wandb": "nbaccel.trackers.wandb:WeightsAndBiases",
-}
 
 _ACCELERATES = {
     "AimTracker": "aim",
@@ -194,6 +180,11 @@ def find_tracker(name: str) -> type[GeneralTracker]:
         ValueError: nobody registered one of that name.
     """
     registered = _registered()
+    if name not in registered and name in {*LoggerType}:
+        raise ValueError(
+            f"log_with={name!r}: nbaccel has such a tracker, and its installation does not know it: that is older than "
+            "its code, or it was never installed:\n    pip install -e ."
+        )
     if name not in registered:
         raise ValueError(
             f"log_with must be one of {', '.join(map(repr, [LoggerType.ALL.value, *sorted(registered)]))}, or an "
@@ -223,5 +214,4 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered() -> dict[str, EntryPoint]:
-    ours = {name: EntryPoint(name, value, _GROUP) for name, value in _OURS.items()}
-    return {entry.name: entry for entry in entry_points(group=_GROUP)} | ours
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}

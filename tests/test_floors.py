@@ -30,8 +30,8 @@ FLOORS = {
     **dict.fromkeys(["train", "launch", "trackers"], 1),
     "notebook": 2,
     # "" is nbaccel/__init__.py
-    **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler"], 3),
-    **dict.fromkeys(["", "utils", "logging", "data_loader", "launchers", "local_sgd", "state", "cli", "testing"], 3),
+    **dict.fromkeys(["", "__main__", "utils", "logging", "data_loader", "launchers", "local_sgd", "state"], 3),
+    **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler", "cli", "testing"], 3),
 }
 """Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top also see
 their neighbours."""
@@ -50,6 +50,8 @@ READS_ENVIRONMENT = {
     "launch/rank/foreign/one_run.py": "the variables by which wandb's user chooses a mode and a group",
     "train/talk/process_group.py": "the variable by which torch's watchdog is told to leave errors to the program",
     "train/environment.py": "functions by which programs read theirs",
+    "cli/accelerate_config.py": "where Accelerate keeps its configuration file",
+    "trackers/clearml.py": "the variables by which ClearML's user names a project and a task",
     "train/logs.py": "the level that programs written for Accelerate choose",
 }
 
@@ -61,6 +63,7 @@ PRINTS = {
     "launch/rank/debugger.py": "a debugger speaks beside the lines of pdb",
     "launch/rank/cell.py": "`%%time` inside a cell answers in the rank's output",
     "launch/wire/patches.py": "a line of the rank before its cell",
+    "notebook/magics.py": "the table of the flags, without a session",
     "notebook/basic_config.py": "answers as Accelerate's does",
     "train/faces/control.py": "`accelerator.print` is print",
 }

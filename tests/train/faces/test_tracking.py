@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from nbaccel import Accelerator
 from nbaccel.events import Event, Metric, emit, outlet
 from nbaccel.testing import run_ranks
-from nbaccel.tracking import GeneralTracker, find_tracker, on_main_process
+from nbaccel.tracking import GeneralTracker, on_main_process
 from nbaccel.train.readings import Reading
 
 
@@ -264,12 +263,11 @@ def test_a_name_that_stands_twice_is_one_tracker(tmp_path: Path) -> None:
     assert accelerator.log_with == ["csv"]
 
 
-def test_other_packages_add_trackers_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("kept", f"{__name__}:Kept", "nbaccel_trackers")
-    monkeypatch.setattr(EntryPoint, "load", lambda self: Kept)
-    monkeypatch.setattr("nbaccel.tracking.entry_points", lambda group: [entry])
-    assert find_tracker("kept") is Kept
-    assert Accelerator(log_with=["kept"]).log_with == ["kept"]
+@pytest.mark.parametrize("name", ["csv", "swanlab"])
+def test_stale_metadata_is_said_and_not_taken_for_a_wrong_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("nbaccel.tracking.entry_points", lambda group: [])
+    with pytest.raises(ValueError, match=r"(?s)its installation does not know it.*pip install -e \."):
+        Accelerator(log_with=name)
 
 
 def test_init_kwargs_reach_the_tracker_they_name(tmp_path: Path) -> None:
