@@ -68,6 +68,7 @@ STYLE = (
     ".nbaccel .row>.fits{flex:1 1 0;min-width:0}.nbaccel .row>.fits::before{content:'\\200b'}"
     ".nbaccel .at>.fits+.fits{flex:none}.nbaccel .row.fits{gap:0}.nbaccel figure .row.fits{gap:0 8px}"
     ".nbaccel .fits>*{max-width:100%;overflow:hidden;text-overflow:ellipsis}"
+    ".nbaccel .row>.fits>*{max-width:none}"
     ".nbaccel .soft{color:var(--soft)}.nbaccel b{font-weight:600}"
     ".nbaccel .stale{position:absolute;right:12px;bottom:7px;padding-left:12px;background:var(--bg);visibility:hidden;"
     "animation:nbaccel-stale 0s linear 20s forwards}@keyframes nbaccel-stale{to{visibility:visible}}"

@@ -214,7 +214,7 @@ def test_a_picture_that_cannot_be_drawn_is_said_and_the_panel_stays(monkeypatch:
     def fails(*args: object) -> None:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(place, "kept", fails)
+    monkeypatch.setattr(place, "shown_of", fails)
     paper, clock = Paper(), Clock()
     shown = LivePanel(paper, 1, FACTS, clock=clock)
     report(shown, clock, 1.0)
