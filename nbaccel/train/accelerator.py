@@ -49,7 +49,7 @@ from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.models import keep_compiled
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.planning.found import Found
-from nbaccel.train.plugins import PluginsNotHere, refuse_plugins
+from nbaccel.train.plugins import PluginsNotHere, refuse_plugins, refuse_plugins_of_the_environment
 from nbaccel.train.precision import Precision, make_precision, restore_forward
 from nbaccel.train.prepared import Prepared
 from nbaccel.train.project import ProjectConfiguration
@@ -156,6 +156,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     ) -> None:
         if not_here:
             refuse_plugins(not_here, signature(Accelerator.__init__).parameters)
+        refuse_plugins_of_the_environment()
         self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
         if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
             raise ValueError(

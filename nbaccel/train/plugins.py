@@ -1,4 +1,4 @@
-"""Plugins of Accelerate that have no counterpart here: which arguments they are, and what works instead. Pure."""
+"""Plugins of Accelerate that have no counterpart here: which arguments they are, and what works instead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
-__all__ = ["PluginsNotHere", "refuse_plugins"]
+from nbaccel.train.environment import parse_flag_from_env
+
+__all__ = ["PluginsNotHere", "refuse_plugins", "refuse_plugins_of_the_environment"]
 
 
 class PluginsNotHere(TypedDict, total=False):
@@ -37,6 +39,14 @@ _INSTEAD = {
     ),
 }
 
+_BY_VARIABLE = {
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+"""How `accelerate launch` tells a program which of them it was asked for."""
+
 
 def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
     """Check the constructor arguments that are none of ours.
@@ -56,3 +66,14 @@ def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
             raise TypeError(f"Accelerator got an unexpected keyword argument {name!r}{meant}")
         if value is not None:
             raise NotImplementedError(f"Accelerator({name}=…): {_INSTEAD[name]}")
+
+
+def refuse_plugins_of_the_environment() -> None:
+    """Check what `accelerate launch` has chosen for this program: it would train by DDP without a word.
+
+    Raises:
+        NotImplementedError: a plugin that is not here.
+    """
+    for variable, name in _BY_VARIABLE.items():
+        if parse_flag_from_env(variable):
+            raise NotImplementedError(f"{variable}=true in the environment: {_INSTEAD[name]}")

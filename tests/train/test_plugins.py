@@ -223,12 +223,20 @@ def test_a_plugin_that_is_not_here_is_refused_by_name_with_what_works_instead(na
     Accelerator(**{name: None})  # as programs pass on what nobody chose
 
 
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_a_plugin_that_accelerate_launch_has_chosen_is_refused_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(NotImplementedError, match=f"ACCELERATE_USE_{name}=true in the environment: .*mixed_precision"):
+        Accelerator(cpu=True)
+
+
 def test_every_argument_of_the_real_constructor_is_taken_or_refused_by_name() -> None:
     accelerate = pytest.importorskip("accelerate")
     theirs = set(inspect.signature(accelerate.Accelerator.__init__).parameters)
     ours = set(inspect.signature(Accelerator.__init__).parameters)
     assert theirs - ours == {*REFUSED, "parallelism_config"}
-    Accelerator(rng_types=["generator", "torch"])
+    with pytest.warns(UserWarning, match="rng_types"):
+        Accelerator(rng_types=["generator", "torch"])
 
 
 def test_an_argument_that_nobody_knows_is_a_type_error_with_the_nearest() -> None:
