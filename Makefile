@@ -11,7 +11,7 @@ INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 
-.PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu \
+.PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu programs \
     screenshot notebooks dist clean
 .DELETE_ON_ERROR:
 
@@ -119,6 +119,18 @@ bench-gpu:
 	@$(WITH_GPU_PYTHON) -m gpu.machine benchmarks
 	@mkdir -p $(dir $(BENCH_GPU_JSON))
 	$(WITH_GPU_PYTHON) -m benchmarks.gpu --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_GPU_JSON)
+
+# Public programs, which lie in a folder outside the repository, with Accelerate and with nbaccel, and the table of both:
+# `make programs FOLDER=/tmp/programs PART=1/4 NAMES=ddpm ONLY=nbaccel`. The Python is one that has what they import.
+PROGRAMS_PYTHON ?= $(VENV)/bin/python
+PART ?= 1/1
+NAMES ?=
+ONLY ?=
+
+programs: $(VENV)/.dev
+	@test -n '$(FOLDER)' || { echo 'make programs FOLDER=...: the folder with programs.toml, see tests/public_programs'; exit 2; }
+	PYTHONPATH=tests $(PROGRAMS_PYTHON) -m public_programs '$(FOLDER)' --part '$(PART)' $(NAMES:%=--names '%') \
+	    $(ONLY:%=--only %)
 
 # The notebooks as they are stored: executed, with outputs that say nothing of the machine or the minute. Two minutes.
 notebooks: $(VENV)/.dev

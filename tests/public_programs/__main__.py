@@ -1,0 +1,119 @@
+"""Public programs with Accelerate and with nbaccel: ``make programs FOLDER=...`` runs this.
+
+    make programs FOLDER=/tmp/programs                     every program with both libraries, and the table
+    make programs FOLDER=/tmp/programs PART=2/4            the second of four parts, when time is short
+    make programs FOLDER=/tmp/programs ONLY=accelerate     which programs work there: the table of names
+    make programs FOLDER=/tmp/programs NAMES=ddpm,imagen   some of them, again
+
+The programs are not ours and no part of this repository; they lie in FOLDER (`manifest.py` says how). The result of
+every run is added to `results/accelerate.json` or `results/nbaccel-COMMIT.json` there as soon as it ends. A run that
+has a result is not repeated: an interrupted call goes on where it stopped, several may run side by side, and each
+commit has results of its own. What fails with Accelerate is not tried with nbaccel. Ends with 1 where a program that
+works with Accelerate does not work with nbaccel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from public_programs.manifest import Manifest, Program, read_manifest
+from public_programs.runs import Run, Runner, runs_of
+from public_programs.table import Comparison, table
+
+__all__ = ["main"]
+
+_REPOSITORY = Path(__file__).parents[2]
+
+
+class Results:
+    """What each run gave, in a JSON file. Several calls may add to one at the same time, each with its part."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.of = self._read()
+
+    def add(self, run: Run, result: dict[str, Any]) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        with self._path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.of = self._read() | {run.key: result}
+            unfinished = self._path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(self.of, indent=1), encoding="utf-8")
+            unfinished.replace(self._path)
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    folder = options.folder.resolve()
+    results = {
+        "accelerate": Results(folder / "results" / "accelerate.json"),
+        "nbaccel": Results(folder / "results" / f"nbaccel-{options.commit or _commit()}.json"),
+    }
+    manifest = read_manifest(folder)
+    programs = _part(manifest.programs, options.part)
+    if options.names:
+        programs = [program for program in programs if program.name in options.names.split(",")]
+    libraries = [options.only] if options.only else ["accelerate", "nbaccel"]
+    if not options.table:
+        wanted = [run for program in programs for library in libraries for run in runs_of(program, library)]
+        wanted.sort(key=lambda run: run.key != run.reference)  # every program before the other starters of some
+        missing = [run for run in wanted if options.names or run.key not in results[run.library].of]
+        _carry_out(missing, manifest, results, again=bool(options.names))
+    comparisons = [
+        Comparison(run, results["accelerate"].of.get(run.reference), results["nbaccel"].of.get(run.key))
+        for program in programs
+        for run in runs_of(program, "nbaccel")
+    ]
+    print("\n".join(table(comparisons)))
+    return int(any(comparison.is_defect for comparison in comparisons))
+
+
+def _carry_out(runs: Sequence[Run], manifest: Manifest, results: dict[str, Results], again: bool) -> None:
+    with Runner(manifest) as runner:
+        for run in runs:
+            if run.key in results[run.library].of and not again:  # by another call meanwhile
+                continue
+            if run.library == "nbaccel" and not results["accelerate"].of.get(run.reference, {}).get("ok"):
+                continue
+            result = runner.carry_out(run)
+            results[run.library].add(run, result)
+            said = "ended well" if result["ok"] else result["error"]
+            print(f"{run.key} {run.library}: {said}, {result['seconds']} s", file=sys.stderr, flush=True)
+
+
+def _part(programs: list[Program], part: str) -> list[Program]:
+    """Every n-th program beginning with the i-th, of `part` "i/n"."""
+    index, _, parts = part.partition("/")
+    return programs[int(index) - 1 :: int(parts)]
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=_REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m public_programs", description="Public programs with both libraries."
+    )
+    parser.add_argument("folder", type=Path, help="where the programs lie")
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="the I-th of N parts of the programs")
+    parser.add_argument("--names", help="these programs, comma-separated; their runs are repeated")
+    parser.add_argument("--only", choices=["accelerate", "nbaccel"], help="run with one library")
+    parser.add_argument("--commit", help="name of nbaccel's results; default this checkout's commit")
+    parser.add_argument("--table", action="store_true", help="print the table of what was run, and run nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The public programs of a folder: `programs.toml` names them, and says how each is called.
+
+    preload = ["transformers", "datasets"]      # what most programs import; modules that are missing are left out
+
+    [[program]]
+    name = "nlp_example"                        # unique
+    repository = "huggingface/accelerate"       # its files lie in repositories/huggingface+accelerate
+    commit = "16cb6eb8"
+    path = "examples/nlp_example.py"            # a script, or a notebook: its code cells are run
+    arguments = ["--cpu"]
+
+The other keys are the fields of `Program`. Beside the repositories lie `drivers` (scripts that call a repository that
+is a library only), `stand_ins` (modules that a program imports first, to replace models and data that would be
+downloaded) and `hub` (files and folders that every program finds in its working directory).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Manifest", "Program", "read_manifest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One public program.
+
+    skip_cells: cells of a notebook that contain one of these are left out: downloads, uploads.
+    settings: values, as Python writes them, for the constants at the top of a script that takes no arguments.
+    driver: a script in `drivers` that is run instead of `path`, which is then the module that it calls.
+    imports: folders of the repository that are on the import path.
+    uses_trainer: the loop is that of transformers' Trainer, which has an Accelerator of its own.
+    steps_follow_losses: how many there are depends on the losses, which with several ranks are those of another order.
+    starters: "some" for plain and torchrun, or "all".
+    """
+
+    name: str
+    repository: str
+    commit: str
+    path: str
+    driver: str = ""
+    arguments: list[str] = field(default_factory=list)
+    stand_ins: list[str] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
+    skip_cells: list[str] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    uses_trainer: bool = False
+    steps_follow_losses: bool = False
+    starters: str = "some"
+    timeout_s: float = 180
+
+    def __post_init__(self) -> None:
+        if self.starters not in ("some", "all"):
+            raise ValueError(f"starters of {self.name} is 'some' or 'all', got {self.starters!r}")
+
+    @property
+    def folder_name(self) -> str:
+        return self.repository.replace("/", "+")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    folder: Path
+    programs: list[Program]
+    preload: list[str]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """
+    Raises:
+        ValueError: two programs have one name, or a repository is not in the folder.
+    """
+    manifest = tomllib.loads((folder / "programs.toml").read_text(encoding="utf-8"))
+    programs = [Program(**entry) for entry in manifest["program"]]
+    names = [program.name for program in programs]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"two programs of {folder} are named {', '.join(sorted(twice))}")
+    if missing := {p.repository for p in programs if not (folder / "repositories" / p.folder_name).is_dir()}:
+        raise ValueError(f"{folder / 'repositories'} lacks {', '.join(sorted(missing))}")
+    return Manifest(folder, programs, manifest.get("preload", []))

@@ -1,0 +1,101 @@
+"""A process that has loaded what the programs load, and forks for each: an import of a second costs it once.
+
+    python -m public_programs.server SOCKET MODULE...
+
+It listens at the path SOCKET until its standard input ends. A client (`client.py`, which a starter runs in the
+program's place) sends its command, directory, environment and standard streams; the server forks a process that goes
+on with these, and answers with its exit status. A client that ends first has its process ended. What is read while a
+module is imported, `OMP_NUM_THREADS` say, comes from the server's environment. No library under test is loaded here
+unless a module in MODULE imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+import psutil
+
+__all__ = ["end_session"]
+
+_REQUEST_BYTES = 1 << 20
+
+
+def end_session(leader: int) -> None:
+    """Kill every process of the session of `leader`, which the caller has started and not yet waited for."""
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader:
+                process.send_signal(signal.SIGKILL)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+
+
+def serve(path: str) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen()
+    with selectors.DefaultSelector() as events:
+        events.register(listener, selectors.EVENT_READ)
+        events.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            for key, _ in events.select():
+                if key.fileobj is sys.stdin:
+                    return
+                if key.fileobj is listener:
+                    client, _ = listener.accept()
+                    child = _fork(client)
+                    ended = os.pidfd_open(child)
+                    events.register(client, selectors.EVENT_READ, (child, ended, client))
+                    events.register(ended, selectors.EVENT_READ, (child, ended, client))
+                    break
+                child, ended, client = key.data
+                events.unregister(client)
+                events.unregister(ended)
+                end_session(child)
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                if key.fileobj == ended:
+                    client.send(str(status).encode())
+                client.close()
+                os.close(ended)
+                break  # the other one of the pair may be among these events
+
+
+def _fork(client: socket.socket) -> int:
+    message, streams, _, _ = socket.recv_fds(client, _REQUEST_BYTES, 3)
+    if child := os.fork():
+        for stream in streams:
+            os.close(stream)
+        return child
+    _go_on(json.loads(message), streams)
+
+
+def _go_on(request: dict[str, Any], streams: list[int]) -> NoReturn:
+    """Become the process that the client would have been, and end as it would."""
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv = request["command"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
+
+
+if __name__ == "__main__":
+    for module in sys.argv[2:]:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            continue
+    serve(sys.argv[1])

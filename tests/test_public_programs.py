@@ -1,0 +1,159 @@
+"""The tool behind `make programs`, with a folder of one small program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from public_programs.copies import change_import, notebook_script, with_settings
+from public_programs.manifest import Program, read_manifest
+from public_programs.runs import Run, Runner, last_words, runs_of
+from public_programs.table import Comparison, table
+
+PROGRAM = """
+import sys
+import torch
+from accelerate import Accelerator
+
+STEPS = 10_000
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+for step in range(STEPS):
+    accelerator.backward(model(torch.full((4, 2), float(step))).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+assert sys.argv[1:] == ["--really"]
+"""
+
+MANIFEST = """
+preload = ["torch", "no_such_module"]
+
+[[program]]
+name = "line"
+repository = "someone/lines"
+commit = "0"
+path = "train.py"
+settings = { STEPS = "3" }
+arguments = ["--really"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    repository = tmp_path / "repositories" / "someone+lines"
+    repository.mkdir(parents=True)
+    (repository / "train.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "programs.toml").write_text(MANIFEST, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_program_is_run_with_both_libraries_and_compared(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    manifest = read_manifest(folder)
+    runs = [Run(manifest.programs[0], library, "plain", 1) for library in ("accelerate", "nbaccel")]
+    with Runner(manifest) as runner:
+        theirs, ours = map(runner.carry_out, runs)
+    assert [(optimizer["name"], optimizer["steps"]) for optimizer in ours["ranks"][0]["optimizers"]] == [("SGD", 3)]
+    assert Comparison(runs[1], theirs, ours).verdict() == "3 losses equal, parameters equal"
+    assert "from nbaccel import" in (folder / "copies/nbaccel/someone+lines/train.py").read_text(encoding="utf-8")
+    assert (folder / "repositories/someone+lines/train.py").read_text(encoding="utf-8") == PROGRAM
+
+
+def test_the_last_words_are_those_of_the_program_and_not_of_its_starter() -> None:
+    output = """
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in <module>
+[rank1]: torch.AcceleratorError: out of memory
+E1126 failed (exitcode: 1) local_rank: 1
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+    assert last_words(1, output, 60) == "torch.AcceleratorError: out of memory"
+    assert last_words(None, output, 60) == "did not end in 60 s"
+    assert last_words(137, "step 1\nKilled\n\n", 60) == "Killed"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("from accelerate.utils import x", "from nbaccel.utils import x"),
+        ("  import accelerate", "  import nbaccel as accelerate"),
+        ("import accelerate as a", "import nbaccel as a"),
+        ("import accelerate.state", "import nbaccel.state, nbaccel as accelerate"),
+        ("from accelerated import x", "from accelerated import x"),
+        ("x = 'import accelerate'", "x = 'import accelerate'"),
+    ],
+)
+def test_only_the_import_is_changed(before: str, after: str) -> None:
+    assert change_import(before, "nbaccel") == after
+    assert change_import(before, "accelerate") == before
+
+
+def test_a_setting_that_the_program_does_not_have_is_an_error() -> None:
+    assert with_settings("A = 1\nif A == 1: B = A\n", {"A": "2"}) == "A = 2\nif A == 1: B = A\n"
+    with pytest.raises(ValueError, match="no line assigns B"):
+        with_settings("A = 1", {"B": "2"})
+
+
+def test_a_notebook_becomes_its_code_without_shell_and_magics() -> None:
+    sources = ["!pip install x\na = 1", "%%time\nb = 1", "login()", "if a:\n    !ls"]
+    cells = [{"cell_type": "code", "source": source} for source in sources] + [{"cell_type": "markdown", "source": "#"}]
+    assert notebook_script(json.dumps({"cells": cells}), ["login"]) == "pass\na = 1\n\nif a:\n    pass"
+
+
+def result(losses: list[float], steps: int = 2, ends: str = "aa") -> dict[str, Any]:
+    """A run in as many ranks as `ends` has letters, the hashes."""
+    ranks = [
+        {"losses": losses, "optimizers": [{"name": "SGD", "steps": steps, "sum": 1.0, "hash": end}]} for end in ends
+    ]
+    return {"ok": True, "seconds": 1.0, "error": "", "ranks": ranks}
+
+
+def compared(theirs: dict[str, Any], ours: dict[str, Any], **about: Any) -> Comparison:
+    program = Program("p", "a/b", "0", "p.py", **about)
+    return Comparison(Run(program, "nbaccel", "torchrun", 2), theirs, ours)
+
+
+EQUAL = "2 losses equal, parameters equal"
+OTHER = "losses differ by up to 0.09, parameters differ by 0"
+UNEQUAL = "ranks end unequal"
+
+
+@pytest.mark.parametrize(
+    ("comparison", "is_defect", "verdict"),
+    [
+        (compared(result([1.0]), result([1.0])), False, EQUAL),
+        (compared(result([1.0]), result([1.1], ends="bb")), False, OTHER),
+        (compared(result([1.0]), result([1.0], ends="ab")), True, UNEQUAL),
+        (compared(result([1.0], ends="ab"), result([1.0], ends="cd")), False, f"{UNEQUAL}, with Accelerate too"),
+        (compared(result([1.0]), result([1.0], steps=1)), True, "steps [1], with Accelerate [2]"),
+        (compared(result([1.0]), result([1.0], steps=1), steps_follow_losses=True), False, EQUAL),
+        (compared(result([1.0]), {"ok": False, "error": "E: no", "ranks": []}), True, "E: no"),
+        (compared({"ok": False, "error": "E", "ranks": []}, result([1.0])), False, "works"),
+    ],
+)  # fmt: skip
+def test_what_counts_as_a_defect(comparison: Comparison, is_defect: bool, verdict: str) -> None:
+    assert comparison.verdict() == verdict
+    assert comparison.is_defect == is_defect
+    assert verdict in "\n".join(table([comparison]))
+
+
+def test_programs_for_every_starter_are_compared_with_as_many_ranks() -> None:
+    some, all_ = (Program("p", "a/b", "0", "p.py", starters=starters) for starters in ("some", "all"))
+    assert [run.key for run in runs_of(some, "nbaccel")] == ["p plain 1", "p torchrun 2"]
+    assert runs_of(all_, "accelerate") == [Run(all_, "accelerate", "plain", 1), Run(all_, "accelerate", "torchrun", 2)]
+    others = [run for run in runs_of(all_, "nbaccel") if run.key != run.reference]
+    assert {(run.starter, run.ranks, run.reference) for run in others} == {
+        ("torchrun", 1, "p plain 1"),
+        ("launch", 1, "p plain 1"),
+        ("launch", 2, "p torchrun 2"),
+        ("notebook_launcher", 1, "p plain 1"),
+        ("notebook_launcher", 2, "p torchrun 2"),
+    }
