@@ -175,3 +175,55 @@ def test_the_names_of_precisions_are_strings() -> None:
     assert utils.PrecisionType.list() == ["no", "fp16", "bf16"]
     assert nbaccel.Accelerator(mixed_precision=utils.PrecisionType.BF16).mixed_precision == "bf16"
     assert next(iter(utils.LoggerType)) == "all"
+
+
+def test_small_helpers_do_what_accelerates_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = pytest.importorskip("accelerate.utils")
+    environment = importlib.import_module("nbaccel.utils.environment")
+    monkeypatch.setenv("NBACCEL_THERE", "-3")
+    monkeypatch.setenv("NBACCEL_NEXT", "4")
+    keys = ("NBACCEL_THERE", "NBACCEL_NONE", "NBACCEL_NEXT")
+    for ours in (environment, theirs):
+        assert ours.get_int_from_env(keys, 7) == 4
+        assert ours.get_int_from_env(keys[:2], 7) == 7
+        assert ours.parse_flag_from_env("NBACCEL_NONE", True) is True
+        assert ours.parse_choice_from_env("NBACCEL_NEXT") == "4"
+        assert [ours.str_to_bool(word) for word in ("Yes", "off")] == [1, 0]
+    batch = {"x": [torch.arange(3)], "name": "a"}
+    for name, arguments in {
+        "find_device": [batch],
+        "is_peft_model": [torch.nn.Linear(1, 1)],
+        "merge_dicts": [{"a": {"x": 1}}, {"a": {"y": 2}}],
+        "convert_bytes": [3.5 * 2**30],
+        "get_pretty_name": [torch.nn.Linear],
+    }.items():
+        assert getattr(utils, name)(*arguments) == getattr(theirs, name)(*arguments), name
+    # Theirs fills zeros in, where its documentation says the last row.
+    assert utils.pad_input_tensors(torch.arange(3), 3, 4).tolist() == [0, 1, 2, 2]
+    tied = torch.ones(2)
+    assert list(utils.clean_state_dict_for_safetensors({"a": tied, "b": tied, "c": torch.ones(2)})) == ["a", "c"]
+    assert utils.should_reduce_batch_size(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+    assert not utils.should_reduce_batch_size(ValueError("no"))
+    assert utils.is_pytest_available()
+    assert not utils.is_hpu_available()
+    with utils.get_mixed_precision_context_manager(), utils.GatheredParameters([]):
+        assert not utils.get_grad_scaler(enabled=False).is_enabled()
+
+
+def test_a_test_leaves_no_variable_of_accelerates_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_KEPT", "before")
+
+    @utils.purge_accelerate_environment
+    class Parent:
+        def test_one(self) -> None:
+            os.environ["ACCELERATE_LEFT"] = "1"
+            os.environ["ACCELERATE_KEPT"] = "changed"
+
+    class Child(Parent):
+        def test_two(self) -> None:
+            os.environ["ACCELERATE_LEFT"] = "2"
+
+    for test in (Child().test_one, Child().test_two):
+        test()
+        assert "ACCELERATE_LEFT" not in os.environ
+        assert os.environ["ACCELERATE_KEPT"] == "before"

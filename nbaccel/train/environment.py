@@ -75,12 +75,17 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     """Decorator for tests: variables that begin with ``ACCELERATE_`` are afterwards as they were.
 
-    func_or_cls: a function; or a class, for each of its tests.
+    func_or_cls: a function; or a class, for each of its tests and of those that its subclasses will have.
     """
     if isinstance(func_or_cls, type):
-        for name, value in list(vars(func_or_cls).items()):
-            if callable(value) and name.startswith("test"):
-                setattr(func_or_cls, name, purge_accelerate_environment(value))
+        cls: type = func_or_cls
+
+        def purge_subclass(subclass: type, /, **kwargs: Any) -> None:
+            super(cls, subclass).__init_subclass__(**kwargs)
+            _purge_tests(subclass)
+
+        _purge_tests(cls)
+        cls.__init_subclass__ = classmethod(purge_subclass)  # type: ignore[assignment]
         return func_or_cls
 
     @wraps(func_or_cls)
@@ -94,3 +99,9 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
             os.environ.update(before)
 
     return purged  # type: ignore[return-value]
+
+
+def _purge_tests(cls: type) -> None:
+    for name, value in list(vars(cls).items()):
+        if callable(value) and name.startswith("test"):
+            setattr(cls, name, purge_accelerate_environment(value))
