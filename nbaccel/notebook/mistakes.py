@@ -20,6 +20,7 @@ COMMANDS = (
     "status",
     "wait",
     "attach",
+    "last",
     "stop",
     "start",
     "push",

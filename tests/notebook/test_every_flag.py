@@ -106,6 +106,7 @@ WRONG_COMMANDS = {
     "status": [("status all", "%accelerate status takes nothing behind it; got 'all'.")],
     "wait": [("wait 5", "%accelerate wait takes nothing behind it; got '5'.")],
     "attach": [("attach 5", "%accelerate attach takes nothing behind it; got '5'.")],
+    "last": [("last 5", "%accelerate last takes nothing behind it; got '5'.")],
     "stop": [
         ("stop now", "%accelerate stop takes nothing behind it; got 'now'."),
         ("stop", "nothing runs in the background, and no ranks stay."),
