@@ -78,7 +78,7 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     func_or_cls: a function; or a class, for each of its tests and of those that its subclasses will have.
     """
     if isinstance(func_or_cls, type):
-        cls: type = func_or_cls
+        cls: Any = func_or_cls
 
         def purge_subclass(subclass: type, /, **kwargs: Any) -> None:
             super(cls, subclass).__init_subclass__(**kwargs)
