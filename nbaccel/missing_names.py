@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dis import opmap
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from opcode import opmap
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -154,10 +153,11 @@ def missing_from(module: str, *elsewhere: str) -> Callable[[str], Any]:
     return __getattr__
 
 
-class AbsentModules(MetaPathFinder, Loader):
+class AbsentModules:
     """Makes the modules of Accelerate that have no file here, so that imports from them say what to use instead.
 
-    It is asked last, when no other finder has found the module.
+    A finder and loader of `importlib`, whose base classes take milliseconds to import. It is asked last, when no other
+    finder has found the module.
     elsewhere: modules in which their names are looked up first.
     """
 
@@ -171,7 +171,11 @@ class AbsentModules(MetaPathFinder, Loader):
         inside = fullname.removeprefix("nbaccel.")
         if inside not in _ABSENT:
             raise ModuleNotFoundError(f"{fullname} is not here: {instead}.", name=fullname)
-        return ModuleSpec(fullname, self, is_package=inside in _ABSENT_PACKAGES)
+        loader: Any = self  # it has a loader's methods
+        return ModuleSpec(fullname, loader, is_package=inside in _ABSENT_PACKAGES)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Python's own kind of module."""
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__

@@ -85,7 +85,7 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
             _purge_tests(subclass)
 
         _purge_tests(cls)
-        cls.__init_subclass__ = classmethod(purge_subclass)  # type: ignore[assignment]
+        cls.__init_subclass__ = classmethod(purge_subclass)
         return func_or_cls
 
     @wraps(func_or_cls)
