@@ -28,13 +28,13 @@ _PATIENCE_S = 4.0
 
 
 class FormerButton:
-    """Keeps the widgets of a run that is over, unseen, until the next run has opened its own; then closes them.
+    """Keeps the widgets of a run that is over until the next run has opened its own; then closes them.
 
     JupyterLab has the kernel start a subshell, a thread, when a page opens its first widget, and has it deleted when
     the last one is closed. The page also tells the subshell that the button has gone from the screen. If that message
     and the end meet there, ipykernel (7.0 to 7.4) loses it, and "Task was destroyed but it is pending!" is printed in
     red into the cell: https://github.com/jupyterlab/jupyterlab/issues/19722. As long as a widget stays, so does the
-    subshell, and no message can meet its end.
+    subshell, and no message can meet its end. A page that was reloaded during the run finds its last state in them.
 
     kernel: ipykernel's. Where no page uses a subshell, widgets are closed at once.
     """
