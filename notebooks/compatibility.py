@@ -59,6 +59,7 @@ DIFFERENCES = """
 | what | Accelerate 1.15 | nbaccel |
 |---|---|---|
 | last, shorter window of accumulation | its m batches weigh m/N of a step | they weigh a whole step; `GradientAccumulationPlugin(scale_last_window=False)` for Accelerate's numbers |
+| `clip_grad_norm_` in a block of `accumulate` that does not step | clips what has been summed so far | clips once, the sum of the window, in the block that steps; under `if accelerator.sync_gradients:` both do this |
 | a batch that is taken inside `accumulate` | the loader's last batch ends the window of the block after it | it ends the window of the block that trains on it |
 | several loaders in turn under `accumulate` | the last batch of the loader begun last ends a window | that of any of them does |
 | two models with a block of `accumulate` each, on the same batch | each block counts as a batch: with N = 2 the first model never steps | each model has windows of its own |
@@ -88,6 +89,7 @@ DIFFERENCES = """
 | `notebook_launcher(mixed_precision=…)` | is not passed on | is what `Accelerator()` uses |
 | `notebook_launcher` after CUDA was used | restart your notebook | the ranks start from a clean process |
 | what `notebook_launcher` returns | None | rank 0's value |
+| a process group that the function of `notebook_launcher(..., num_processes=1)` leaves | stays, and the next call fails | is ended |
 | an error in a rank | rank 0's lost connection, 73 lines | the first rank that failed, with its own traceback |
 """  # noqa: E501 - rows of a table
 
