@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import json
 import math
@@ -411,3 +412,25 @@ def test_what_two_ranks_log_is_kept_once_by_every_library(kind: Kind, tmp_path: 
 
     assert run_ranks(2, program) == [1, 0]
     assert kind.read(tmp_path) == [(step, {"loss": step + 0.5}) for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("AimTracker", "aim"),
+        ("ClearMLTracker", "clearml"),
+        ("CometMLTracker", "comet_ml"),
+        ("DVCLiveTracker", "dvclive"),
+        ("MLflowTracker", "mlflow"),
+        ("SwanLabTracker", "swanlab"),
+        ("TensorBoardTracker", "tensorboard"),
+        ("TrackioTracker", "trackio"),
+        ("WandBTracker", "wandb"),
+    ],
+)
+def test_accelerates_name_of_a_tracker_is_the_class_that_log_with_takes(theirs: str, ours: str) -> None:
+    tracking = importlib.import_module("nbaccel.tracking")
+    kind = getattr(tracking, theirs)
+    assert kind is find_tracker(ours)
+    assert issubclass(kind, tracking.GeneralTracker)
+    assert theirs in dir(tracking)
