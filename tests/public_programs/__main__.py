@@ -37,15 +37,20 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.of = self._read()
+        self._of = self._read()
+
+    def get(self, run: Run, key: str) -> dict[str, Any] | None:
+        """The result under `key` if it is one of the program as it is called now."""
+        result = self._of.get(key)
+        return result if result and result["call"] == run.program.call else None
 
     def add(self, run: Run, result: dict[str, Any]) -> None:
         self._path.parent.mkdir(exist_ok=True)
         with self._path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self.of = self._read() | {run.key: result}
+            self._of = self._read() | {run.key: result}
             unfinished = self._path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(self.of, indent=1), encoding="utf-8")
+            unfinished.write_text(json.dumps(self._of, indent=1), encoding="utf-8")
             unfinished.replace(self._path)
 
     def _read(self) -> dict[str, Any]:
@@ -67,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.table:
         wanted = [run for program in programs for library in libraries for run in runs_of(program, library)]
         wanted.sort(key=lambda run: run.key != run.reference)  # every program before the other starters of some
-        missing = [run for run in wanted if options.names or run.key not in results[run.library].of]
+        missing = [run for run in wanted if options.names or not results[run.library].get(run, run.key)]
         _carry_out(missing, manifest, results, again=bool(options.names))
     comparisons = [
-        Comparison(run, results["accelerate"].of.get(run.reference), results["nbaccel"].of.get(run.key))
+        Comparison(run, results["accelerate"].get(run, run.reference), results["nbaccel"].get(run, run.key))
         for program in programs
         for run in runs_of(program, "nbaccel")
     ]
@@ -81,9 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _carry_out(runs: Sequence[Run], manifest: Manifest, results: dict[str, Results], again: bool) -> None:
     with Runner(manifest) as runner:
         for run in runs:
-            if run.key in results[run.library].of and not again:  # by another call meanwhile
+            if results[run.library].get(run, run.key) and not again:  # by another call meanwhile
                 continue
-            if run.library == "nbaccel" and not results["accelerate"].of.get(run.reference, {}).get("ok"):
+            reference = results["accelerate"].get(run, run.reference)
+            if run.library == "nbaccel" and not (reference and reference["ok"]):
                 continue
             result = runner.carry_out(run)
             results[run.library].add(run, result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -54,12 +55,15 @@ def copy_of(repository: Path, copies: Path, library: str) -> Path:
     copy = copies / library / repository.name
     if copy.is_dir():
         return copy
-    unfinished = copy.with_name(f"{copy.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(repository, unfinished, symlinks=True)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{copy.name}.", dir=copy.parent))
+    shutil.copytree(repository, unfinished, symlinks=True, dirs_exist_ok=True)
     for path in unfinished.rglob("*.py"):
         if path.is_file() and not path.is_symlink():
             text = path.read_text(encoding="utf-8", errors="surrogateescape")
             path.write_text(change_import(text, library), encoding="utf-8", errors="surrogateescape")
-    unfinished.rename(copy)
+    try:
+        unfinished.rename(copy)
+    except OSError:  # another call has made it meanwhile
+        shutil.rmtree(unfinished)
     return copy

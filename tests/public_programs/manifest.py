@@ -16,8 +16,9 @@ downloaded) and `hub` (files and folders that every program finds in its working
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 __all__ = ["Manifest", "Program", "read_manifest"]
@@ -27,6 +28,7 @@ __all__ = ["Manifest", "Program", "read_manifest"]
 class Program:
     """One public program.
 
+    needs: packages among the repositories that take an Accelerator, whose import has to be changed too.
     skip_cells: cells of a notebook that contain one of these are left out: downloads, uploads.
     settings: values, as Python writes them, for the constants at the top of a script that takes no arguments.
     driver: a script in `drivers` that is run instead of `path`, which is then the module that it calls.
@@ -44,6 +46,7 @@ class Program:
     arguments: list[str] = field(default_factory=list)
     stand_ins: list[str] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
     skip_cells: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
@@ -57,8 +60,10 @@ class Program:
             raise ValueError(f"starters of {self.name} is 'some' or 'all', got {self.starters!r}")
 
     @property
-    def folder_name(self) -> str:
-        return self.repository.replace("/", "+")
+    def call(self) -> str:
+        """A hash of what decides how it runs: with another one a result is that of another program."""
+        about = {**asdict(self), "name": "", "starters": "", "timeout_s": 0, "steps_follow_losses": False}
+        return hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
     names = [program.name for program in programs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two programs of {folder} are named {', '.join(sorted(twice))}")
-    if missing := {p.repository for p in programs if not (folder / "repositories" / p.folder_name).is_dir()}:
+    wanted = {name for program in programs for name in (program.repository, *program.needs)}
+    if missing := {name for name in wanted if not (folder / "repositories" / name.replace("/", "+")).is_dir()}:
         raise ValueError(f"{folder / 'repositories'} lacks {', '.join(sorted(missing))}")
     return Manifest(folder, programs, manifest.get("preload", []))

@@ -81,6 +81,7 @@ class Runner:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HOME": str(self._folder / "work" / "huggingface"),
             "HF_HUB_OFFLINE": "1",
+            "ACCELERATE_USE_CPU": "true",  # without it ranks of torchrun are each alone with Accelerate
             "WANDB_MODE": "offline",
         }
         self._server = subprocess.Popen(
@@ -107,11 +108,12 @@ class Runner:
     def carry_out(self, run: Run) -> dict[str, Any]:
         """Run it in a fresh working directory, and end whatever it left.
 
-        Returns `ok`, `seconds`, `error` (its last words, empty when it ended well) and `ranks`, the records in order.
+        Returns `ok`, `call` (that of `Program`), `seconds`, `error` (its last words, empty when it ended well) and
+        `ranks`, their records in order.
         The directory of a run that failed is kept: `output.txt`, and `cwd` with what it wrote.
         """
         program = run.program
-        copy = copy_of(self._folder / "repositories" / program.folder_name, self._folder / "copies", run.library)
+        copies = [self._copy(name, run.library) for name in (program.repository, *program.needs)]
         work = self._folder / "work" / f"{run.key} {run.library}".replace("/", "_").replace(" ", "-")
         shutil.rmtree(work, ignore_errors=True)
         (work / "cwd").mkdir(parents=True)
@@ -123,13 +125,18 @@ class Runner:
             if program.uses_trainer and run.library == "nbaccel"
             else [run.library],
             "folder": str(work),
-            "script": str(self._script(run, copy, work)),
+            "script": str(self._script(run, copies[0], work)),
             "arguments": program.arguments,
             "stand_ins": program.stand_ins,
             "notebook_launcher": run.ranks if run.starter == "notebook_launcher" else 0,
         }
         (work / "task.json").write_text(json.dumps(task), encoding="utf-8")
-        imports = [*(copy / place for place in program.imports), self._folder / "stand_ins", _HERE.parents[1]]
+        imports = [
+            *(copies[0] / place for place in program.imports),
+            *copies[1:],
+            self._folder / "stand_ins",
+            _HERE.parents[1],
+        ]
         environ = {**self._environ, "PYTHONPATH": os.pathsep.join(map(str, imports)), **program.environ}
         served = [sys.executable, str(_HERE / "client.py"), str(self._socket)]
         command = run.command(served, [str(_HERE / "recorder.py"), str(work / "task.json")])
@@ -137,6 +144,7 @@ class Runner:
         status, output = _finish(command, work, environ, program.timeout_s)
         result = {
             "ok": status == 0,
+            "call": program.call,
             "seconds": round(time.monotonic() - started, 1),
             "error": "" if status == 0 else last_words(status, output, program.timeout_s),
             "ranks": [json.loads(path.read_text(encoding="utf-8")) for path in sorted(work.glob("rank*.json"))],
@@ -144,6 +152,10 @@ class Runner:
         if status == 0:
             shutil.rmtree(work)
         return result
+
+    def _copy(self, repository: str, library: str) -> Path:
+        lies = self._folder / "repositories" / repository.replace("/", "+")
+        return copy_of(lies, self._folder / "copies", library)
 
     def _script(self, run: Run, copy: Path, work: Path) -> Path:
         """The program's file in the copy, or its driver, whose import is changed like the program's."""
