@@ -24,6 +24,10 @@ from pathlib import Path
 __all__ = ["Manifest", "Program", "read_manifest"]
 
 
+_IS_NO_CALL = {"name", "starters", "timeout_s", "steps_follow_losses"}
+"""Fields of a program that do not change what it computes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """One public program.
@@ -62,7 +66,7 @@ class Program:
     @property
     def call(self) -> str:
         """A hash of what decides how it runs: with another one a result is that of another program."""
-        about = {**asdict(self), "name": "", "starters": "", "timeout_s": 0, "steps_follow_losses": False}
+        about = {key: value for key, value in asdict(self).items() if value and key not in _IS_NO_CALL}
         return hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:12]
 
 
