@@ -56,7 +56,14 @@ class Run:
             return [*served, torchrun.__file__, "--standalone", "--nproc-per-node", ranks, *served[1:], *script]
         if self.starter == "launch":
             flags = ["launch", "--cpu", "-n", ranks]
-            return [served[0], "-c", "from nbaccel.cli import main; main()", *flags, *served[1:], *script]
+            return [
+                served[0],
+                "-c",
+                "import sys; from nbaccel.cli import main; sys.exit(main())",
+                *flags,
+                *served[1:],
+                *script,
+            ]
         return [*served, *script]
 
 

@@ -54,7 +54,7 @@ class Comparison:
         if not self.ranks_end_equal(self.ours):
             return "ranks end unequal" + ("" if self.ranks_end_equal(self.theirs) else ", with Accelerate too")
         if not self.theirs_works:
-            return "works"
+            return "works" if self.theirs else "works, not compared"
         if not self.steps_are_equal:
             return f"steps {_steps(self.ours)}, with Accelerate {_steps(self.theirs)}"
         return ", ".join([self._losses(), self._parameters()])
