@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from public_programs import server as server_module
 from public_programs.copies import change_import, notebook_script, with_settings
 from public_programs.manifest import Program, read_manifest
 from public_programs.runs import Run, Runner, last_words, runs_of
 from public_programs.table import Comparison, table
 
+CLIENT = Path(server_module.__file__).with_name("client.py")
 PROGRAM = """
 import sys
 import torch
@@ -65,6 +69,27 @@ def test_a_program_is_run_with_both_libraries_and_compared(folder: Path) -> None
     assert Comparison(runs[1], theirs, ours).verdict() == "3 losses equal, parameters equal"
     assert "from nbaccel import" in (folder / "copies/nbaccel/someone+lines/train.py").read_text(encoding="utf-8")
     assert (folder / "repositories/someone+lines/train.py").read_text(encoding="utf-8") == PROGRAM
+
+
+def test_what_a_server_has_forked_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text("import time; print('here', flush=True); time.sleep(600)", encoding="utf-8")
+    server = subprocess.Popen(
+        [sys.executable, server_module.__file__, str(tmp_path / "socket")],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    while not (tmp_path / "socket").exists():
+        assert server.poll() is None
+    client = subprocess.Popen(
+        [sys.executable, str(CLIENT), str(tmp_path / "socket"), "waits.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert client.stdout is not None
+    assert client.stdout.readline() == "here\n"
+    server.communicate()
+    assert client.stdout.read() == ""  # nobody has it open any more
+    assert client.wait() == 1
+    client.stdout.close()
 
 
 def test_the_last_words_are_those_of_the_program_and_not_of_its_starter() -> None:

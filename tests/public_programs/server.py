@@ -39,33 +39,41 @@ def end_session(leader: int) -> None:
 
 
 def serve(path: str) -> None:
+    """Fork for every client until standard input ends; then end what still runs."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen()
+    running: dict[int, tuple[socket.socket, int]] = {}  # the client and the pidfd of each child
     with selectors.DefaultSelector() as events:
         events.register(listener, selectors.EVENT_READ)
         events.register(sys.stdin, selectors.EVENT_READ)
         while True:
-            for key, _ in events.select():
-                if key.fileobj is sys.stdin:
-                    return
-                if key.fileobj is listener:
-                    client, _ = listener.accept()
-                    child = _fork(client)
-                    ended = os.pidfd_open(child)
-                    events.register(client, selectors.EVENT_READ, (child, ended, client))
-                    events.register(ended, selectors.EVENT_READ, (child, ended, client))
-                    break
-                child, ended, client = key.data
-                events.unregister(client)
-                events.unregister(ended)
-                end_session(child)
-                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-                if key.fileobj == ended:
-                    client.send(str(status).encode())
-                client.close()
-                os.close(ended)
-                break  # the other one of the pair may be among these events
+            key, _ = events.select()[0]
+            if key.fileobj is sys.stdin:
+                break
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                child = _fork(client)
+                running[child] = client, os.pidfd_open(child)
+                for each in running[child]:
+                    events.register(each, selectors.EVENT_READ, child)
+                continue
+            client, ended = running.pop(key.data)
+            events.unregister(client)
+            events.unregister(ended)
+            status = _end(key.data)
+            if key.fileobj == ended:
+                client.send(str(status).encode())
+            client.close()
+            os.close(ended)
+    for child in running:
+        _end(child)
+
+
+def _end(child: int) -> int:
+    """End the session that `child` leads; returns its exit status."""
+    end_session(child)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _fork(client: socket.socket) -> int:
