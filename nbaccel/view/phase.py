@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from nbaccel.events import Loss, Progress
 from nbaccel.view.course import Bar, Course, Left, StepCount
@@ -13,7 +14,11 @@ from nbaccel.view.series import Series
 __all__ = ["LOSS", "PhaseRecord"]
 
 LOSS = "loss"
-_RECENT = 64
+_RECENT = 1024
+"""Losses that are kept to know a logged one again: it is read up to half a second later, hundreds of steps of a small
+model."""
+_NEAREST = 64
+"""Of them, those that are compared up to rounding, which takes a look at each."""
 
 
 @dataclass(slots=True)
@@ -33,7 +38,7 @@ class PhaseRecord:
     loss: Series | None = None
     metrics: dict[str, Series] = field(default_factory=dict)
     logs_another_loss: bool = False
-    recent: dict[int, deque[float]] = field(default_factory=dict)
+    recent: dict[int, _Recent] = field(default_factory=dict)
     unmatched: dict[int, float] = field(default_factory=dict)
     courses: dict[int, Course] = field(default_factory=dict)
     counts: dict[int, StepCount] = field(default_factory=dict)
@@ -56,7 +61,10 @@ class PhaseRecord:
         if count is None:
             count = self.counts[rank] = StepCount()
         count.take_loss(event)
-        self.recent.setdefault(rank, deque(maxlen=_RECENT)).append(event.value)
+        recent = self.recent.get(rank)
+        if recent is None:
+            recent = self.recent[rank] = _Recent()
+        recent.add(event.value)
         if rank in self.unmatched and _are_same(self.unmatched[rank], event.value):
             del self.unmatched[rank]
 
@@ -66,7 +74,7 @@ class PhaseRecord:
         What is logged as a tensor is read some steps later, so the backward that it is of may have been heard of long
         before it, or after it.
         """
-        if any(_are_same(loss, value) for loss in self.recent.get(rank, ())):
+        if rank in self.recent and self.recent[rank].has(value):
             return
         self.logs_another_loss |= rank in self.unmatched
         self.unmatched[rank] = value
@@ -159,6 +167,34 @@ class PhaseRecord:
         """How long it takes still; None if that is not known."""
         course = self._course
         return None if course is None else course.left
+
+
+class _Recent:
+    """Keeps the latest losses of one rank.
+
+    >>> recent = _Recent()
+    >>> recent.add(0.5)
+    >>> recent.has(0.5), recent.has(0.5 + 1e-9), recent.has(0.6)
+    (True, True, False)
+    """
+
+    __slots__ = ("_counts", "_losses")
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque()
+        self._counts: Counter[float] = Counter()
+
+    def add(self, loss: float) -> None:
+        self._losses.append(loss)
+        self._counts[loss] += 1
+        if len(self._losses) > _RECENT:
+            oldest = self._losses.popleft()
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+
+    def has(self, value: float) -> bool:
+        return value in self._counts or any(_are_same(loss, value) for loss in islice(reversed(self._losses), _NEAREST))
 
 
 def _are_same(one: float, other: float) -> bool:

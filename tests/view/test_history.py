@@ -75,6 +75,15 @@ def test_a_loss_that_is_logged_in_some_steps_is_one_loss_in_whichever_order_it_a
     assert history.names == ["loss", "logged loss"]
 
 
+def test_a_loss_that_is_logged_hundreds_of_steps_after_its_backward_is_one_loss() -> None:
+    history = History(1)
+    for step in range(500):
+        history.feed(0, 0.0, Loss(1.0 / (step + 1), step))
+    for step in range(500):
+        history.feed(0, 0.0, Metric({"loss": 1.0 / (step + 1)}, step))
+    assert history.names == ["loss"]
+
+
 def test_a_logged_loss_that_says_the_same_again_is_left_out() -> None:
     history = History(2)
     for rank in (0, 1):
