@@ -154,7 +154,7 @@ def start_of(cell: Cell) -> str:
     """How the ranks of a cell have started in the end."""
     if "zygote" in cell.text:
         return "zygote"
-    found = re.search(r"\b(fork|inline) \(", cell.text)
+    found = re.search(r"\b(fork|inline),", cell.text)
     assert found, f"no start method is said\n{cell.text}"
     return found[1]
 

@@ -279,7 +279,7 @@ def test_a_function_that_used_cuda_in_place_has_the_next_cell_start_by_zygote(
     ran = planned.run("import nbaccel\nnbaccel.notebook_launcher(touch, num_processes=1)")
     assert ran.stdout.startswith("in this process, as in Accelerate: no restart")
     ran = planned.run("%%accelerate\nx = 1")
-    assert "zygote (CUDA is initialised in the notebook since cell [1])" in ran.stdout
+    assert "zygote, not fork: CUDA is initialised in the notebook since cell [1]\n" in ran.stdout
 
 
 def test_each_reason_why_forks_fail_is_given_with_the_cell_that_it_came_with(
