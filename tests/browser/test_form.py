@@ -81,7 +81,7 @@ def test_a_wrong_seed_is_answered_in_the_form(open_notebook: OpenNotebook) -> No
     shown = form(open_notebook(SHOW))
     shown.get_by_label("Seed").fill("soon")
     shown.get_by_label("Seed").press("Enter")
-    expect(shown.get_by_role("status")).to_have_text("Not taken: --seed: a seed lies in 0..4294867295; got 'soon'.")
+    expect(shown.get_by_role("alert")).to_have_text("Not taken: --seed: a seed lies in 0..4294867295; got 'soon'.")
 
 
 def test_a_second_display_shows_the_same(open_notebook: OpenNotebook) -> None:
@@ -103,5 +103,5 @@ def test_axe_finds_nothing_serious(open_notebook: OpenNotebook, front_end: Front
     expect(shown.get_by_text("bf16 (not here: Tesla T4 has no bf16 units)")).to_be_visible()
     shown.get_by_label("Seed").fill("soon")
     shown.get_by_label("Seed").press("Enter")
-    expect(shown.get_by_role("status")).to_contain_text("Not taken")
+    expect(shown.get_by_role("alert")).to_contain_text("Not taken")
     assert notebook.grave_findings(FORM) == []
