@@ -44,6 +44,8 @@ _METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+"""A bar of tqdm in the notebook's own process: pages without a kernel cannot show it, and its text says 0 %."""
 _MEASURED = "what_it_costs.json"
 _DIGEST = "executed"
 _RANDOM_FOLDER = re.compile(rf"({re.escape(tempfile.gettempdir())}/[\w-]*?)[a-z0-9_]{{8}}(?=[/\s'\",;)]|$)")
@@ -68,7 +70,8 @@ def store(path: Path) -> None:
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
             if cell.cell_type == "code":
-                cell.outputs = [presentable(output, folder) for output in cell.outputs]
+                shown = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
+                cell.outputs = [presentable(output, folder) for output in shown]
     notebook.metadata = nbformat.from_dict(_METADATA | {"nbaccel": {_DIGEST: _digest(notebook)}})
     nbformat.validate(notebook)
     nbformat.write(notebook, path)

@@ -144,8 +144,8 @@ VERSIONED = {
 OTHERS = {
     "python": """
         _PyRuntime
-        _actions _actual_context _args _check_running _children _concrete_contexts _ctx _current_frames _default_context
-        _executor _exit _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver
+        _actions _actual_context _args _asdict _check_running _children _concrete_contexts _ctx _current_frames
+        _default_context _executor _exit _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver
         _forkserver_ _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer
         _io _kwargs _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _option_string_actions _parent_pid
         _popen
@@ -153,8 +153,8 @@ OTHERS = {
         _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _state _target _threading_atexits
         _threads_queues _threads_wakeups _weakref _work_queue""",
     "IPython, ipykernel, pyzmq, ipywidgets": """
-        _allow_stdin _filename_map _ipython_cache _oh _publish_status _recv_callback _recv_copy _render_traceback_
-        _run_callback _shell_channel_to_main _showtraceback _topic _view_count""",
+        _allow_stdin _filename_map _ipython_cache _object_find _oh _publish_status _recv_callback _recv_copy
+        _render_traceback_ _run_callback _shell_channel_to_main _showtraceback _topic _view_count""",
     "numpy, pandas, matplotlib, scipy": "_core _indices _ndarray _reconstruct _update_inplace",
     "transformers, accelerate, peft": """
         _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu _original_forward _setup_devices

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Tracking(ProcessControl):
         >>> from nbaccel import Accelerator
         >>> Accelerator().log({"loss": torch.tensor(0.5)}, step=3)
         """
-        if not isinstance(values, Mapping):
+        if type(values) is not dict and not isinstance(values, Mapping):  # asking the abstract class takes a call
             self._log_as_it_is(values, step, log_kwargs or {})
             return
         kept = dict(values) if is_plain(values) else _detached(values)
@@ -319,9 +320,10 @@ def _hand_over(
     log_kwargs: Mapping[str, Mapping[str, Any]],
     trackers: Iterable[GeneralTracker],
 ) -> None:
+    kept = without_none(values) if NoneType in map(type, values.values()) else values
     for tracker in trackers:
         own_step = given_step if tracker.numbers_steps else step
-        tracker.log(without_none(values), step=own_step, **log_kwargs.get(tracker.name, {}))
+        tracker.log(dict(kept), step=own_step, **log_kwargs.get(tracker.name, {}))
 
 
 def _detached(values: Mapping[str, Any]) -> dict[str, Any]:
