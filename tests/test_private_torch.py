@@ -145,7 +145,8 @@ OTHERS = {
     "python": """
         _PyRuntime
         _actions _actual_context _args _asdict _check_running _children _concrete_contexts _ctx _current_frames
-        _default_context _executor _exit _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver
+        _default_context _executor
+        _exit _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver
         _forkserver_ _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer
         _io _kwargs _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _option_string_actions _parent_pid
         _popen

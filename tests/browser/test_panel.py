@@ -158,6 +158,7 @@ def test_in_a_narrow_window_the_table_stands_below_and_nothing_is_cut_off(open_n
     assert ground == (17, 17, 17), "the page does not show through"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_a_page_that_was_reloaded_gets_panel_and_picture_back(open_notebook: OpenNotebook) -> None:
     runs = TRAINS.format(steps=100_000).replace("-n 2", "-n 2 --bg").replace("0.05)\n    if", "0.3)\n    if")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kernel.foreign_programs import in_one_environment
 from kernel.harness import RealKernel, accelerate
 
 SETS_UP = """
@@ -167,6 +168,7 @@ def test_names_that_are_handed_in_are_free_afterwards(kernel: RealKernel) -> Non
     assert kernel.value("[a, b, made() is None]") == [None, None, True]
 
 
+@in_one_environment
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_criterion_30_twenty_failures_leave_the_kernel_as_it_was(kernel: RealKernel) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kernel.foreign_programs import in_one_environment
 from kernel.harness import RealKernel, accelerate
 
 ZOO = Path(__file__).with_name("zoo.py").read_text(encoding="utf-8")
@@ -97,6 +98,7 @@ magic("stop")
 """
 
 
+@in_one_environment
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_value_travels_or_is_named_and_none_hides_another(kernel: RealKernel, start: str, tmp_path: Path) -> None:
