@@ -86,7 +86,7 @@ def test_what_the_readme_shows_of_its_first_cell_is_what_it_prints(fresh: RealKe
     shown = README.read_text().split(cell)[1].split("```")[2]
     fresh.do(setup)
     printed = fresh.do(cell).stdout
-    assert _forms(printed) == _forms(shown)
+    assert sorted(_forms(printed)) == sorted(_forms(shown))  # a line of one rank may come before another's
 
 
 def test_the_readmes_prepared_cell_trains_as_plain_pytorch_does(fresh: RealKernel) -> None:
