@@ -121,7 +121,7 @@ bench-gpu:
 	$(WITH_GPU_PYTHON) -m benchmarks.gpu --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_GPU_JSON)
 
 # Public programs, which lie in a folder outside the repository, with Accelerate and with nbaccel, and the table of both:
-# `make programs FOLDER=/tmp/programs PART=1/4 NAMES=ddpm ONLY=nbaccel`. The Python is one that has what they import.
+# `make programs FOLDER=../programs PART=1/4 NAMES=ddpm ONLY=nbaccel`. The Python is one that has what they import.
 PROGRAMS_PYTHON ?= $(VENV)/bin/python
 PART ?= 1/1
 NAMES ?=
