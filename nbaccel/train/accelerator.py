@@ -379,6 +379,11 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._accumulation.forget()
         self._is_ready = False
 
+    @property
+    def _is_bound(self) -> bool:
+        """Whether it belongs to this process's world; in a rank, one of the notebook's does from its first use on."""
+        return self._bound_to == self.state.world
+
     def _bind(self) -> None:
         """Belong to the world of this process, if not yet. Touches no device and no process group.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kernel.conftest import Kernels
@@ -41,10 +43,17 @@ def with_clinging_ranks(kernel: RealKernel, start: str) -> None:
     kernel.begin(accelerate(CLINGS, start)).until_text("clinging 0", "clinging 1")
 
 
+def _sleepers(kernel: RealKernel) -> int:
+    return sum(command.startswith("sleep 100") for command in kernel.family().values())
+
+
 def test_nothing_survives_the_kernels_sigkill(new_kernel: Kernels, start: str) -> None:
     kernel = new_kernel()
     with_clinging_ranks(kernel, start)
-    assert sum(command.startswith("sleep 100") for command in kernel.family().values()) == 6
+    until = time.monotonic() + 5.0
+    while (sleepers := _sleepers(kernel)) != 6 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert sleepers == 6
     kernel.kill()
     assert_no_survivors(kernel)
 

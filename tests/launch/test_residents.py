@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from nbaccel import Accelerator
 from nbaccel.errors import CannotSend, RankDied
 from nbaccel.launch import ending
 from nbaccel.launch.beside import Beside
@@ -466,6 +468,18 @@ def test_rank_0_is_woken_from_its_device_when_another_fails_and_the_next_cell_tr
     us.cell("rates = scheduler.get_last_lr()")
     assert [us.pull("rates", rank=rank)["rates"] for rank in range(WORLD_SIZE)] == [[0.1 * 0.5**4]] * 2
     assert us.residents.news == ""
+
+
+@pytest.mark.slow
+def test_what_the_notebook_prepared_for_itself_does_not_keep_ranks_from_being_connected_anew(ranks: Make) -> None:
+    own = Accelerator()
+    own.prepare(torch.nn.Linear(4, 1))
+    us = ranks(DEVICE, own=own)
+    us.cell(NET)
+    us.cell("if accelerator.process_index: 1 / 0\naccelerator.gather(torch.ones(1))")
+    us.cell("step()")
+    assert us.error is None
+    assert own._everything_prepared
 
 
 @pytest.mark.slow

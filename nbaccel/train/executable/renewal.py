@@ -50,7 +50,7 @@ def _take_over(step: int, source: int) -> int:
     talk = process_group.talk
     if talk is None:  # a group of the program's own, and no Accelerator
         return step
-    trainings = [each._training() for each in process_group.users if each._everything_prepared]
+    trainings = [each._training() for each in process_group.users if each._everything_prepared and each._is_bound]
     counts = talk.announce("the ranks go on together", str(len(trainings)))
     if set(counts) - {"0", "1"} or len(set(counts)) > 1:
         raise PeerFailed(

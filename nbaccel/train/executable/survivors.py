@@ -46,7 +46,7 @@ class Survivors:
     @property
     def step(self) -> int:
         """How many training steps were done in this process; a failed attempt may have done more on some ranks."""
-        return max((each._step_under_way() for each in process_group.users), default=0)
+        return max((each._step_under_way() for each in process_group.users if each._is_bound), default=0)
 
     @property
     def scalings(self) -> list[dict[str, Any]]:
@@ -106,7 +106,8 @@ class Survivors:
             if (each := reference()) is not None:
                 each._scale_like(scaling)
         for accelerator in process_group.users:
-            accelerator._count_steps_from(step)
+            if accelerator._is_bound:  # not one that the notebook trained with before this rank was forked
+                accelerator._count_steps_from(step)
         for reference in self._replicas:
             if (module := reference()) is not None:
                 rejoin_at_next_forward(module, source)
