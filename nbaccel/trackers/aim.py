@@ -14,7 +14,7 @@ __all__ = ["Aim"]
 class Aim(GeneralTracker):
     """A run called ``project_name`` in the repository ``logging_dir``; ``init_kwargs={"aim": {…}}`` goes to `aim.Run`.
 
-    `aim up --repo FOLDER` shows it.
+    `aim up --repo FOLDER` shows it. The `aim.Run` is `writer`, as in Accelerate.
     """
 
     name = "aim"
@@ -22,28 +22,46 @@ class Aim(GeneralTracker):
     package = pip_name = "aim"
 
     def __init__(self, project_name: str, logging_dir: str | os.PathLike[str], **options: Any) -> None:
-        self._project_name = project_name
+        self.run_name = project_name
         self._options = {"repo": os.fspath(logging_dir), **options}
-        self._run: Any = None
+        self.writer: Any = None
 
     def start(self) -> None:
         import aim
 
-        self._run = aim.Run(**self._options)
-        self._run.name = self._project_name
+        self.writer = aim.Run(**self._options)
+        self.writer.name = self.run_name
 
     @property
     def tracker(self) -> Any:
         """The `aim.Run`."""
-        return self._run
+        return self.writer
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        self._run["hparams"] = dict(values)
+        self.writer["hparams"] = dict(values)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, value in values.items():
-            self._run.track(value, name=name, step=step, **options)
+            self.writer.track(value, name=name, step=step, **options)
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Keep pictures by name, each an array, a PIL image, or a tuple of one of them and its caption.
+
+        kwargs: options for `aim.Image` under "aim_image", for `aim.Run.track` under "track".
+        """
+        import aim
+
+        options = kwargs or {}
+        for name, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            image = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.writer.track(image, name=name, step=step, **options.get("track", {}))
 
     def finish(self) -> None:
-        if self._run is not None:
-            self._run.close()
+        if self.writer is not None:
+            self.writer.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -20,7 +20,8 @@ class ClearML(GeneralTracker):
     """A task of the project ``project_name``; ``init_kwargs={"clearml": {…}}`` goes to `clearml.Task.init`.
 
     A task that the program has made itself is used, and left open at the end. CLEARML_PROJECT and CLEARML_TASK name
-    the others, if they are set. Only numbers are scalars there; other values are left out, and a warning names them.
+    the others, if they are set. The task is `task`, as in Accelerate. Only numbers are scalars there; other values are
+    left out, and a warning names them.
     """
 
     name = "clearml"
@@ -32,36 +33,72 @@ class ClearML(GeneralTracker):
             "task_name": os.environ.get("CLEARML_TASK", project_name),
         }
         self._options = {**named, **options}
-        self._task: Any = None
+        self.task: Any = None
         self._is_ours = False
         self._left_out = LeftOut(self.name, "ClearML keeps numbers only", "its logger's report_text, report_image")
 
     def start(self) -> None:
         from clearml import Task
 
-        self._task = Task.current_task()
-        self._is_ours = self._task is None
+        self.task = Task.current_task()
+        self._is_ours = self.task is None
         if self._is_ours:
-            self._task = Task.init(**self._options)
+            self.task = Task.init(**self._options)
 
     @property
     def tracker(self) -> Any:
         """The `clearml.Task`."""
-        return self._task
+        return self.task
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        self._task.connect_configuration(dict(values))
+        self.task.connect_configuration(dict(values))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        logger = self._task.get_logger()
+        logger = self.task.get_logger()
         for name, value in self._left_out.rest(values, lambda value: isinstance(value, Number)).items():
             if step is None:
                 logger.report_single_value(name=name, value=value, **options)
             else:
-                beginning, _, rest = name.partition("_")
-                title, series = (rest, beginning) if beginning in _SERIES and rest else (name, _SERIES[0])
-                logger.report_scalar(title=title, series=series, value=value, iteration=step, **options)
+                logger.report_scalar(**_place(name), value=value, iteration=step, **options)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Keep pictures by name, each an array or a PIL image. options: those of `clearml.Logger.report_image`."""
+        logger = self.task.get_logger()
+        for name, image in values.items():
+            logger.report_image(**_place(name), iteration=step, image=image, **options)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Keep a table: a DataFrame, or rows with names of their columns, which are the first row without `columns`.
+
+        options: those of `clearml.Logger.report_table`.
+
+        Raises:
+            ValueError: neither rows nor a DataFrame.
+        """
+        if dataframe is None and data is None:
+            raise ValueError("log_table() needs data=, a list of rows, or dataframe=")
+        table = dataframe if dataframe is not None else [*([list(columns)] if columns else []), *(data or ())]
+        self.task.get_logger().report_table(**_place(table_name), table_plot=table, iteration=step, **options)
 
     def finish(self) -> None:
         if self._is_ours:
-            self._task.close()
+            self.task.close()
+
+
+def _place(name: str) -> dict[str, str]:
+    """The plot and its series that keep what is called `name`.
+
+    >>> _place("eval_loss")
+    {'title': 'loss', 'series': 'eval'}
+    """
+    beginning, _, rest = name.partition("_")
+    title, series = (rest, beginning) if beginning in _SERIES and rest else (name, _SERIES[0])
+    return {"title": title, "series": series}

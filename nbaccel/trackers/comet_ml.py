@@ -15,38 +15,40 @@ __all__ = ["Comet"]
 class Comet(GeneralTracker):
     """An experiment of the project ``project_name``; ``init_kwargs={"comet_ml": {…}}`` goes to `comet_ml.start`.
 
-    A number is a metric, a mapping of numbers several; anything else is kept as text.
+    A number is a metric, a mapping of numbers several; anything else is kept as text. The experiment is `writer`, as in
+    Accelerate.
     """
 
     name = "comet_ml"
     package = pip_name = "comet_ml"
 
     def __init__(self, project_name: str, logging_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        self.run_name = project_name
         self._options = {"project_name": project_name, **options}
-        self._experiment: Any = None
+        self.writer: Any = None
 
     def start(self) -> None:
         import comet_ml
 
-        self._experiment = comet_ml.start(**self._options)
+        self.writer = comet_ml.start(**self._options)
 
     @property
     def tracker(self) -> Any:
         """The experiment of `comet_ml`."""
-        return self._experiment
+        return self.writer
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        self._experiment.log_parameters(dict(values))
+        self.writer.log_parameters(dict(values))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, value in values.items():
             if isinstance(value, Number):
-                self._experiment.log_metric(name, value, step=step, **options)
+                self.writer.log_metric(name, value, step=step, **options)
             elif isinstance(value, Mapping):
-                self._experiment.log_metrics(dict(value), step=step, **options)
+                self.writer.log_metrics(dict(value), step=step, **options)
             else:
-                self._experiment.log_other(name, value, **options)
+                self.writer.log_other(name, value, **options)
 
     def finish(self) -> None:
-        if self._experiment is not None:
-            self._experiment.end()
+        if self.writer is not None:
+            self.writer.end()

@@ -16,7 +16,7 @@ class DVCLive(GeneralTracker):
     """An experiment of DVC; ``init_kwargs={"dvclive": {…}}`` goes to `dvclive.Live`, or is ``{"live": one of yours}``.
 
     It writes into the folder `dvclive`, or into that of ``{"dir": …}``; ``project_name`` has no place there. Values
-    that are no metrics are left out, and a warning names them.
+    that are no metrics are left out, and a warning names them. The `dvclive.Live` is `live`, as in Accelerate.
     """
 
     name = "dvclive"
@@ -29,33 +29,33 @@ class DVCLive(GeneralTracker):
         live: Any = None,
         **options: Any,
     ) -> None:
-        self._live = live
+        self.live = live
         self._options = options
         self._left_out = LeftOut(self.name, "DVCLive keeps numbers and texts only", "its own log_image, log_plot")
 
     def start(self) -> None:
         import dvclive
 
-        if self._live is None:
-            self._live = dvclive.Live(**self._options)
+        if self.live is None:
+            self.live = dvclive.Live(**self._options)
 
     @property
     def tracker(self) -> Any:
         """The `dvclive.Live`."""
-        return self._live
+        return self.live
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        self._live.log_params(dict(values))
+        self.live.log_params(dict(values))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         from dvclive.plots import Metric
 
         if step is not None:
-            self._live.step = step
+            self.live.step = step
         for name, value in self._left_out.rest(values, Metric.could_log).items():
-            self._live.log_metric(name, value, **options)
-        self._live.next_step()
+            self.live.log_metric(name, value, **options)
+        self.live.next_step()
 
     def finish(self) -> None:
-        if self._live is not None:
-            self._live.end()
+        if self.live is not None:
+            self.live.end()

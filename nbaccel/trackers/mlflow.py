@@ -22,29 +22,29 @@ class MLflow(GeneralTracker):
     """A run of the experiment ``project_name``; ``init_kwargs={"mlflow": {…}}`` goes to `mlflow.start_run`.
 
     It writes where MLFLOW_TRACKING_URI or `mlflow.set_tracking_uri` say. Only numbers are metrics there; other
-    values are left out, and one warning names them.
+    values are left out, and one warning names them. The run is `active_run`, as in Accelerate.
     """
 
     name = "mlflow"
     package = "mlflow"
 
     def __init__(self, project_name: str, logging_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        self._project_name = project_name
+        self.experiment_name = project_name
         self._options = options
-        self._run: Any = None
+        self.active_run: Any = None
         self._left_out = LeftOut(self.name, "MLflow keeps numbers only", "mlflow's own log_text, log_figure")
 
     def start(self) -> None:
         import mlflow
 
         self._mlflow = mlflow
-        mlflow.set_experiment(self._project_name)
-        self._run = mlflow.start_run(**self._options)
+        mlflow.set_experiment(self.experiment_name)
+        self.active_run = mlflow.start_run(**self._options)
 
     @property
     def tracker(self) -> Any:
         """The `mlflow.ActiveRun`."""
-        return self._run
+        return self.active_run
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         parameters = iter({name: str(value)[:_PARAM_LENGTH] for name, value in values.items()}.items())
@@ -56,6 +56,18 @@ class MLflow(GeneralTracker):
         numbers = {name: float(value) for name, value in kept.items()}
         self._mlflow.log_metrics(numbers, step=step, **options)
 
+    def log_figure(self, figure: Any, artifact_file: str, **options: Any) -> None:
+        """Keep a figure of matplotlib or plotly as the file ``artifact_file`` of the run."""
+        self._mlflow.log_figure(figure=figure, artifact_file=artifact_file, **options)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Keep a file, in the folder ``artifact_path`` of the run."""
+        self._mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Keep all files of a folder, in the folder ``artifact_path`` of the run."""
+        self._mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+
     def finish(self) -> None:
-        if self._run is not None:
+        if self.active_run is not None:
             self._mlflow.end_run()

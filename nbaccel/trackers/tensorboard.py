@@ -16,7 +16,8 @@ class TensorBoard(GeneralTracker):
     """Event files in ``<logging_dir>/<project_name>/``.
 
     A number is a scalar, a string a text, a mapping of numbers several scalars of one chart, a tensor or an array
-    a histogram. ``init_kwargs={"tensorboard": {…}}`` goes to `torch.utils.tensorboard.SummaryWriter`.
+    a histogram. ``init_kwargs={"tensorboard": {…}}`` goes to `torch.utils.tensorboard.SummaryWriter`, which is
+    `writer`, as in Accelerate.
     """
 
     name = "tensorboard"
@@ -24,39 +25,45 @@ class TensorBoard(GeneralTracker):
     package = "tensorboard"
 
     def __init__(self, project_name: str, logging_dir: str | os.PathLike[str], **options: Any) -> None:
+        self.run_name = project_name
         self.folder = os.path.join(logging_dir, project_name)
         self._options = options
-        self._writer: Any = None
+        self.writer: Any = None
 
     def start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(self.folder, **self._options)
+        self.writer = SummaryWriter(self.folder, **self._options)
 
     @property
     def tracker(self) -> Any:
         """The `SummaryWriter`."""
-        return self._writer
+        return self.writer
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         # "." keeps the hyperparameters in this run; without it they would be a run of their own.
-        self._writer.add_hparams({name: _hparam(value) for name, value in values.items()}, {}, run_name=".")
-        self._writer.flush()
+        self.writer.add_hparams({name: _hparam(value) for name, value in values.items()}, {}, run_name=".")
+        self.writer.flush()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, value in values.items():
             if isinstance(value, str):
-                self._writer.add_text(name, value, step, **options)
+                self.writer.add_text(name, value, step, **options)
             elif isinstance(value, Mapping):
-                self._writer.add_scalars(name, value, step, **options)
+                self.writer.add_scalars(name, value, step, **options)
             elif isinstance(value, Number):
-                self._writer.add_scalar(name, value, step, **options)
+                self.writer.add_scalar(name, value, step, **options)
             elif value is not None:
-                self._writer.add_histogram(name, value, step, **options)
+                self.writer.add_histogram(name, value, step, **options)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Keep pictures by name: arrays of shape ``(N, 3, H, W)``, or as ``dataformats="NHWC"`` says."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, step, **options)
 
     def finish(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 def _hparam(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +17,7 @@ class WeightsAndBiases(GeneralTracker):
 
     Its files go where wandb puts them: WANDB_DIR, the current folder, or ``init_kwargs={"wandb": {"dir": …}}``.
     Its rows are numbered by wandb unless the program gives a step: wandb drops rows whose step is not above the
-    one before.
+    one before. The run is `run`, as in Accelerate.
     """
 
     name = "wandb"
@@ -25,26 +25,45 @@ class WeightsAndBiases(GeneralTracker):
     numbers_steps = True
 
     def __init__(self, project_name: str, logging_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        self.run_name = project_name
         self._options = {"project": project_name, **options}
-        self._run: Any = None
+        self.run: Any = None
 
     def start(self) -> None:
-        self._run = self._library().init(**self._options)
+        self.run = self._library().init(**self._options)
 
     @property
     def tracker(self) -> Any:
         """The run, a `wandb.Run`."""
-        return self._run
+        return self.run
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        self._run.config.update(dict(values), allow_val_change=True)
+        self.run.config.update(dict(values), allow_val_change=True)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        self._run.log(dict(values), step=step, **options)
+        self.run.log(dict(values), step=step, **options)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Keep lists of pictures by name, each an array or a PIL image."""
+        kind = self._library().Image
+        self.log({name: [kind(image) for image in images] for name, images in values.items()}, step, **options)
 
     def finish(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        if self.run is not None:
+            self.run.finish()
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Keep a table: rows with the names of their columns, or a DataFrame."""
+        table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step, **options)
 
     def _library(self) -> Any:
         return import_module(str(self.package))

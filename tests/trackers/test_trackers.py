@@ -216,10 +216,13 @@ def test_tensorboard_keeps_texts_charts_and_histograms(tmp_path: Path) -> None:
     tracker = build("digits", tmp_path)
     tracker.start()
     tracker.log({"note": "hello", "weights": torch.arange(10.0), "both": {"train": 1.0, "test": 2.0}}, step=1)
+    tracker.log_images({"seen": torch.zeros(1, 4, 4, 3)}, step=1, dataformats="NHWC")
+    assert tracker.writer is tracker.tracker
     tracker.finish()
     events = EventAccumulator(str(tmp_path / "digits"))
     events.Reload()
     assert events.Tags()["histograms"] == ["weights"]
+    assert events.Tags()["images"] == ["seen"]
     assert events.Tags()["tensors"] == ["note/text_summary"]
     assert {path.name for path in (tmp_path / "digits").iterdir() if path.is_dir()} == {"both_train", "both_test"}
 
@@ -248,7 +251,6 @@ def test_mlflow_is_given_parameters_in_pieces_and_numbers_only(monkeypatch: pyte
     with pytest.warns(UserWarning, match=r"MLflow keeps numbers only; not logged: note\. For texts"):
         tracker.log({"loss": 1, "note": "text"}, step=3)
     tracker.log({"note": "text"}, step=4)  # said once
-    tracker.finish()
     assert api.calls[:2] == [
         ("set_experiment", "digits"),
         ("start_run", {"run_name": "first", "tags": {"a": "b"}}),
@@ -257,6 +259,16 @@ def test_mlflow_is_given_parameters_in_pieces_and_numbers_only(monkeypatch: pyte
     assert [len(some) for some in parameters] == [100, 50]
     assert {len(value) for some in parameters for value in some.values()} == {6000}
     assert ("log_metrics", {"loss": 1.0}, {"step": 3}) in api.calls
+    assert tracker.active_run is tracker.tracker
+    tracker.log_figure("a figure", "figure.png")
+    tracker.log_artifact("model.safetensors", "models")
+    tracker.log_artifacts("models")
+    assert api.calls[-3:] == [
+        ("log_figure", {"figure": "a figure", "artifact_file": "figure.png"}),
+        ("log_artifact", {"local_path": "model.safetensors", "artifact_path": "models"}),
+        ("log_artifacts", {"local_dir": "models", "artifact_path": None}),
+    ]
+    tracker.finish()
     assert api.calls[-1] == ("end_run",)
 
 
@@ -329,6 +341,34 @@ SERVICES: dict[str, list[Any]] = {
 }
 """What each library is asked for when a program logs a number and a text."""
 
+HELD = {
+    "aim": "writer",
+    "clearml": "task",
+    "comet_ml": "writer",
+    "dvclive": "live",
+    "mlflow": "active_run",
+    "swanlab": "run",
+    "tensorboard": "writer",
+    "trackio": "run",
+    "wandb": "run",
+}
+"""What a tracker writes to, by the name that programs written for Accelerate use."""
+
+PICTURES: dict[str, list[Any]] = {
+    "aim": [("Image", 1, {"caption": ""}), ("Run().track", {"name": "eval_seen", "step": 3})],
+    "clearml": [
+        ("Task.init().get_logger", {}),
+        (
+            "Task.init().get_logger().report_image",
+            {"title": "seen", "series": "eval", "iteration": 3, "image": 1},
+        ),
+    ],
+    "swanlab": [("Image", 1, {}), ("init().log", {"step": 3})],
+    "trackio": [("Image", 1, {}), ("init().log", {"step": 3})],
+    "wandb": [("Image", 1, {}), ("init().log", {"step": 3})],
+}
+"""What each library is asked for when a program logs a picture, without the picture in its own class."""
+
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
@@ -355,9 +395,43 @@ def test_a_service_is_asked_for_what_a_program_logs(library: Callable[[str], lis
     tracker.start()
     tracker.store_init_configuration(LR)
     tracker.log({"eval_loss": 0.5, "note": "first"}, step=3)
-    assert tracker.tracker is not None
+    assert tracker.tracker is getattr(tracker, HELD[name])
     tracker.finish()
     assert calls == SERVICES[name]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_service_is_asked_to_keep_pictures(library: Callable[[str], list[Any]], name: str) -> None:
+    calls = library(name)
+    build: Any = find_tracker(name)
+    tracker = build("digits", "runs")
+    tracker.start()
+    before = len(calls)
+    tracker.log_images({"eval_seen": 1 if name in ("aim", "clearml") else [1]}, step=3)
+    plain = [tuple(part for part in call if type(part) is not dict or not _has_pictures(part)) for call in calls]
+    plain = [tuple(part for part in call if not isinstance(part, _Library)) for call in plain]
+    assert plain[before:] == PICTURES[name]
+
+
+def _has_pictures(values: dict[str, Any]) -> bool:
+    return any(isinstance(value, list) for value in values.values())
+
+
+@pytest.mark.parametrize("name", ["clearml", "wandb"])
+def test_a_service_is_asked_to_keep_tables(library: Callable[[str], list[Any]], name: str) -> None:
+    calls = library(name)
+    build: Any = find_tracker(name)
+    tracker = build("digits", "runs")
+    tracker.start()
+    tracker.log_table("answers", columns=["of"], data=[[1]], step=3)
+    if name == "wandb":
+        assert calls[-2] == ("Table", {"columns": ["of"], "data": [[1]], "dataframe": None})
+        assert calls[-1][0] == "init().log"
+    else:
+        place = {"title": "answers", "series": "train", "iteration": 3}
+        assert calls[-1] == ("Task.init().get_logger().report_table", {"table_plot": [["of"], [1]], **place})
+        with pytest.raises(ValueError, match=r"^log_table\(\) needs data="):
+            tracker.log_table("answers")
 
 
 def test_a_task_of_clearml_that_the_program_made_is_used_and_left_open(
@@ -434,3 +508,5 @@ def test_accelerates_name_of_a_tracker_is_the_class_that_log_with_takes(theirs: 
     assert kind is find_tracker(ours)
     assert issubclass(kind, tracking.GeneralTracker)
     assert theirs in dir(tracking)
+    accelerates = getattr(importlib.import_module("accelerate.tracking"), theirs)
+    assert [name for name in dir(accelerates) if not name.startswith("_") and not hasattr(kind, name)] == []
