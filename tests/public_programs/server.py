@@ -11,6 +11,7 @@ unless a module in MODULE imports it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -63,7 +64,8 @@ def serve(path: str) -> None:
             events.unregister(ended)
             status = _end(key.data)
             if key.fileobj == ended:
-                client.send(str(status).encode())
+                with contextlib.suppress(ConnectionError):  # a client that took too long has been killed meanwhile
+                    client.send(str(status).encode())
             client.close()
             os.close(ended)
     for child in running:
