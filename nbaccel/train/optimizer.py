@@ -69,6 +69,11 @@ class PreparedOptimizer(Optimizer):
             self._note(self._tells())
         return self._was_skipped
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """That of the Accelerator, with ``mixed_precision="fp16"``; trainers put its state into files of their own."""
+        return getattr(self._precision, "scaler", None)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         window = self.accumulation.window
         if not window.sync:

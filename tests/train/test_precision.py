@@ -407,6 +407,14 @@ def test_the_scaler_is_there_for_fp16_only() -> None:
     assert scaler.get_scale() == 8.0
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_prepared_optimizer_has_the_accelerators_scaler(precision: str) -> None:
+    accelerator = Accelerator(mixed_precision=precision)
+    optimizer: Any = accelerator.prepare(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
+    assert optimizer.scaler is accelerator.scaler
+    assert (optimizer.scaler is None) is (precision == "no")
+
+
 def test_a_scaler_that_is_switched_off_leaves_losses_as_they_are() -> None:
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
     model = torch.nn.Linear(1, 1, bias=False)
