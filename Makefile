@@ -128,7 +128,7 @@ NAMES ?=
 ONLY ?=
 
 programs: $(VENV)/.dev
-	@test -n '$(FOLDER)' || { echo 'make programs FOLDER=...: the folder with programs.toml, see tests/public_programs'; exit 2; }
+	@test -n '$(FOLDER)' || { echo 'make programs FOLDER=...: where public programs lie, see tests/public_programs/__main__.py'; exit 2; }
 	PYTHONPATH=tests $(PROGRAMS_PYTHON) -m public_programs '$(FOLDER)' --part '$(PART)' $(NAMES:%=--names '%') \
 	    $(ONLY:%=--only %)
 

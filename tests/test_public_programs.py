@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from public_programs import server as server_module
+from public_programs.__main__ import main
 from public_programs.copies import change_import, notebook_script, with_settings
-from public_programs.manifest import Program, read_manifest
+from public_programs.manifest import DRIVERS, STAND_INS, Manifest, Program, read_manifest
 from public_programs.runs import Run, Runner, last_words, runs_of
 from public_programs.table import Comparison, table
 
@@ -35,40 +36,62 @@ for step in range(STEPS):
 assert sys.argv[1:] == ["--really"]
 """
 
-MANIFEST = """
-preload = ["torch", "no_such_module"]
-
-[[program]]
-name = "line"
-repository = "someone/lines"
-commit = "0"
-path = "train.py"
-settings = { STEPS = "3" }
-arguments = ["--really"]
-"""
+LINE = Program(
+    "line", "someone/lines", "0", "train.py", settings={"STEPS": "3"}, arguments=["--really"], needs=["someone/library"]
+)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    repository = tmp_path / "repositories" / "someone+lines"
-    repository.mkdir(parents=True)
-    (repository / "train.py").write_text(PROGRAM, encoding="utf-8")
-    (tmp_path / "programs.toml").write_text(MANIFEST, encoding="utf-8")
-    return tmp_path
+def manifest(tmp_path: Path) -> Manifest:
+    manifest = Manifest(tmp_path, [LINE], ["torch", "no_such_module"], {"someone/library": "1"})
+    for name in ("someone/lines", "someone/library"):
+        manifest.repository(name).mkdir(parents=True)
+    (manifest.repository(LINE.repository) / "train.py").write_text(PROGRAM, encoding="utf-8")
+    return manifest
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_program_is_run_with_both_libraries_and_compared(folder: Path) -> None:
+def test_a_program_is_run_with_both_libraries_and_compared(manifest: Manifest) -> None:
     pytest.importorskip("accelerate")
-    manifest = read_manifest(folder)
-    runs = [Run(manifest.programs[0], library, "plain", 1) for library in ("accelerate", "nbaccel")]
+    folder = manifest.folder
+    runs = [Run(LINE, library, "plain", 1) for library in ("accelerate", "nbaccel")]
     with Runner(manifest) as runner:
         theirs, ours = map(runner.carry_out, runs)
     assert [(optimizer["name"], optimizer["steps"]) for optimizer in ours["ranks"][0]["optimizers"]] == [("SGD", 3)]
     assert Comparison(runs[1], theirs, ours).verdict() == "3 losses equal, parameters equal"
     assert "from nbaccel import" in (folder / "copies/nbaccel/someone+lines/train.py").read_text(encoding="utf-8")
     assert (folder / "repositories/someone+lines/train.py").read_text(encoding="utf-8") == PROGRAM
+
+
+def test_what_the_programs_name_lies_here_and_nothing_else(tmp_path: Path) -> None:
+    manifest = read_manifest(tmp_path)
+    programs = manifest.programs
+    assert len({program.name for program in programs}) == len(programs)
+    commits = {(program.repository, program.commit) for program in programs}
+    assert len({repository for repository, _ in commits}) == len(commits)  # they share a folder
+    assert {program.driver for program in programs if program.driver} == {path.name for path in DRIVERS.glob("*.py")}
+    stand_ins = {f"{name}.py" for program in programs for name in program.stand_ins}
+    assert stand_ins == {path.name for path in STAND_INS.glob("*.py")}
+    assert {name for program in programs for name in program.needs} == manifest.commits.keys()
+
+
+def test_a_repository_that_is_missing_is_cloned_at_its_commit(manifest: Manifest) -> None:
+    assert manifest.clone_commands([LINE]) == []
+    missing = Manifest(manifest.folder / "a folder", [LINE], commits=manifest.commits)
+    [library, lines] = missing.clone_commands([LINE])
+    path = f"'{missing.folder}/repositories/someone+library'"
+    assert f"clone --no-checkout https://github.com/someone/library {path} " in library
+    assert library.endswith(f"git -C {path} checkout --quiet 1")
+    assert lines.endswith("+lines' checkout --quiet 0")
+
+
+def test_what_is_missing_is_said_before_anything_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--names", "palm,spin"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("git clone") == 3
+    assert captured.err == "3 repositories are missing: `| sh` fetches them\n"
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_a_server_has_forked_ends_with_it(tmp_path: Path) -> None:

@@ -5,11 +5,24 @@
     make programs FOLDER=/tmp/programs ONLY=accelerate     which programs work there: the table of names
     make programs FOLDER=/tmp/programs NAMES=ddpm,imagen   some of them, again
 
-The programs are not ours and no part of this repository; they lie in FOLDER (`manifest.py` says how). The result of
-every run is added to `results/accelerate.json` or `results/nbaccel-COMMIT.json` there as soon as it ends. A run that
-has a result is not repeated: an interrupted call goes on where it stopped, several may run side by side, and each
-commit has results of its own. What fails with Accelerate is not tried with nbaccel. Ends with 1 where a program that
-works with Accelerate does not work with nbaccel.
+`programs.toml` says what they are and how each is called. They are not ours and no part of this repository: FOLDER has
+`repositories`, with those that are called and what they need, and whatever is made of them.
+
+From nothing, in a clone of nbaccel; `torch` for CPUs is enough:
+
+    python3.11 -m venv ../python
+    ../python/bin/pip install -e '.[dev]' -r tests/public_programs/requirements.txt -c constraints.txt
+    make programs FOLDER=../programs PROGRAMS_PYTHON=../python/bin/python | sh     prints how to clone what is missing
+    make programs FOLDER=../programs PROGRAMS_PYTHON=../python/bin/python
+
+The last makes `hub` in FOLDER first, the tiny models and data that the programs read (`hub.py`; it is kept, and made
+anew when it is deleted), and then runs each program in a directory of its own below `work`.
+
+The result of every run is added to `results/accelerate.json` or `results/nbaccel-COMMIT.json` there as soon as it ends.
+A run that has a result is not repeated: an interrupted call goes on where it stopped, several may run side by side, and
+each commit has results of its own. Results compare within one `hub`: delete them with it. What fails with Accelerate is
+not tried with nbaccel. Ends with 1 where a program that works with Accelerate does not work with nbaccel, and with 2
+where a repository is missing.
 """
 
 from __future__ import annotations
@@ -70,6 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         programs = [program for program in programs if program.name in options.names.split(",")]
     libraries = [options.only] if options.only else ["accelerate", "nbaccel"]
     if not options.table:
+        if commands := manifest.clone_commands(programs):
+            print("mkdir -p", folder / "repositories")
+            print("\n".join(commands))
+            print(f"{len(commands)} repositories are missing: `| sh` fetches them", file=sys.stderr)
+            return 2
+        if not (folder / "hub").is_dir():
+            from public_programs.hub import make_hub  # it imports what most programs import
+
+            make_hub(folder / "hub")
         wanted = [run for program in programs for library in libraries for run in runs_of(program, library)]
         wanted.sort(key=lambda run: run.key != run.reference)  # every program before the other starters of some
         missing = [run for run in wanted if options.names or not results[run.library].get(run, run.key)]

@@ -57,7 +57,8 @@ def copy_of(repository: Path, copies: Path, library: str) -> Path:
         return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f"{copy.name}.", dir=copy.parent))
-    shutil.copytree(repository, unfinished, symlinks=True, dirs_exist_ok=True)
+    without_history = shutil.ignore_patterns(".git")
+    shutil.copytree(repository, unfinished, symlinks=True, ignore=without_history, dirs_exist_ok=True)
     for path in unfinished.rglob("*.py"):
         if path.is_file() and not path.is_symlink():
             text = path.read_text(encoding="utf-8", errors="surrogateescape")

@@ -1,28 +1,35 @@
-"""The public programs of a folder: `programs.toml` names them, and says how each is called.
+"""The public programs: `programs.toml` names them, and says how each is called.
 
     preload = ["transformers", "datasets"]      # what most programs import; modules that are missing are left out
 
+    [commits]
+    "lucidrains/pytorch-custom-utils" = "a452e954eb47"   # what programs need beside their own repository
+
     [[program]]
     name = "nlp_example"                        # unique
-    repository = "huggingface/accelerate"       # its files lie in repositories/huggingface+accelerate
-    commit = "16cb6eb8"
+    repository = "huggingface/accelerate"       # its files lie in repositories/huggingface+accelerate of the folder
+    commit = "16cb6eb80dd9"
     path = "examples/nlp_example.py"            # a script, or a notebook: its code cells are run
     arguments = ["--cpu"]
 
-The other keys are the fields of `Program`. Beside the repositories lie `drivers` (scripts that call a repository that
-is a library only), `stand_ins` (modules that a program imports first, to replace models and data that would be
-downloaded) and `hub` (files and folders that every program finds in its working directory).
+The other keys are the fields of `Program`. `drivers` beside this file has scripts that call a repository that is a
+library only, and `stand_ins` the modules that a program imports first, to replace models and data that would be
+downloaded.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shlex
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-__all__ = ["Manifest", "Program", "read_manifest"]
+__all__ = ["DRIVERS", "STAND_INS", "Manifest", "Program", "read_manifest"]
 
+_HERE = Path(__file__).parent
+DRIVERS, STAND_INS = _HERE / "drivers", _HERE / "stand_ins"
 
 _IS_NO_CALL = {"name", "starters", "timeout_s", "steps_follow_losses"}
 """Fields of a program that do not change what it computes."""
@@ -72,22 +79,34 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """The programs, and the folder with their repositories, in which they are run.
+
+    commits: of the repositories that programs need beside their own.
+    """
+
     folder: Path
     programs: list[Program]
-    preload: list[str]
+    preload: list[str] = field(default_factory=list)
+    commits: dict[str, str] = field(default_factory=dict)
+
+    def repository(self, name: str) -> Path:
+        return self.folder / "repositories" / name.replace("/", "+")
+
+    def clone_commands(self, programs: Sequence[Program]) -> list[str]:
+        """Return a shell line for each repository of `programs` that the folder lacks."""
+        commits = {program.repository: program.commit for program in programs}
+        commits |= {name: self.commits[name] for program in programs for name in program.needs}
+        lines = []
+        for name, commit in sorted(commits.items()):
+            if not self.repository(name).is_dir():
+                path = shlex.quote(str(self.repository(name)))
+                clone = f"git clone --no-checkout https://github.com/{name} {path}"
+                lines.append(f"{clone} && git -C {path} checkout --quiet {commit}")
+        return lines
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """
-    Raises:
-        ValueError: two programs have one name, or a repository is not in the folder.
-    """
-    manifest = tomllib.loads((folder / "programs.toml").read_text(encoding="utf-8"))
+    """Return the programs of `programs.toml`, to be run in `folder`."""
+    manifest = tomllib.loads((_HERE / "programs.toml").read_text(encoding="utf-8"))
     programs = [Program(**entry) for entry in manifest["program"]]
-    names = [program.name for program in programs]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"two programs of {folder} are named {', '.join(sorted(twice))}")
-    wanted = {name for program in programs for name in (program.repository, *program.needs)}
-    if missing := {name for name in wanted if not (folder / "repositories" / name.replace("/", "+")).is_dir()}:
-        raise ValueError(f"{folder / 'repositories'} lacks {', '.join(sorted(missing))}")
-    return Manifest(folder, programs, manifest.get("preload", []))
+    return Manifest(folder, programs, manifest["preload"], manifest["commits"])

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed.run as torchrun
 
 from public_programs.copies import change_import, copy_of, notebook_script, with_settings
-from public_programs.manifest import Manifest, Program
+from public_programs.manifest import DRIVERS, STAND_INS, Manifest, Program
 from public_programs.server import end_session
 
 __all__ = ["STARTERS", "Run", "Runner", "last_words", "runs_of"]
@@ -79,6 +79,7 @@ class Runner:
     """Carries out the runs of a folder, one after the other; owns the server that their processes are forked from."""
 
     def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
         self._folder = manifest.folder
         self._private = tempfile.TemporaryDirectory(prefix="programs-")
         self._socket = Path(self._private.name, "server")
@@ -141,7 +142,7 @@ class Runner:
         imports = [
             *(copies[0] / place for place in program.imports),
             *copies[1:],
-            self._folder / "stand_ins",
+            STAND_INS,
             _HERE.parents[1],
         ]
         environ = {**self._environ, "PYTHONPATH": os.pathsep.join(map(str, imports)), **program.environ}
@@ -161,15 +162,14 @@ class Runner:
         return result
 
     def _copy(self, repository: str, library: str) -> Path:
-        lies = self._folder / "repositories" / repository.replace("/", "+")
-        return copy_of(lies, self._folder / "copies", library)
+        return copy_of(self._manifest.repository(repository), self._folder / "copies", library)
 
     def _script(self, run: Run, copy: Path, work: Path) -> Path:
         """The program's file in the copy, or its driver, whose import is changed like the program's."""
         program = run.program
         if program.driver:
             script = work / program.driver
-            source = (self._folder / "drivers" / program.driver).read_text(encoding="utf-8")
+            source = (DRIVERS / program.driver).read_text(encoding="utf-8")
             script.write_text(change_import(source, run.library), encoding="utf-8")
             return script
         script = copy / program.path
