@@ -94,8 +94,19 @@ def test_what_is_missing_is_said_before_anything_is_run(tmp_path: Path, capsys: 
     assert not any(tmp_path.iterdir())
 
 
-def test_what_a_server_has_forked_ends_with_it(tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text("import time; print('here', flush=True); time.sleep(600)", encoding="utf-8")
+WAITS = "import time; print('here', flush=True); time.sleep(600)"
+STARTS_A_SESSION = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {WAITS!r}], start_new_session=True)
+"""
+
+
+@pytest.mark.parametrize("program", [WAITS, STARTS_A_SESSION])
+@pytest.mark.parametrize("ends_first", ["server", "client"])
+def test_what_a_server_has_forked_ends_with_it_and_with_the_client(
+    tmp_path: Path, program: str, ends_first: str
+) -> None:
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
     server = subprocess.Popen(
         [sys.executable, server_module.__file__, str(tmp_path / "socket")],
         stdin=subprocess.PIPE,
@@ -104,15 +115,19 @@ def test_what_a_server_has_forked_ends_with_it(tmp_path: Path) -> None:
     while not (tmp_path / "socket").exists():
         assert server.poll() is None
     client = subprocess.Popen(
-        [sys.executable, str(CLIENT), str(tmp_path / "socket"), "waits.py"],
+        [sys.executable, str(CLIENT), str(tmp_path / "socket"), "program.py"],
         cwd=tmp_path, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert client.stdout is not None
     assert client.stdout.readline() == "here\n"
-    server.communicate()
+    if ends_first == "client":
+        client.kill()
+    else:
+        server.communicate()
     assert client.stdout.read() == ""  # nobody has it open any more
-    assert client.wait() == 1
+    client.wait()
     client.stdout.close()
+    server.communicate()
 
 
 def test_the_last_words_are_those_of_the_program_and_not_of_its_starter() -> None:

@@ -8,21 +8,22 @@
 `programs.toml` says what they are and how each is called. They are not ours and no part of this repository: FOLDER has
 `repositories`, with those that are called and what they need, and whatever is made of them.
 
-From nothing, in a clone of nbaccel; `torch` for CPUs is enough:
+From nothing, in a clone of nbaccel; a torch for CPUs is enough:
 
     python3.11 -m venv ../python
     ../python/bin/pip install -e '.[dev]' -r tests/public_programs/requirements.txt -c constraints.txt
-    make programs FOLDER=../programs PROGRAMS_PYTHON=../python/bin/python | sh     prints how to clone what is missing
+    ../python/bin/pip install --no-deps dctorch==0.1.2
+    PYTHONPATH=tests ../python/bin/python -m public_programs ../programs | sh      clones the repositories
     make programs FOLDER=../programs PROGRAMS_PYTHON=../python/bin/python
 
-The last makes `hub` in FOLDER first, the tiny models and data that the programs read (`hub.py`; it is kept, and made
-anew when it is deleted), and then runs each program in a directory of its own below `work`.
+Where repositories are missing, the tool prints the lines that clone them at their commits, and runs nothing. Before the
+first run it makes `hub` in FOLDER (`hub.py`): tiny models and data that the programs find in their working directories.
 
 The result of every run is added to `results/accelerate.json` or `results/nbaccel-COMMIT.json` there as soon as it ends.
 A run that has a result is not repeated: an interrupted call goes on where it stopped, several may run side by side, and
-each commit has results of its own. Results compare within one `hub`: delete them with it. What fails with Accelerate is
-not tried with nbaccel. Ends with 1 where a program that works with Accelerate does not work with nbaccel, and with 2
-where a repository is missing.
+each commit has results of its own. They are comparable within one `hub` and one set of packages. What fails with
+Accelerate is not tried with nbaccel. Ends with 1 where a program that works with Accelerate does not work with nbaccel,
+and with 2 where a repository is missing.
 """
 
 from __future__ import annotations

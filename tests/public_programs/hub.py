@@ -237,7 +237,7 @@ def stable_diffusion(hub: Path) -> None:
         tokenizer=tokenizer,
         unet=_unet(cross_attention_dim=32, attention_head_dim=8),
         scheduler=diffusers.DDPMScheduler(
-            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
         ),
         safety_checker=None,
         feature_extractor=None,

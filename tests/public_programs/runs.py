@@ -109,8 +109,7 @@ class Runner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        end_session(self._server.pid)
-        self._server.communicate()
+        self._server.communicate()  # its standard input ends: it ends what it has forked, and then itself
         self._private.cleanup()
 
     def carry_out(self, run: Run) -> dict[str, Any]:
@@ -168,7 +167,7 @@ class Runner:
         """The program's file in the copy, or its driver, whose import is changed like the program's."""
         program = run.program
         if program.driver:
-            script = work / program.driver
+            script = work / f"driver_of_{program.name}.py"  # not a name that it imports: it stands first on the path
             source = (DRIVERS / program.driver).read_text(encoding="utf-8")
             script.write_text(change_import(source, run.library), encoding="utf-8")
             return script

@@ -30,10 +30,16 @@ _REQUEST_BYTES = 1 << 20
 
 
 def end_session(leader: int) -> None:
-    """Kill every process of the session of `leader`, which the caller has started and not yet waited for."""
+    """Kill every process of the session of `leader`, which the caller has started, and what descends from `leader`.
+
+    Torchrun starts its ranks in sessions of their own.
+    """
+    descendants: set[int] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and was waited for
+        descendants = {process.pid for process in psutil.Process(leader).children(recursive=True)}
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == leader:
+            if process.pid in descendants or os.getsid(process.pid) == leader:
                 process.send_signal(signal.SIGKILL)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
