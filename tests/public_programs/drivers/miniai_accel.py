@@ -2,7 +2,8 @@
 
 import torch
 from miniai.accel import AccelerateCB
-from miniai.learner import DataLoaders, Learner
+from miniai.datasets import DataLoaders
+from miniai.learner import Learner
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 

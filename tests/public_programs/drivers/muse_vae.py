@@ -4,7 +4,7 @@ import torch
 from muse_maskgit_pytorch import VQGanVAE, VQGanVAETrainer
 
 vae = VQGanVAE(
-    vgg=torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(3 * 32 * 32, 8)),
+    vgg=torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(3 * 64 * 64, 8)),
     dim=16,
     codebook_size=32,
     layers=2,
@@ -12,7 +12,7 @@ vae = VQGanVAE(
 )
 trainer = VQGanVAETrainer(
     vae=vae,
-    image_size=32,
+    image_size=64,
     folder="files/pictures",
     batch_size=4,
     grad_accum_every=2,
