@@ -43,7 +43,7 @@ from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
 from nbaccel.train.gate import make_gate
 from nbaccel.train.gradient_state import GradientState
 from nbaccel.train.handlers import Handlers, KwargsHandler
-from nbaccel.train.implicit import step_back
+from nbaccel.train.implicit import step_back, step_under_way
 from nbaccel.train.memory import Freed, free
 from nbaccel.train.microbatch.sizes import MicroBatches
 from nbaccel.train.models import keep_compiled
@@ -226,7 +226,8 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         return self.state.collectives
 
     def _step_under_way(self) -> int:
-        return self._accumulation.clock.step
+        unprepared = step_under_way()
+        return self._accumulation.clock.step if unprepared is None else unprepared
 
     @property
     def mixed_precision(self) -> str:
@@ -353,6 +354,15 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     def _scale_like(self, scaling: dict[str, Any]) -> None:
         if scaling and self._is_equipped:
             self._precision.load_state_dict(scaling)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The last step boundary that was crossed; it moves where this Accelerator trains."""
+        return self._accumulation.clock.place
+
+    @property
+    def _steps_done(self) -> int:
+        return self._accumulation.clock.done
 
     def _count_steps_from(self, step: int) -> None:
         self._accumulation.clock.restart(step)

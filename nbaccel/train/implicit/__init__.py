@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["begin_anew", "forget", "step_back", "when_beginning_anew", "when_stepping_back"]
+__all__ = [
+    "begin_anew",
+    "count_steps_by",
+    "forget",
+    "step_back",
+    "step_under_way",
+    "when_beginning_anew",
+    "when_stepping_back",
+]
 
 _watches: list[Callable[[], None]] = []
 _renewed: list[Callable[[], None]] = []
+_counts: list[Callable[[], int | None]] = []
 
 
 def when_stepping_back(leave: Callable[[], None]) -> None:
@@ -18,6 +27,16 @@ def when_stepping_back(leave: Callable[[], None]) -> None:
 def forget(leave: Callable[[], None]) -> None:
     """`leave` need not be called any more."""
     _watches[:] = [each for each in _watches if each != leave]
+
+
+def count_steps_by(step: Callable[[], int | None] | None) -> None:
+    """Let `step` answer `step_under_way` from now on; None where nothing trains unprepared any more."""
+    _counts[:] = [] if step is None else [step]
+
+
+def step_under_way() -> int | None:
+    """The step of the loop that trains without having prepared anything, 0-based; None where there is none."""
+    return _counts[0]() if _counts else None
 
 
 def when_beginning_anew(begin: Callable[[], None]) -> None:

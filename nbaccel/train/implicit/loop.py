@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbaccel.errors import CannotCut, NotPrepared, RunStopped
 from nbaccel.events import Loss, emit
 from nbaccel.settings import SPLIT, RunSettings
-from nbaccel.train.implicit import forget, when_beginning_anew, when_stepping_back
+from nbaccel.train.implicit import count_steps_by, forget, when_beginning_anew, when_stepping_back
 from nbaccel.train.implicit.averaging import Averaging
 from nbaccel.train.implicit.notices import Notices
 from nbaccel.train.implicit.passes import Passes
@@ -118,6 +118,7 @@ class ImplicitTraining:
         self._is_armed = True
         when_stepping_back(self._step_back)
         when_beginning_anew(self._begin_anew)
+        count_steps_by(lambda: self._steps.under_way)
 
     def end(self) -> None:
         """The program is over: let the ranks end with equal weights.
@@ -258,6 +259,7 @@ class ImplicitTraining:
 
     def _disarm(self) -> None:
         self._is_armed = False
+        count_steps_by(None)
         while self._hooks:
             self._hooks.pop().remove()
         if self._real is not None:

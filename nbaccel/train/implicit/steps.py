@@ -42,6 +42,11 @@ class Steps:
         self.end_step()
 
     @property
+    def under_way(self) -> int | None:
+        """The step that was entered last, 0-based; None where the task has entered none."""
+        return self.count if self.count or self._entered_at is not None else None
+
+    @property
     def done(self) -> int:
         """Steps that are complete."""
         return self.count + (self._entered_at is not None and not self._is_inside)

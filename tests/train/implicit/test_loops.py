@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from nbaccel import Accelerator
 from nbaccel.errors import NotPrepared, RanksFailed
+from nbaccel.events import Event, Metric, outlet
 from nbaccel.launch import functions
 from nbaccel.launch.launcher import Launcher
 from nbaccel.settings import RunSettings
@@ -276,3 +278,30 @@ def test_lengths_that_each_rank_makes_for_its_part_are_said(
     is_alike = total_length is not None
     assert bool(_complaints(loop, ranks, "")) != is_alike
     assert (PADDED in capfd.readouterr().out) != is_alike
+
+
+def _logged() -> tuple[list[Tensor], list[int]]:
+    """Trains without preparing, then prepares; both log without saying a step."""
+    accelerator, events = Accelerator(), list[Event]()
+    model, data = net(), points(16)
+    optimizer = sgd(model)
+    with outlet(events.append):
+        for _ in range(2):
+            for x, y in DataLoader(data, batch_size=8):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                accelerator.log({"before": 1})
+                optimizer.step()
+                accelerator.log({"after": 1})
+        accelerator.log({"accuracy": 0.5})
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+        for x, y in loader:
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            accelerator.log({"loss": 1})
+    return ends(model), [event.step for event in events if isinstance(event, Metric)]
+
+
+def test_what_an_unprepared_loop_logs_belongs_to_its_steps_and_not_all_to_the_first() -> None:
+    for _, steps, _ in run_ranks(2, _in_a_rank, Loop("logged", _logged)):
+        assert steps == [0, 0, 1, 1, 2, 2, 3, 3, 3, *[0, 1]]
