@@ -42,14 +42,14 @@ def renew(source: int, number: int) -> None:
     place = process_group.meeting_place(f"renewal{number}")
     process_group.drop()
     process_group.renew(place.store)
-    survivors.go_on(_take_over(survivors.step, source), source)
+    survivors.go_on(_take_over(survivors.steps, source), source)
 
 
-def _take_over(step: int, source: int) -> int:
-    """Take what is small from rank `source`; returns its number of training steps."""
+def _take_over(steps: list[int], source: int) -> list[int]:
+    """Take what is small from rank `source`; returns how many training steps each of its Accelerators has done."""
     talk = process_group.talk
     if talk is None:  # a group of the program's own, and no Accelerator
-        return step
+        return steps
     trainings = [each._training() for each in process_group.users if each._everything_prepared and each._is_bound]
     counts = talk.announce("the ranks go on together", str(len(trainings)))
     if set(counts) - {"0", "1"} or len(set(counts)) > 1:
@@ -57,11 +57,11 @@ def _take_over(step: int, source: int) -> int:
             f"the ranks cannot go on after they were cut short: {', '.join(counts)} Accelerators have prepared "
             "something in them, by rank, and only one can be followed. %accelerate restart begins anew"
         )
-    states: list[Any] = [step, *map(_state, trainings)]
+    states: list[Any] = [steps, *map(_state, trainings)]
     talk.broadcast_objects(states, source)
     for training, state in zip(trainings, states[1:], strict=True):
         _restore(training, state)
-    taken: int = states[0]
+    taken: list[int] = states[0]
     return taken
 
 

@@ -99,16 +99,17 @@ class _Search:
         while size > 0:
             tried.append(size)
             begin_anew()
+            self._survivors.begin()
             with self._peers.watching(size):
                 attempt = Attempt(self._function, size, self._args, self._kwargs)
             if self._peers.is_done(attempt):
                 self._sizes.fitted(size, attempt.used)
                 return attempt.value
-            lack = attempt.shortage
+            lack, step = attempt.shortage, self._survivors.step
             agreed = self._peers.regroup(functools.partial(self._clean_up, attempt, size))
             if lack is not None:
-                emit(OutOfMemory(agreed.step, lack.place.value, size, agreed.size, size, lack.text))
-            self._survivors.go_on(agreed.step, agreed.source, agreed.scalings)
+                emit(OutOfMemory(step, lack.place.value, size, agreed.size, size, lack.text))
+            self._survivors.go_on(agreed.steps, agreed.source, agreed.scalings)
             size, shortage = agreed.size, agreed.shortage
         self._sizes.nothing_fits()
         raise NoBatchSizeFits(
@@ -126,7 +127,7 @@ class _Search:
         self._survivors.clean_up()
         return Report(
             size=self._way.after(size, shortage),
-            step=self._survivors.step,
+            steps=self._survivors.steps,
             shortage="" if shortage is None else shortage.text,
             obstacle=self._survivors.obstacle,
             keeps=self._survivors.has_replicas,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from nbaccel.aborting import DEVICE_BACKENDS
 from nbaccel.train.executable.rejoining import rejoin_at_next_forward
 from nbaccel.train.executable.watcher import backends
+from nbaccel.train.implicit import step_under_way
 from nbaccel.train.memory import release_unused
 from nbaccel.train.optimizer import PreparedOptimizer
 from nbaccel.train.strategies.lending import is_sharded
@@ -39,19 +41,38 @@ class Survivors:
         self._own_groups = max(0, len(c10d._world.pg_map) - 1)
         self._prepared = [weakref.ref(thing) for thing in _prepared()]
         self._fresh = [weakref.ref(optimizer) for optimizer in _optimizers(_living()) if not optimizer.state]
-        self._accelerators = [weakref.ref(accelerator) for accelerator in process_group.users]
+        self._accelerators = _references()
         self._replicas: list[weakref.ref[DistributedDataParallel]] = []
         self._sharded: set[str] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        """An attempt begins: what trains from now on trains in it."""
+        self._places = weakref.WeakKeyDictionary({each: each._place for each in process_group.users})
 
     @property
     def step(self) -> int:
-        """How many training steps were done in this process; a failed attempt may have done more on some ranks."""
-        return max((each._step_under_way() for each in process_group.users if each._is_bound), default=0)
+        """The training step that the attempt has come to, 0-based. To be asked before `clean_up`."""
+        places = {each: each._place for each in process_group.users if each._is_bound}
+        trained = [place[0] for each, place in places.items() if place != self._places.get(each)]
+        return max(trained, default=step_under_way() or 0)
+
+    @property
+    def steps(self) -> list[int]:
+        """How many training steps each Accelerator has done here; a failed attempt may have done more on some ranks.
+
+        To be asked after `clean_up`, as `scalings`, how each of them scales losses.
+        """
+        return [0 if each is None or not each._is_bound else each._steps_done for each in self._in_order]
 
     @property
     def scalings(self) -> list[dict[str, Any]]:
-        """How the Accelerators scale losses that were there before. To be asked after `clean_up`."""
-        return [{} if (each := reference()) is None else each._scaling for reference in self._accelerators]
+        return [{} if each is None else each._scaling for each in self._in_order]
+
+    @property
+    def _in_order(self) -> list[Any]:
+        """The Accelerators, in the order in which they were made; None for one that is gone."""
+        return [reference() for reference in self._accelerators]
 
     @property
     def obstacle(self) -> str:
@@ -85,6 +106,7 @@ class Survivors:
             accelerator._forget_all_but(known)
         del known
         release_unused()
+        self._accelerators = _references()
         living = _living()
         fresh = {id(optimizer) for reference in self._fresh if (optimizer := reference()) is not None}
         for optimizer in _optimizers(living):
@@ -96,21 +118,27 @@ class Survivors:
         self._replicas = [weakref.ref(thing) for thing in living if isinstance(thing, DistributedDataParallel)]
         self._sharded = {type(thing).__name__ for thing in living if is_sharded(thing)}
 
-    def go_on(self, step: int, source: int = 0, scalings: Sequence[dict[str, Any]] = ()) -> None:
+    def go_on(self, steps: Sequence[int], source: int = 0, scalings: Sequence[dict[str, Any]] = ()) -> None:
         """The next attempt begins, in the new process group where there are several ranks.
 
-        step: training steps to count from, equal on all ranks, so that a run that is stopped stops at the same one.
+        steps: training steps that each Accelerator counts from, equal on all ranks, so that a run that is stopped
+            stops at the same one.
         source: the rank whose weights count.  scalings: its; none to leave them as they are.
         """
-        for reference, scaling in zip(self._accelerators, scalings, strict=False):
-            if (each := reference()) is not None:
+        for each, step, scaling in zip_longest(self._in_order, steps, scalings):
+            if each is None:
+                continue
+            if scaling is not None:
                 each._scale_like(scaling)
-        for accelerator in process_group.users:
-            if accelerator._is_bound:  # not one that the notebook trained with before this rank was forked
-                accelerator._count_steps_from(step)
+            if step is not None and each._is_bound:  # else the notebook trained with it before this rank was forked
+                each._count_steps_from(step)
         for reference in self._replicas:
             if (module := reference()) is not None:
                 rejoin_at_next_forward(module, source)
+
+
+def _references() -> list[weakref.ref[Any]]:
+    return [weakref.ref(accelerator) for accelerator in process_group.users]
 
 
 def _prepared() -> list[Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ _SETTLE_S = 10.0
 class Report:
     """What one rank says between two attempts; of all ranks together, what is agreed.
 
-    size: the batch size that it would try next; 0 to give up.  step: training steps that its Accelerators have done.
+    size: the batch size that it would try next; 0 to give up.
+    steps: how many training steps each of its Accelerators has done; agreed is the most that any rank has.
     shortage: its error, in words; empty for a rank that was only interrupted.
     obstacle: why it cannot try again; empty if it can.
     keeps: whether there are replicas that were made outside of the function.
@@ -61,7 +63,7 @@ class Report:
     """
 
     size: int
-    step: int = 0
+    steps: list[int] = field(default_factory=list)
     shortage: str = ""
     obstacle: str = ""
     keeps: bool = False
@@ -183,9 +185,10 @@ class Together(Alone):
         process_group.renew(self._place.within(f"attempt{self._attempts}/group").store)
         self._collectives = process_group.talk or self._collectives
         shortages = [each.shortage for each in reports if each.shortage]
-        size, step = min(each.size for each in reports), max(each.step for each in reports)
+        size = min(each.size for each in reports)
+        steps = [max(counts) for counts in zip_longest(*(each.steps for each in reports), fillvalue=0)]
         source = min(sound, default=0)
-        return Report(size, step, shortages[0], source=source, scalings=reports[source].scalings)
+        return Report(size, steps, shortages[0], source=source, scalings=reports[source].scalings)
 
     def _has_waited_enough(self, waited_s: float) -> bool:
         """A rank whose device does not let go of it never comes; one that computes on its host may take long."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,7 +182,6 @@ def test_out_of_memory_is_reported_with_the_size_that_comes_next() -> None:
 
     with outlet(seen.append):
         train()
-    seen = [replace(each, step=0) for each in seen]  # others' Accelerators may have trained in this process
     assert seen == [
         OutOfMemory(0, "forward", micro_batch_size=4, next_size=2, batch_size=4, message="MemoryError: no room")
     ]

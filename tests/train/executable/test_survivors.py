@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Accelerator, find_executable_batch_size
+from nbaccel.events import Event, Metric, OutOfMemory, outlet
 from nbaccel.testing import Faults, run_ranks
 from searches import digest
 
@@ -109,6 +110,41 @@ def _in_the_middle_of_a_window() -> list[bool]:
 
 def test_an_accumulation_window_of_a_failed_attempt_is_not_continued() -> None:
     assert run_ranks(2, _in_the_middle_of_a_window) == [[False, True]] * 2
+
+
+def _beside_an_older_accelerator() -> tuple[list[int], list[int], list[int]]:
+    """Rank 1 runs out of memory at its fourth step; each Accelerator that was made before has steps of its own."""
+    older, accelerator = Accelerator(), Accelerator()
+    events: list[Event] = []
+
+    def train_some(accelerator: Accelerator, short_at: int | None = None) -> None:
+        model = accelerator.prepare(torch.nn.Linear(2, 1))
+        for step in range(5):
+            with accelerator.accumulate(model):
+                if step == short_at and accelerator.process_index == 1:
+                    raise MemoryError
+                accelerator.backward(model(torch.ones(1, 2)).mean())
+            accelerator.log({"step": step})
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        train_some(accelerator, 3 if batch_size == 8 else None)
+
+    train_some(older)
+    train_some(older)
+    with outlet(events.append):
+        train()
+    train_some(older)
+    logged = [event.step for event in events if isinstance(event, Metric)]
+    short = [event.step for event in events if isinstance(event, OutOfMemory)]
+    return logged[-5:], short, [each._step_under_way() for each in (older, accelerator)]
+
+
+def test_the_steps_of_an_older_accelerator_are_not_those_of_the_training_that_ran_out_of_memory() -> None:
+    first, second = run_ranks(2, _beside_an_older_accelerator)
+    assert first[0] == second[0] == [3, 4, 5, 6, 7]
+    assert [first[1], second[1]] == [[], [3]]
+    assert first[2] == second[2] == [14, 7]
 
 
 def _led_in_micro_batches() -> dict[str, Any]:
