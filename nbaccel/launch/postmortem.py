@@ -14,6 +14,7 @@ from nbaccel.launch.rank.look import scenes
 from nbaccel.launch.report import signal_name
 from nbaccel.launch.snapshot import Snapshot
 from nbaccel.launch.spec import Task
+from nbaccel.launch.verdict import failed_alike
 
 __all__ = ["PostMortem"]
 
@@ -25,7 +26,7 @@ class PostMortem:
     """What is kept of a run that ended badly.
 
     title, end, headline: "Cell In[5]" or "train(2)", "failed", the error in one line.
-    first: the rank that failed first, if one did.
+    first: the rank that failed first, if one did.  is_everyones: all of several ranks failed of the same.
     fates: what became of each rank, in words.  snapshots: by rank, of those that left one.
     """
 
@@ -35,6 +36,7 @@ class PostMortem:
     first: int | None
     fates: tuple[str, ...]
     snapshots: Mapping[int, Snapshot]
+    is_everyones: bool = False
 
     @classmethod
     def of(cls, title: str, end: str, error: BaseException, ended: Ended) -> PostMortem:
@@ -45,6 +47,7 @@ class PostMortem:
             None if ended.is_interrupted or ended.is_timed_out else ended.first_failed,
             tuple(map(_fate, ended.reports, ended.exit_codes, ended.killed_by_us)),
             {rank: report.snapshot for rank, report in enumerate(ended.reports) if report is not None},
+            failed_alike(ended),
         )
 
     @classmethod

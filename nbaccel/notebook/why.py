@@ -40,8 +40,7 @@ class _Text:
 
     def lines(self) -> Iterator[str]:
         of = self._of
-        on = "" if of.first is None else f" on rank {of.first} of {self._world_size}"
-        yield f"{of.title} {of.end}{on}: {of.headline}"
+        yield f"{of.title} {of.end}{self._on()}: {of.headline}"
         found = differences(of.snapshots, of.first)
         if found:
             yield "to look at first:"
@@ -53,6 +52,13 @@ class _Text:
             yield "their last collectives, the latest first:"
             yield from self._together(dict(calls).get(rank, "none") for rank in self._order)
         yield from self._names()
+
+    def _on(self) -> str:
+        if self._of.first is None:
+            return ""
+        if self._of.is_everyones:
+            return f" on all {self._world_size} ranks"
+        return f" on rank {self._of.first} of {self._world_size}"
 
     def _difference(self, each: Difference) -> str:
         groups: dict[str, list[int]] = {}

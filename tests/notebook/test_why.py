@@ -11,6 +11,11 @@ import pytest
 import torch
 
 from nbaccel.errors import RanksFailed
+from nbaccel.launch.group import Ended
+from nbaccel.launch.member import Report
+from nbaccel.launch.postmortem import PostMortem
+from nbaccel.launch.report import Link
+from nbaccel.notebook.why import why_report
 
 MISMATCH = """%%accelerate --cpu -n 2
 import torch
@@ -162,7 +167,7 @@ def test_after_a_run_that_ended_well_there_is_nothing_to_explain(notebook: Any) 
     nothing = ["nothing to explain: nothing has run in ranks yet, or the last run ended well."]
     assert why(notebook) == nothing
     notebook.run("%%accelerate --cpu -n 2\nraise ValueError('once')")
-    assert re.fullmatch(r"Cell In\[2\] failed on rank [01] of 2: ValueError: once", why(notebook)[0])
+    assert re.fullmatch(r"Cell In\[2\] failed on (rank [01] of 2|all 2 ranks): ValueError: once", why(notebook)[0])
     notebook.run("%%accelerate --cpu -n 2\nx = 1")
     assert why(notebook) == nothing
 
@@ -175,3 +180,20 @@ def test_the_answer_comes_at_once_from_text_alone(notebook: Any) -> None:
     why(notebook)
     assert time.monotonic() - began < 2
     assert tensors() <= before
+
+
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        (["no room", "no room", "no room"], "on all 3 ranks"),
+        (["no room", "no", "no room"], "on rank 2 of 3"),
+        (["no room"], "on rank 0 of 1"),
+    ],
+)
+def test_an_error_that_all_ranks_had_is_said_of_all_of_them(messages: list[str], where: str) -> None:
+    links = [[Link("ValueError", [f"ValueError: {message}"], [])] for message in messages]
+    reports: list[Report | None] = [Report("failed", -1, links=chain) for chain in links]
+    ranks = len(reports)
+    ended = Ended(reports, [1] * ranks, [False] * ranks, ranks - 1, False, False, 1.0)
+    told = PostMortem.of("Cell In[1]", "failed", ValueError("no room"), ended)
+    assert why_report(told, str).splitlines()[0] == f"Cell In[1] failed {where}: ValueError: no room"
