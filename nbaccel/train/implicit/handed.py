@@ -12,7 +12,7 @@ __all__ = ["ALONE", "UNKNOWN", "Handed", "Label", "Split", "Turn"]
 class Split:
     """What becomes of a loader's batches.
 
-    name: the variable that holds the loader, else the class of its data set.  batches: len(loader), if it has one.
+    name: the variable that holds the loader, else what it is.  batches: len(loader), if it has one.
     why: what is to be said instead of the usual.  remark: what is to be said beside it.
     """
 

@@ -13,7 +13,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from nbaccel.errors import CannotSplit
 from nbaccel.train.microbatch.slicing import Samples, sample_shapes
 
-__all__ = ["LoaderHooks", "length_of", "samples_of_batch", "samples_of_index", "shares_out", "whole_numbers"]
+__all__ = [
+    "LoaderHooks",
+    "length_of",
+    "nameless",
+    "samples_of_batch",
+    "samples_of_index",
+    "shares_out",
+    "whole_numbers",
+]
 
 _SHARES = ("num_replicas", "num_processes")
 
@@ -126,6 +134,17 @@ def shares_out(iterator: Any) -> bool:
         parts.append(iterator._dataset)
     is_pipe = getattr(iterator, "_shared_seed", None) is not None  # which torch has divided among ranks
     return is_pipe or any(getattr(part, name, None) not in (None, 1) for part in parts for name in _SHARES)
+
+
+def nameless(kind: type) -> str:
+    """Return how to call a loader that no variable holds.  kind: the class of its data set.
+
+    >>> from torch.utils.data import IterableDataset
+    >>> nameless(list), nameless(IterableDataset)
+    ('a DataLoader over a list', 'a DataLoader over an IterableDataset')
+    """
+    article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
+    return f"a DataLoader over {article} {kind.__name__}"
 
 
 def length_of(sized: Any) -> int | None:

@@ -29,6 +29,7 @@ from nbaccel.train.implicit.layouts import Layout, is_own
 from nbaccel.train.implicit.loaders import (
     LoaderHooks,
     length_of,
+    nameless,
     samples_of_batch,
     samples_of_index,
     shares_out,
@@ -350,7 +351,7 @@ class Passes:
         this = _Pass(
             self._task,
             key,
-            (users_name(loader) if loader is not None else "") or kind.__name__,
+            (users_name(loader) if loader is not None else "") or nameless(kind),
             size,
             iterator_of=lambda: None,  # type: ignore[arg-type]  # known in a moment
             gauge=PassGauge(self._steps, self._batches_of(iterator, loader), self._epochs[key], modes[0]),
@@ -574,7 +575,7 @@ class Passes:
             return ""
         return (
             f"each of {self._world_size} ranks trains on batches of its own, so it takes fewer steps than "
-            f"len({this.name}) says, each of {self._world_size} batches"
+            f"the length of {this.name} says, each of {self._world_size} batches"
         )
 
     def _settle(self) -> None:

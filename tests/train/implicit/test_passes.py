@@ -654,6 +654,19 @@ def test_loader_within_a_data_set_is_left_alone() -> None:
     assert [(each.name, each.batches) for each in ranks[0].said] == [("loader", None)]
 
 
+def test_loader_that_no_variable_holds_is_named_by_what_it_reads() -> None:
+    def program(rank: Rank) -> None:
+        for batch in DataLoader(numbers(), batch_size=4):
+            rank.take(batch)
+            rank.backward()
+        for batch in DataLoader([torch.ones(2)] * 9, batch_size=4):  # type: ignore[arg-type]
+            rank.take(batch)
+            rank.backward()
+
+    _, ranks = run(program)
+    assert [each.name for each in ranks[0].said] == ["a DataLoader over a TensorDataset", "a DataLoader over a list"]
+
+
 def test_thread_that_takes_batches_gets_them_whole() -> None:
     def program(rank: Rank) -> None:
         batches = iter(DataLoader(numbers(), batch_size=7))
@@ -735,7 +748,7 @@ def test_each_rank_takes_every_nth_batch(num_workers: int) -> None:
     assert ranks[0].passes.has_split
     (said,) = ranks[0].said
     assert said.is_split
-    assert "fewer steps than len(loader)" in said.why
+    assert "fewer steps than the length of loader" in said.why
 
 
 @pytest.mark.parametrize("data", [numbers(10), Stream(list(numbers(10)))])
