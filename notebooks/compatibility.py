@@ -77,7 +77,8 @@ DIFFERENCES = """
 | `split_between_processes` of ranges, arrays, sets, strings | not split: every rank does all | split, or an error that says why not |
 | shuffling in several ranks | rank 0's generator is sent around at every epoch | follows from the seed, the epoch and how often it was begun, without a message; `use_seedable_sampler=True` gives Accelerate's order |
 | a prepared loader that one rank begins alone | waits for the others, or is answered by another collective | `next(iter(loader))` and loops without gradients leave the order of the training as it is; after a loop that may train, the next one of all ranks is an error |
-| random numbers that a dataset draws in the main process | shift against the loop's: one batch is read ahead | come in the order of raw PyTorch |
+| random numbers that a dataset draws in the main process (`num_workers=0`) | shift against those of the loop and of other loaders: one batch is read ahead | come in the order of raw PyTorch where batches stay on the CPU, so an epoch that is resumed draws them again; one batch is read ahead on CUDA, and of a loader whose end its length does not tell |
+| `Accelerator(split_batches=True)` | is ignored: only `DataLoaderConfiguration(split_batches=True)` splits | splits, as the configuration does |
 | `even_batches=False`, and ranks with different numbers of batches | waits in the last backward | may be iterated; the first backward is an error with the numbers, unless inside `join_uneven_inputs` |
 | collectives with other shapes or in another order | a hang, or garbage, unless in debug mode | the first 16 of each group are compared: an error on every rank that names both sides |
 | `destroy_process_group` | the state goes on to claim two processes | a later use forms a new group |
@@ -118,7 +119,8 @@ GROUPS = (
         "accelerate:Accelerator.__init__",
         "nbaccel:Accelerator.__init__",
         """
-        device_placement, split_batches, gradient_accumulation_steps, cpu, dataloader_config, log_with | yes
+        device_placement, gradient_accumulation_steps, cpu, dataloader_config, log_with | yes
+        split_batches | differs | splits; Accelerate reads `DataLoaderConfiguration(split_batches=True)` alone
         project_dir, project_config, step_scheduler_with_optimizer, kwargs_handlers | yes
         dynamo_backend, dynamo_plugin | yes
         mixed_precision | differs | "no", "fp16" and "bf16"; fp8 is refused
@@ -136,7 +138,8 @@ GROUPS = (
         prepare, prepare_model, prepare_data_loader, prepare_optimizer, prepare_scheduler | yes
         accumulate, backward | differs | a short last window weighs a whole step
         no_sync, trigger_sync_in_backward, sync_gradients, gradient_accumulation_steps | yes
-        autocast, clip_grad_norm_, clip_grad_value_, unscale_gradients, optimizer_step_was_skipped | yes
+        autocast, unscale_gradients, optimizer_step_was_skipped | yes
+        clip_grad_norm_, clip_grad_value_ | differs | inside a window of `accumulate`: once, in the block that steps
         gather | differs | values without a tensor, such as texts, are gathered too
         gather_for_metrics | differs | mappings that hold texts keep their values
         reduce | differs | `scale` holds on every device; in Accelerate on a TPU alone

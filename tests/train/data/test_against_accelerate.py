@@ -1,6 +1,7 @@
-"""Which rank sees which sample, and what metrics are made of, compared with the real package where it is the same.
+"""Which rank sees which sample, and what metrics are made of, compared with the real package.
 
-Both run every case in the same two ranks, so that the cost is that of two launches.
+Both run every case in the same two ranks, so that the cost is that of two launches. Two differences on purpose stand
+here too, at the end: each test shows both sides of its line in the compatibility page.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
@@ -86,14 +87,20 @@ def _seen(make: Make, samples: int, options: dict[str, Any], loader_options: dic
     return [None if streamed else len(loader), epochs]
 
 
+def _split_by_argument(kind: type[Any]) -> list[list[int]]:
+    """This rank's batches where `split_batches` is an argument of the Accelerator."""
+    return [batch.tolist() for batch in kind(cpu=True, split_batches=True).prepare(DataLoader(range(8), 4))]  # type: ignore[arg-type]
+
+
 def _all_cases(make: Make) -> list[Any]:
+    """What `_seen` gives of every case, and of `_split_by_argument` at the end."""
     warnings.simplefilter("ignore")
-    return [_seen(make, *case) for case in CASES]
+    return [*(_seen(make, *case) for case in CASES), _split_by_argument(type(make({})))]
 
 
 @pytest.fixture(scope="module")
 def both() -> list[tuple[Any, Any]]:
-    """Per case, what both ranks saw: ours and theirs."""
+    """Of each entry of `_all_cases`, what both ranks saw: ours and theirs."""
     ours, theirs = (list(zip(*run_ranks(2, _all_cases, make), strict=True)) for make in (_ours, _theirs))
     return list(zip(ours, theirs, strict=True))
 
@@ -133,3 +140,46 @@ def _skipped(make: Make) -> list[Any]:
 
 def test_skipped_batches_are_those_that_accelerate_skips() -> None:
     assert run_ranks(2, _skipped, _ours) == run_ranks(2, _skipped, _theirs)
+
+
+def test_split_batches_as_an_argument_splits_and_accelerate_ignores_it(both: list[tuple[Any, Any]]) -> None:
+    ours, theirs = both[-1]
+    assert ours == ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
+    assert theirs == ([[0, 1, 2, 3]], [[4, 5, 6, 7]])
+
+
+class Noisy(Dataset[Any]):
+    """A dataset that draws from torch's generator, as one that augments its samples does."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> float:
+        return torch.rand(()).item()
+
+
+class NoisyStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (torch.rand(()).item() for _ in range(6))
+
+
+def _noise(make: Make | None) -> list[list[Any]]:
+    """Per dataset, the batches with what the loop draws after each; without `make` from the loader as it is."""
+    warnings.simplefilter("ignore")
+    accelerator = make({}) if make else None
+    drawn: list[list[Any]] = []
+    for dataset in (Noisy(), NoisyStream()):
+        torch.manual_seed(7)
+        loader = DataLoader(dataset, 2)
+        batches = accelerator.prepare(loader) if accelerator else loader
+        drawn.append([(batch.tolist(), torch.rand(()).item()) for batch in batches])
+    return drawn
+
+
+def test_one_process_reads_no_batch_ahead_but_to_see_the_end_and_accelerate_always_reads_one() -> None:
+    """What a dataset draws, a random crop say, then comes before what the loop draws for the batch before, or after."""
+    (plain, plain_stream), (ours, our_stream), (theirs, their_stream) = (
+        run_ranks(1, _noise, make)[0] for make in (None, _ours, _theirs)
+    )
+    assert ours == plain != theirs
+    assert our_stream == their_stream != plain_stream

@@ -33,6 +33,13 @@ class Squares(Dataset[int]):
         return index
 
 
+class NoisySquares(Squares):
+    """Its samples are drawn in the process of the loop, as where pictures are augmented without worker processes."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + torch.rand(()).item() + random.random()
+
+
 class Stream(IterableDataset[int]):
     """Notes what is read."""
 
@@ -72,7 +79,8 @@ def _loader(samples: int, batch_size: int, kind: str, workers: int = 0) -> DataL
     streams = {"stream": Stream, "stateful": StatefulStream}
     if kind in streams:
         return DataLoader(streams[kind](samples), batch_size, **options)
-    return DataLoader(Squares(samples), batch_size, shuffle=kind != "ordered", **options)
+    dataset = NoisySquares(samples) if kind == "noisy" else Squares(samples)
+    return DataLoader(dataset, batch_size, shuffle=kind != "ordered", **options)
 
 
 def _noise() -> float:
@@ -113,7 +121,7 @@ def _run(
     return whole, before + after, loader.dataset.read, state
 
 
-@pytest.mark.parametrize("kind", ["ordered", "shuffled", "own generator", "stream", "stateful"])
+@pytest.mark.parametrize("kind", ["ordered", "shuffled", "noisy", "own generator", "stream", "stateful"])
 @pytest.mark.parametrize("stop", [1, 5, 12])
 def test_one_process_goes_on_bit_for_bit(kind: str, stop: int) -> None:
     whole, resumed, read, state = _run(kind, stop)
