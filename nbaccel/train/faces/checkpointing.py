@@ -10,7 +10,6 @@ Not saved: gradients. In an open accumulation window its batches count as not ye
 from __future__ import annotations
 
 import os
-import warnings
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -157,9 +156,8 @@ class Checkpointing(Exporting):
             moment = replace(moment, save=shelf.label((moment.step, moment.position), users_line()))
         target = shelf.next_folder(output_dir, str(moment), self._writes)
         if target.name == SUBFOLDER and self._writes:
-            warnings.warn(
+            warn_user(
                 f"{target.parent} holds other things too, so the checkpoint is {target}; load_state finds it there",
-                stacklevel=2,
             )
         if is_numbered:
             shelf.count_on(target)  # also where the save fails: nobody else takes that number
@@ -263,10 +261,9 @@ class Checkpointing(Exporting):
         """Warn now, and not hours later at the first save, if nothing can be saved there."""
         place = self.project_dir
         if place is not None and self._writes and not may_write_below(Path(place)):
-            warnings.warn(
+            warn_user(
                 f"project_dir {os.fspath(place)} cannot be written to: checkpoints and logs will fail there. Choose "
                 "another folder before the training.",
-                stacklevel=3,
             )
 
     @property
@@ -315,10 +312,9 @@ class Checkpointing(Exporting):
         """In rank 0: the whole folder, now or in the background; then `shelf` tidies up."""
         then = None if shelf is None else shelf.tidy
         if unseen := training.accumulation.window.unfinished:
-            warnings.warn(
+            warn_user(
                 f"save_state inside an accumulation window: the gradients of its {unseen} batch(es) are not saved, "
                 "and load_state sees these batches again. Where accelerator.sync_gradients is true nothing is lost.",
-                stacklevel=4,
             )
         self._writer.join()  # the one before, whose buffers are used again
         staging = None if blocking else self._staging
@@ -359,17 +355,16 @@ class Checkpointing(Exporting):
             self._go_on_without(error)
             return
         for reason in reasons:
-            warnings.warn(
+            warn_user(
                 f"{reason}. It is saved as a pickle, from which load_state takes tensors and plain data; anything "
                 "else needs load_state(..., trust=True).",
-                stacklevel=5,
             )
 
     def _go_on_without(self, error: CannotSave) -> None:
         """A warning instead of `error`, where ``on_save_error="warn"`` asks for that."""
         if self._on_save_error == "raise":
             raise error
-        warnings.warn(f"{error} The training goes on without this checkpoint.", stacklevel=6)
+        warn_user(f"{error} The training goes on without this checkpoint.")
 
     def _run_save_hooks(self, training: Training, weights: list[dict[str, Any]], folder: Path) -> None:
         models = [self._handed_in(model) for model in training.prepared.models]
@@ -395,7 +390,7 @@ class Checkpointing(Exporting):
         """
         training = self._training()
         for reason in choice.passed_over if self.is_main_process else ():
-            warnings.warn(f"{reason}. Loading {choice.folder} instead.", stacklevel=3)
+            warn_user(f"{reason}. Loading {choice.folder} instead.")
         models = self._run_load_hooks(training, choice.folder)
         content = _read(choice, trust)
         self._refuse_other_objects(choice, content)

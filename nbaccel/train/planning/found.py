@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
+
+from nbaccel.train.warned import warn_user
 
 __all__ = ["Found", "FoundInFolder", "Size", "signature"]
 
@@ -73,7 +74,7 @@ class FoundInFolder(Found):
             unfinished.write_text(json.dumps(self._read() | {signature: asdict(size)}, indent=1), encoding="utf-8")
             os.replace(unfinished, self._path)
         except OSError as error:
-            warnings.warn(f"batch size {size.size} is not kept for the next run: {error}", stacklevel=2)
+            warn_user(f"batch size {size.size} is not kept for the next run: {error}")
 
     def _read(self) -> dict[str, Any]:
         try:

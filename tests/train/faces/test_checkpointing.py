@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -368,6 +369,20 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning_that_names_them(tmp_
     first, second = (str(warning.message) for warning in said)
     assert "checkpoint_2/model.safetensors is damaged: its checksum is" in first
     assert "checkpoint_1/manifest.json is missing" in second
+    assert {warning.filename for warning in said} == {__file__}, "the user's line"
+
+
+def test_what_a_resume_passes_over_is_said_at_the_line_that_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Trained.start(project_config=numbered(tmp_path))
+    for _ in range(2):
+        training.accelerator.save_state()
+    flip(tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors")
+    monkeypatch.setenv("NBACCEL_RESUME", str(tmp_path / "checkpoints"))
+    with pytest.warns(UserWarning, match=r"Loading .*checkpoint_0 instead") as said:
+        Trained.start(project_config=numbered(tmp_path))
+    assert [warning.filename for warning in said] == [inspect.getfile(Trained)]
 
 
 def test_no_whole_checkpoint_is_an_error_that_names_all(tmp_path: Path) -> None:
