@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from nbaccel.train.precision import to_fp32
+from nbaccel.train.talk import nested
 from nbaccel.train.talk.nested import is_container, leaves, map_children
 
 __all__ = [
+    "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
     "find_batch_size",
@@ -32,6 +34,21 @@ _P = ParamSpec("_P")
 def is_torch_tensor(tensor: Any) -> bool:
     """Whether it is one."""
     return isinstance(tensor, Tensor)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Batches of one structure as one, their tensors joined along `dim`. A single one is given back.
+
+    Raises:
+        TypeError: something in them is no tensor.
+
+    >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
+    torch.Size([3, 2])
+    """
+    strange = next((leaf for batch in data for leaf in leaves(batch) if not is_torch_tensor(leaf)), None)
+    if len(data) > 1 and strange is not None:
+        raise TypeError(f"concatenate joins tensors in any nesting of containers; in it was a {type(strange).__name__}")
+    return nested.concatenate(data, dim)
 
 
 def recursively_apply(

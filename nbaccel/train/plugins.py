@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
@@ -72,8 +73,13 @@ def refuse_plugins_of_the_environment() -> None:
     """Check what `accelerate launch` has chosen for this program: it would train by DDP without a word.
 
     Raises:
-        NotImplementedError: a plugin that is not here.
+        NotImplementedError: a plugin that is not here, or a device.
     """
     for variable, name in _BY_VARIABLE.items():
         if parse_flag_from_env(variable):
             raise NotImplementedError(f"{variable}=true in the environment: {_INSTEAD[name]}")
+    if device := os.environ.get("ACCELERATE_TORCH_DEVICE"):
+        raise NotImplementedError(
+            f"ACCELERATE_TORCH_DEVICE={device} in the environment: each rank takes the device of its number here. "
+            "Choose the GPUs that it sees with CUDA_VISIBLE_DEVICES, or the CPU with Accelerator(cpu=True)."
+        )

@@ -31,6 +31,7 @@ from nbaccel.train.available import (
     is_xpu_available,
 )
 from nbaccel.train.batches import (
+    concatenate,
     convert_outputs_to_fp32,
     convert_to_fp32,
     find_batch_size,
@@ -71,7 +72,6 @@ from nbaccel.train.precision_type import PrecisionType
 from nbaccel.train.project import ProjectConfiguration
 from nbaccel.train.saving import load, save
 from nbaccel.train.seeding import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
-from nbaccel.train.talk.nested import concatenate
 from nbaccel.train.versions import compare_versions, is_torch_version
 from nbaccel.utils.tqdm import tqdm
 

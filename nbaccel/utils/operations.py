@@ -5,6 +5,7 @@ from __future__ import annotations
 from nbaccel.errors import CollectiveMismatch as DistributedOperationException
 from nbaccel.missing_names import missing_from
 from nbaccel.train.batches import (
+    concatenate,
     convert_outputs_to_fp32,
     convert_to_fp32,
     find_batch_size,
@@ -22,7 +23,6 @@ from nbaccel.train.functions import (
     pad_across_processes,
     reduce,
 )
-from nbaccel.train.talk.nested import concatenate
 
 __all__ = [
     "DistributedOperationException",

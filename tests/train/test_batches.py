@@ -98,3 +98,9 @@ def test_tensors_are_sliced_and_become_lists() -> None:
 def test_batches_are_joined_along_the_samples() -> None:
     joined = concatenate([{"x": torch.ones(1, 2)}, {"x": torch.zeros(2, 2)}])
     assert joined["x"].tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert concatenate([{"name": "a"}]) == {"name": "a"}
+
+
+def test_what_is_no_tensor_is_not_joined_by_leaving_it_out() -> None:
+    with pytest.raises(TypeError, match=r"concatenate joins tensors .* in it was a str"):
+        concatenate([{"x": torch.ones(1), "name": "a"}, {"x": torch.ones(1), "name": "b"}])

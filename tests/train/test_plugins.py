@@ -249,3 +249,14 @@ def test_an_argument_that_nobody_knows_is_a_type_error_with_the_nearest() -> Non
 def test_fp8_is_refused_with_what_there_is_instead() -> None:
     with pytest.raises(ValueError, match=r"got 'fp8'; 8-bit training is not here, use 'bf16' .* or 'fp16'"):
         Accelerator(mixed_precision="fp8")
+
+
+def test_a_device_of_the_environment_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")
+    with pytest.raises(NotImplementedError, match=r"ACCELERATE_TORCH_DEVICE=cuda:1 .* CUDA_VISIBLE_DEVICES"):
+        Accelerator()
+
+
+def test_a_backward_of_lomo_is_refused_with_what_to_use() -> None:
+    with pytest.raises(NotImplementedError, match=r"lomo_backward: .* accelerator\.backward\(loss\) with an optimizer"):
+        Accelerator().lomo_backward(torch.ones(()), 0.1)

@@ -139,6 +139,18 @@ class Stepping(ProcessControl):
         elif window.comes_in_parts:
             window.after_backward()
 
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Not here: LOMO steps inside of its backward, before ranks could exchange gradients.
+
+        Raises:
+            NotImplementedError: always; what to use instead.
+        """
+        raise NotImplementedError(
+            "accelerator.lomo_backward: nbaccel does not train with LOMO, which steps inside of its backward. In one "
+            "process call optimizer.fused_backward(loss, learning_rate) yourself; else use accelerator.backward(loss) "
+            "with an optimizer of small state, such as torch.optim.Adafactor."
+        )
+
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None, *, enabled: bool = True
     ) -> AbstractContextManager[Any]:
