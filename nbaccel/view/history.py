@@ -166,7 +166,7 @@ class History:
 
     def _share_points(self) -> None:
         """There is one curve more: all together stay within `_ALL_POINTS`."""
-        everything = [series for phase in self.phases for series in phase.series.values()]
+        everything = [series for phase in self.phases for series in phase.curves]
         points = max(_FEWEST_POINTS, _ALL_POINTS // sum(len(series.last) for series in everything))
         if points < self._points:
             self._points = points

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -30,6 +32,8 @@ class PhaseRecord:
     courses: how far each rank has come, of those that said so.  counts: the steps of each.
     logs_another_loss: a logged "loss" was not the one that `backward` was given.
     recent: by rank, the latest losses of backward.  unmatched: by rank, the latest logged "loss" that was none of them.
+    waiting: logged ones that may be the mean of what ranks have still to be heard of; with the rank, and how many
+    backwards it had run.
     bar: how much is done, by the leader.  entered: when each rank named this phase, since the run began.
     """
 
@@ -40,6 +44,7 @@ class PhaseRecord:
     logs_another_loss: bool = False
     recent: dict[int, _Recent] = field(default_factory=dict)
     unmatched: dict[int, float] = field(default_factory=dict)
+    waiting: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     courses: dict[int, Course] = field(default_factory=dict)
     counts: dict[int, StepCount] = field(default_factory=dict)
     bar: Bar = field(default_factory=Bar)
@@ -74,10 +79,33 @@ class PhaseRecord:
         What is logged as a tensor is read some steps later, so the backward that it is of may have been heard of long
         before it, or after it.
         """
-        if rank in self.recent and self.recent[rank].has(value):
+        recent = self.recent.get(rank)
+        if recent is None or not recent.has(value):
+            self.waiting.append((rank, 0 if recent is None else recent.count, value))
+
+    def _judge_logged_losses(self) -> None:
+        """Decide about those that waited. Ranks are heard one after the other, so it is asked between two rounds."""
+        if not self.waiting:
             return
-        self.logs_another_loss |= rank in self.unmatched
-        self.unmatched[rank] = value
+        heard = min((recent.count for recent in self.recent.values()), default=0)
+        means = self._means(heard)
+        while self.waiting and (self.waiting[0][1] <= heard or self.logs_another_loss):
+            rank, _, value = self.waiting.popleft()
+            if _is_among(value, means) or (rank in self.recent and self.recent[rank].has(value)):
+                continue
+            if rank in self.unmatched and not _is_among(self.unmatched[rank], means):
+                self.logs_another_loss = True
+            self.unmatched[rank] = value
+        for rank in [rank for rank, value in self.unmatched.items() if _is_among(value, means)]:
+            del self.unmatched[rank]
+
+    def _means(self, heard: int) -> list[float]:
+        """The means over ranks of their latest losses, sorted: what ``log(average=True)`` says of them."""
+        if len(self.recent) < 2:
+            return []
+        first = max(recent.first for recent in self.recent.values())
+        columns = [islice(recent, first - recent.first, heard - recent.first) for recent in self.recent.values()]
+        return sorted(mean for each in zip(*columns, strict=True) if not math.isnan(mean := sum(each) / len(each)))
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -87,16 +115,23 @@ class PhaseRecord:
         return not (self.loss or self.metrics or self.courses)
 
     @property
+    def curves(self) -> list[Series]:
+        """All that are kept, whether they are shown or not."""
+        return [*([] if self.loss is None else [self.loss]), *self.metrics.values()]
+
+    @property
     def series(self) -> dict[str, Series]:
         """All curves by name. "loss" is that of every backward, where there is one.
 
-        A logged "loss" that is another number, an average or that of other data, stands beside it as "logged loss". It
-        is left out where it only says the same again, in every step or in some.
+        A logged "loss" that is another number, an average over steps or that of other data, stands beside it as "logged
+        loss". It is left out where it only says the same again, of this rank or as the mean of all, in every step or in
+        some.
         """
         if self.loss is None:
             return dict(self.metrics)
         others = dict(self.metrics)
         logged = others.pop(LOSS, None)
+        self._judge_logged_losses()
         if logged is not None and (self.logs_another_loss or self.unmatched):
             others = {f"logged {LOSS}": logged, **others}
         return {LOSS: self.loss, **others}
@@ -178,13 +213,23 @@ class _Recent:
     (True, True, False)
     """
 
-    __slots__ = ("_counts", "_losses")
+    __slots__ = ("_counts", "_losses", "count")
 
     def __init__(self) -> None:
+        self.count = 0  # of all that were added
         self._losses: deque[float] = deque()
         self._counts: Counter[float] = Counter()
 
+    @property
+    def first(self) -> int:
+        """The number of the oldest that is kept."""
+        return self.count - len(self._losses)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._losses)
+
     def add(self, loss: float) -> None:
+        self.count += 1
         self._losses.append(loss)
         self._counts[loss] += 1
         if len(self._losses) > _RECENT:
@@ -195,6 +240,16 @@ class _Recent:
 
     def has(self, value: float) -> bool:
         return value in self._counts or any(_are_same(loss, value) for loss in islice(reversed(self._losses), _NEAREST))
+
+
+def _is_among(value: float, numbers: list[float]) -> bool:
+    """Whether one of the sorted `numbers` is the same.
+
+    >>> _is_among(0.5 + 1e-9, [0.25, 0.5]), _is_among(0.4, [0.25, 0.5])
+    (True, False)
+    """
+    at = bisect_left(numbers, value)
+    return any(_are_same(value, near) for near in numbers[max(0, at - 1) : at + 1])
 
 
 def _are_same(one: float, other: float) -> bool:

@@ -70,7 +70,7 @@ def test_a_loss_that_is_logged_in_some_steps_is_one_loss_in_whichever_order_it_a
     for event in late:
         history.feed(1, 25.0, event)
     assert history.names == ["loss"]
-    history.feed(0, 26.0, Metric({"loss": 0.75}, step=25))  # the average of an epoch
+    history.feed(0, 26.0, Metric({"loss": 0.7}, step=25))  # the average of an epoch
     history.feed(0, 27.0, Loss(0.5, step=26))
     assert history.names == ["loss", "logged loss"]
 
@@ -90,6 +90,23 @@ def test_a_logged_loss_that_says_the_same_again_is_left_out() -> None:
         history.feed(rank, 0.1, Loss(1.0 + rank, step=0))
     history.feed(0, 0.1, Metric({"loss": 1.0, "acc": 0.5}, step=0))
     assert history.names == ["loss", "acc"]
+
+
+def test_a_logged_mean_of_the_ranks_losses_says_the_same_again_and_another_one_does_not() -> None:
+    history = History(2)
+    for begin in (0, 100):  # ranks are heard one after the other, many steps at a time
+        for rank in (0, 1):
+            for step in range(begin, begin + 100):
+                history.feed(rank, 0.1, Loss(1.0 / (1 + step + rank), step))
+                history.feed(rank, 0.1, Metric({"loss": (1 / (1 + step) + 1 / (2 + step)) / 2}, step))
+        assert history.names == ["loss"]
+    history.feed(0, 0.2, Loss(0.5, step=200))
+    history.feed(0, 0.2, Metric({"loss": 0.625}, step=200))
+    assert history.names == ["loss"], "rank 1 has still to be heard of"
+    history.feed(1, 0.2, Loss(0.75, step=200))
+    assert history.names == ["loss"]
+    history.feed(0, 0.3, Metric({"loss": 9.0}, step=200))  # of other data
+    assert history.names == ["loss", "logged loss"]
 
 
 def test_an_unknown_curve_is_named_with_those_there_are() -> None:
