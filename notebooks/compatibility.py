@@ -324,7 +324,7 @@ This page lists the names that notebook programs meet, in Accelerate 1.15, and h
 is not here fails at its import with one sentence that says what to use instead; classes that programs use only under a
 flag (`DeepSpeedPlugin`, `DummyOptim`) fail when they are used. Small helpers and constants of `accelerate.utils` are
 here too, and not listed. The page is generated from `notebooks/compatibility.py`; tests hold that table against both
-libraries, and thirteen programs of `tests/programs` give the same numbers with both."""
+libraries, and the programs of `tests/programs` give the same numbers with both."""
 
 CHECK = """\
 import importlib
