@@ -212,7 +212,7 @@ def _unet(**more: Any) -> diffusers.UNet2DConditionModel:
 
 
 def stable_diffusion(hub: Path) -> None:
-    """Save a pipeline of Stable Diffusion, one of SDXL, and an autoencoder alone."""
+    """Save a pipeline of Stable Diffusion, one of SDXL, a ControlNet for each, and the autoencoder alone."""
     tokens = [*_CHARACTERS, *(f"{c}</w>" for c in _CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     with tempfile.TemporaryDirectory() as folder:
@@ -231,11 +231,21 @@ def stable_diffusion(hub: Path) -> None:
         projection_dim=32,
     )
     text_encoder, vae = transformers.CLIPTextModel(config), _vae()
+    unet = _unet(cross_attention_dim=32, attention_head_dim=8)
+    unet_xl = _unet(
+        cross_attention_dim=64,
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 1),
+        projection_class_embeddings_input_dim=80,
+    )
     diffusers.StableDiffusionPipeline(
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
-        unet=_unet(cross_attention_dim=32, attention_head_dim=8),
+        unet=unet,
         scheduler=diffusers.DDPMScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
         ),
@@ -249,19 +259,14 @@ def stable_diffusion(hub: Path) -> None:
         text_encoder_2=transformers.CLIPTextModelWithProjection(config),
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,
-        unet=_unet(
-            cross_attention_dim=64,
-            attention_head_dim=(2, 4),
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            transformer_layers_per_block=(1, 1),
-            projection_class_embeddings_input_dim=80,
-        ),
+        unet=unet_xl,
         scheduler=diffusers.EulerDiscreteScheduler(),
         force_zeros_for_empty_prompt=True,
     ).save_pretrained(hub / "sdxl")
-    vae.save_pretrained(hub / "stabilityai" / "sd-vae-ft-mse")
+    for name, of in (("controlnet", unet), ("controlnet_xl", unet_xl)):
+        controlnet = diffusers.ControlNetModel.from_unet(of, conditioning_embedding_out_channels=(16, 32))
+        controlnet.save_pretrained(hub / name)
+    _save(hub, ["stabilityai/sd-vae-ft-mse", "stabilityai/sd-vae-ft-ema"], vae)
 
 
 def unet_config(hub: Path) -> None:
@@ -456,23 +461,13 @@ def pictures(hub: Path) -> None:
             _save_picture(files / f"pets/{breed}_{number}.jpg", _picture(40))
 
 
-def skin(hub: Path) -> None:
-    """Write pictures of the ISIC challenge, with a mask for each."""
-    folder = hub / "files/isic"
-    for number in range(16):
-        _save_picture(folder / f"images/ISIC_{number}.jpg", _picture(16))
-        mask = Image.frombytes("L", (16, 16), bytes(random.choices((0, 255), k=256)))
-        _save_picture(folder / f"images/ISIC_{number}_Segmentation.png", mask)
-    _text_file(folder / "truth.csv", "\n".join(["name,label", *(f"ISIC_{number},benign" for number in range(16))]))
-
-
 def latents(hub: Path) -> None:
     """Write what REPA prepares from ImageNet: pictures, and mean and deviation of an autoencoder's latents."""
     folder = hub / "files/features"
     generator = np.random.default_rng(_SEED)
     (folder / "vae-sd").mkdir(parents=True)
     for number in range(16):
-        np.save(folder / f"vae-sd/{number:03}.npy", generator.standard_normal((1, 8, 32, 32), dtype=np.float32))
+        np.save(folder / f"vae-sd/{number:03}.npy", generator.standard_normal((8, 32, 32), dtype=np.float32))
         _save_picture(folder / f"images/{number:03}.png", _picture(256))
     labels = [[f"{number:03}.npy", number % 10] for number in range(16)]
     _text_file(folder / "vae-sd/dataset.json", json.dumps({"labels": labels}))
@@ -510,6 +505,54 @@ def k_diffusion(hub: Path) -> None:
     _text_file(hub / "files/k_diffusion.json", json.dumps(config))
 
 
+_DDPO = """
+import ml_collections
+
+
+def get_config():
+    config = {
+        "run_name": "tiny",
+        "seed": 1,
+        "logdir": "logs",
+        "num_epochs": 2,
+        "save_freq": 2,
+        "num_checkpoint_limit": 2,
+        "mixed_precision": "no",
+        "allow_tf32": False,
+        "resume_from": "",
+        "use_lora": False,
+        "pretrained": {"model": "sd", "revision": "main"},
+        "sample": {"num_steps": 3, "eta": 1.0, "guidance_scale": 5.0, "batch_size": 2, "num_batches_per_epoch": 2},
+        "train": {
+            "batch_size": 2,
+            "use_8bit_adam": False,
+            "learning_rate": 1e-4,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_weight_decay": 1e-4,
+            "adam_epsilon": 1e-8,
+            "gradient_accumulation_steps": 1,
+            "max_grad_norm": 1.0,
+            "num_inner_epochs": 1,
+            "cfg": True,
+            "adv_clip_max": 5,
+            "clip_range": 1e-4,
+            "timestep_fraction": 1.0,
+        },
+        "prompt_fn": "imagenet_animals",
+        "prompt_fn_kwargs": {},
+        "reward_fn": "jpeg_compressibility",
+        "per_prompt_stat_tracking": {"buffer_size": 16, "min_count": 16},
+    }
+    return ml_collections.ConfigDict(config)
+"""
+
+
+def ddpo(hub: Path) -> None:
+    """Write the settings of ddpo-pytorch's train.py, which are a module."""
+    _text_file(hub / "files/ddpo.py", _DDPO.lstrip())
+
+
 def enwik8(hub: Path) -> None:
     """Write a text of more than the 90 MB that programs cut off for training, which is one page again and again."""
     page = _sentence(1_000).encode()
@@ -524,7 +567,7 @@ def enwik8(hub: Path) -> None:
 _KINDS: tuple[Callable[[Path], None], ...] = (
     *(bert, gpt2, llama, bart, t5, vit, stable_diffusion, unet_config),
     *(glue, texts, squad, conll2003, classes, pairs_of_pictures, preferences),
-    *(task_files, pictures, skin, latents, k_diffusion, enwik8),
+    *(task_files, pictures, latents, k_diffusion, ddpo, enwik8),
 )
 
 
