@@ -171,7 +171,8 @@ GROUPS = (
         context_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank | differs | always 0
         tensor_parallel_rank | differs | always 0
         maybe_context_parallel | differs | changes nothing
-        deepspeed_ulysses_dl_adapter, lomo_backward | no
+        lomo_backward | differs | raises NotImplementedError, which says what to use
+        deepspeed_ulysses_dl_adapter | no
         """,
     ),
     Group(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
+from nbaccel.trackers.leftout import LeftOut
 from nbaccel.tracking import GeneralTracker
 
 __all__ = ["TensorBoard"]
@@ -16,8 +17,9 @@ class TensorBoard(GeneralTracker):
     """Event files in ``<logging_dir>/<project_name>/``.
 
     A number is a scalar, a string a text, a mapping of numbers several scalars of one chart, a tensor or an array
-    a histogram. ``init_kwargs={"tensorboard": {…}}`` goes to `torch.utils.tensorboard.SummaryWriter`, which is
-    `writer`, as in Accelerate.
+    a histogram. Other values, such as pictures of wandb, are left out, and a warning names them.
+    ``init_kwargs={"tensorboard": {…}}`` goes to `torch.utils.tensorboard.SummaryWriter`, which is `writer`, as in
+    Accelerate.
     """
 
     name = "tensorboard"
@@ -29,6 +31,7 @@ class TensorBoard(GeneralTracker):
         self.folder = os.path.join(logging_dir, project_name)
         self._options = options
         self.writer: Any = None
+        self._left_out = LeftOut(self.name, "TensorBoard keeps numbers, texts and arrays only", "its own log_images")
 
     def start(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -46,14 +49,14 @@ class TensorBoard(GeneralTracker):
         self.writer.flush()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        for name, value in values.items():
+        for name, value in self._left_out.rest(values, _is_kept).items():
             if isinstance(value, str):
                 self.writer.add_text(name, value, step, **options)
             elif isinstance(value, Mapping):
                 self.writer.add_scalars(name, value, step, **options)
             elif isinstance(value, Number):
                 self.writer.add_scalar(name, value, step, **options)
-            elif value is not None:
+            else:
                 self.writer.add_histogram(name, value, step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
@@ -64,6 +67,10 @@ class TensorBoard(GeneralTracker):
     def finish(self) -> None:
         if self.writer is not None:
             self.writer.close()
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, str | Mapping | Number) or hasattr(value, "__array__")
 
 
 def _hparam(value: Any) -> Any:

@@ -356,3 +356,22 @@ def test_the_gradient_state_without_an_accelerator_is_that_of_the_last_one() -> 
     accelerator.gradient_accumulation_steps = 4
     accelerator.sync_gradients = False
     assert (state.num_steps, state.sync_gradients) == (4, False)
+
+
+def test_the_place_in_a_window_is_accelerates() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def places(library: Any) -> list[int]:
+        accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=3)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.ones(7, 1)))
+        found = []
+        for batch in [*loader, *loader]:
+            with accelerator.accumulate(model):
+                found.append(accelerator.step % 3)
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+        return found
+
+    assert places(nbaccel) == places(accelerate)

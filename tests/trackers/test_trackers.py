@@ -216,6 +216,8 @@ def test_tensorboard_keeps_texts_charts_and_histograms(tmp_path: Path) -> None:
     tracker = build("digits", tmp_path)
     tracker.start()
     tracker.log({"note": "hello", "weights": torch.arange(10.0), "both": {"train": 1.0, "test": 2.0}}, step=1)
+    with pytest.warns(UserWarning, match=r"^TensorBoard keeps .* only; not logged: picture\. "):
+        tracker.log({"picture": object(), "loss": 0.5}, step=1)
     tracker.log_images({"seen": torch.zeros(1, 4, 4, 3)}, step=1, dataformats="NHWC")
     assert tracker.writer is tracker.tracker
     tracker.finish()
@@ -223,6 +225,7 @@ def test_tensorboard_keeps_texts_charts_and_histograms(tmp_path: Path) -> None:
     events.Reload()
     assert events.Tags()["histograms"] == ["weights"]
     assert events.Tags()["images"] == ["seen"]
+    assert events.Tags()["scalars"] == ["loss"]
     assert events.Tags()["tensors"] == ["note/text_summary"]
     assert {path.name for path in (tmp_path / "digits").iterdir() if path.is_dir()} == {"both_train", "both_test"}
 

@@ -64,6 +64,15 @@ class Stepping(ProcessControl):
     def sync_gradients(self, sync: bool) -> None:
         self._accumulation.window.sync = sync
 
+    @property
+    def step(self) -> int:
+        """Batches of the open window with the one in hand; 0 at the one that ends it, and where each batch is a step.
+
+        Accelerate counts on beyond the window: its ``accelerator.step % accelerator.gradient_accumulation_steps`` is
+        this number.
+        """
+        return self._accumulation.window.position
+
     def accumulate(self, *models: Module) -> AbstractContextManager[None]:
         """One batch of an accumulation window; gradients synchronise at the window's last batch.
 
