@@ -100,11 +100,15 @@ def test_every_command_of_a_terminal_is_one_that_exists(page: Path) -> None:
         assert re.search(rf"^{target}:", MAKEFILE, re.M), f"{page.name}: make {target}"
 
 
+# In one write: two ranks without a buffer write to one pipe, and their words would mix.
+_SAYS_ITS_RANK = "import os, sys; sys.stdout.write(' '.join(['rank', os.environ['RANK'], *sys.argv[1:]]) + '\\n')"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_lines_that_launch_scripts_run_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (lines,) = [block.text.splitlines() for block in blocks(REPOSITORY / "docs" / "scripts.md", "sh")]
-    (tmp_path / "train.py").write_text("import os, sys; print('rank', os.environ['RANK'], *sys.argv[1:])\n")
+    (tmp_path / "train.py").write_text(_SAYS_ITS_RANK)
     monkeypatch.chdir(tmp_path)
     run, dry = [shlex.split(line) for line in lines]
     done = subprocess.run([_beside_python(run[0]), *run[1:]], capture_output=True, text=True, cwd=tmp_path, timeout=100)
