@@ -66,6 +66,29 @@ def test_a_ddp_model_of_ones_own_is_accepted(names_it: bool) -> None:
     assert run_ranks(2, _own_ddp, names_it) == [0.5, 0.5]
 
 
+def _around_what_is_prepared() -> tuple[list[float], str]:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    prepared, _ = accelerator.prepare(*_things()[:2])
+    denoiser = torch.nn.Sequential(prepared)
+    inputs = torch.full((1, 1), float(accelerator.process_index))
+    gradients = []
+    for _ in range(2):
+        with accelerator.accumulate(denoiser):
+            accelerator.backward(denoiser(inputs).sum())
+        gradients.append(accelerator.unwrap_model(prepared).weight.grad.item())
+    other = Accelerator()
+    with pytest.raises(NotPrepared) as caught:
+        other.accumulate(torch.nn.Sequential(prepared, torch.nn.Linear(1, 1)))
+    return gradients, str(caught.value)
+
+
+def test_a_module_around_a_prepared_model_is_accepted_and_one_with_parameters_of_its_own_is_not() -> None:
+    """As k-diffusion's denoiser around its prepared network; its windows hold the gradients of what is inside."""
+    (first, refusal), (second, _) = run_ranks(2, _around_what_is_prepared)
+    assert (first, second) == ([0.0, 0.5], [0.5, 0.5])
+    assert "the model is not prepared" in refusal
+
+
 def _second_model_forgotten() -> str:
     accelerator = Accelerator()
     model, _, _ = _things()
