@@ -73,6 +73,7 @@ DIFFERENCES = """
 | `save_state()` with automatic names, in a folder that has some | an error: the number exists | goes on behind the newest, and a line says so; a number that is set by hand and exists is refused |
 | `total_limit` | deletes whatever has the lowest number, or no number | deletes checkpoints of this run, and of those that it goes on from |
 | `release_memory(model)` | the `Accelerator` holds the model | nothing of ours holds it |
+| `accelerate.__version__`, after `import nbaccel as accelerate` | its version | "1.15.0", that of the interface, which programs compare; `nbaccel.__version__` is our own |
 | resuming inside an epoch | dropout draws other numbers than it would have | the next loss is bit for bit the one of the uninterrupted run |
 | `split_between_processes` of ranges, arrays, sets, strings | not split: every rank does all | split, or an error that says why not |
 | shuffling in several ranks | rank 0's generator is sent around at every epoch | follows from the seed, the epoch and how often it was begun, without a message; `use_seedable_sampler=True` gives Accelerate's order |

@@ -109,6 +109,18 @@ def test_version_is_that_of_the_distribution() -> None:
     assert nbaccel.__version__ == version("nbaccel")
 
 
+def test_a_program_that_calls_it_accelerate_compares_the_version_of_its_interface() -> None:
+    """As the examples of diffusers do, in their `main`."""
+    program = "import nbaccel as accelerate\ndef main(): return accelerate.__version__\ninside = main()"
+    names: dict[str, str] = {}
+    exec(program, names)
+    assert names["inside"] == "1.15.0"
+    accelerates = version("accelerate")
+    assert accelerates.startswith("1.15."), "the interface is that of another version now: _INTERFACE"
+    exec("import nbaccel; own = nbaccel.__version__", names := {})
+    assert names["own"] == version("nbaccel")
+
+
 def test_asking_for_a_name_twice_does_not_look_it_up_twice() -> None:
     assert nbaccel.World is nbaccel.World
     assert vars(nbaccel)["World"] is nbaccel.World
