@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
-from nbaccel.train.environment import parse_flag_from_env
+from nbaccel.train.environment import parse_choice_from_env, parse_flag_from_env
 
 __all__ = ["PluginsNotHere", "refuse_plugins", "refuse_plugins_of_the_environment"]
 
@@ -78,7 +77,7 @@ def refuse_plugins_of_the_environment() -> None:
     for variable, name in _BY_VARIABLE.items():
         if parse_flag_from_env(variable):
             raise NotImplementedError(f"{variable}=true in the environment: {_INSTEAD[name]}")
-    if device := os.environ.get("ACCELERATE_TORCH_DEVICE"):
+    if device := parse_choice_from_env("ACCELERATE_TORCH_DEVICE", ""):
         raise NotImplementedError(
             f"ACCELERATE_TORCH_DEVICE={device} in the environment: each rank takes the device of its number here. "
             "Choose the GPUs that it sees with CUDA_VISIBLE_DEVICES, or the CPU with Accelerator(cpu=True)."
