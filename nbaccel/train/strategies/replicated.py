@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -108,7 +108,9 @@ class Replicated(Strategy):
     def keeps_together(self, model: Module) -> bool:
         if is_parallel(model):
             return True
-        averaged = {id(parameter) for part in _parallel_parts(model) for parameter in part.parameters()}
+        # A module around one that is parallel may be trained too: that averages in each backward, held by no `no_sync`.
+        parts = [part for part in model.modules() if is_parallel(part)]
+        averaged = {id(parameter) for part in parts for parameter in part.parameters()}
         return all(id(parameter) in averaged for parameter in model.parameters() if parameter.requires_grad)
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
@@ -116,14 +118,7 @@ class Replicated(Strategy):
         if isinstance(module, (Replica, DistributedDataParallel)):  # ours first: DDP is abstract, and slow to ask
             return _NoReduce(module)
         no_sync = getattr(module, "no_sync", None)
-        return self._no_sync_inside(module) if no_sync is None else no_sync()
-
-    @contextmanager
-    def _no_sync_inside(self, model: Module) -> Iterator[None]:
-        with ExitStack() as held:
-            for part in _parallel_parts(model):
-                held.enter_context(self.no_sync(part))
-            yield
+        return nullcontext() if no_sync is None else no_sync()
 
     def alone(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
@@ -181,11 +176,6 @@ class Replicated(Strategy):
     def finds_parallel(self) -> bool:
         # Some 10 ms, so it is asked once, before refusing.
         return any(is_parallel(module) for module in _living_modules())
-
-
-def _parallel_parts(model: Module) -> list[Module]:
-    """The modules inside of `model`, which nobody prepared, that average their own gradients."""
-    return [part for part in model.modules() if part is not model and is_parallel(part)]
 
 
 def _replicated_modules() -> list[Module]:
