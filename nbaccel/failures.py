@@ -123,6 +123,8 @@ _TABLE = (
              r"\bCUBLAS_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR)\b", "cuBLAS, torch-max-mem"),
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
              r"\bCUSOLVER_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\b.*\bcusolverDnCreate\b", "cuSOLVER: its handle"),
+    _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH, r"\bCUFFT_(INTERNAL_ERROR|SETUP_FAILED)\b",
+             "cuFFT: a plan that does not fit, as seen on a full H100"),
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH, r"\bCUDA driver error: 2(?!\d)",
              "ATen/cuda/Exceptions.h, where it writes the number alone (HIP): that of out of memory"),
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,

@@ -34,6 +34,7 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 """What the driver answers before cuInit, and to cuInit in a fork of a process that had called it."""
 
 _CUDA_SUCCESS = 0
+_DRIVER = b"/libcuda.so"
 _OPENED_BY_CUINIT = "/dev/nvidia-uvm"
 _AUTOGRADS_THREADS = b"pt_autograd_"
 _UNNAMED_BACKEND = "privateuseone"
@@ -78,10 +79,15 @@ def _torch_is_built_for(*kinds: str) -> bool:
 
 
 def _driver_is_in_use() -> bool:
-    """Whether anybody here has called cuInit: the driver says so, or what it opens then is open."""
-    driver = loaded_driver()
-    if driver is not None and driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS:
-        return True
+    """Whether anybody here has called cuInit: the driver says so, or what it opens then is open.
+
+    NVML opens the same files, and keeps them open where torch has counted devices by it: where the driver is loaded it
+    is asked, and where no file of it is there is none to be in use.
+    """
+    if (driver := loaded_driver()) is not None:
+        return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS)
+    if not _is_mapped(_DRIVER):
+        return False
     descriptors = f"{_PROC}/self/fd"
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(descriptors):
@@ -89,6 +95,14 @@ def _driver_is_in_use() -> bool:
                 if os.readlink(f"{descriptors}/{descriptor}") == _OPENED_BY_CUINIT:
                     return True
     return False
+
+
+def _is_mapped(library: bytes) -> bool:
+    """Whether a file of this name is in the memory of this process, in whatever way it was loaded."""
+    try:
+        return library in Path(_PROC, "self/maps").read_bytes()
+    except OSError:
+        return False
 
 
 def _autograd_has_threads() -> bool:

@@ -76,6 +76,7 @@ ROWS = [
     (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasLt`")),
     (Recovery.RETRY_IF_NEARLY_FULL,
      RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`")),
+    (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR")),
     (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("CUDA driver error: 2")),
     (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("Invalid buffer size: 20.52 GB")),
     (Recovery.RETRY_IF_NEARLY_FULL, RuntimeError("input tensor must have fewer than INT_MAX elements")),

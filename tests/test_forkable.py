@@ -75,8 +75,10 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A made-up /proc of a process on a machine with a GPU's driver."""
     for folder in ("self/fd", "self/task"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "self/maps").write_text("7f00-7f10 r-xp 00000000 fe:00 77  /usr/lib/x86_64-linux-gnu/libcuda.so.580.1\n")
     monkeypatch.setattr(forkable, "_PROC", tmp_path)
     monkeypatch.setattr(forkable, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(forkable, "loaded_driver", lambda: None)  # as where it was loaded by another way
     return tmp_path
 
 
@@ -94,6 +96,16 @@ def test_what_the_driver_opens_when_it_is_initialised_betrays_it(proc: Path) -> 
     assert why_forks_fail() is None
     (proc / "self/fd/7").symlink_to("/dev/nvidia-uvm")
     assert why_forks_fail() == DRIVER_IS_IN_USE
+
+
+def test_devices_may_be_counted_by_nvml_which_keeps_its_files_open(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (proc / "self/fd/7").symlink_to("/dev/nvidia-uvm")
+    (proc / "self/maps").write_text("7f00-7f10 r-xp 00000000 fe:00 78  /usr/lib/libnvidia-ml.so.580.1\n")
+    assert why_forks_fail() is None, "no driver is loaded"
+
+    driver = SimpleNamespace(cuDeviceGetCount=lambda _: forkable.CUDA_ERROR_NOT_INITIALIZED)
+    monkeypatch.setattr(forkable, "loaded_driver", lambda: driver)
+    assert why_forks_fail() is None, "it is loaded, and nobody has called cuInit"
 
 
 def test_the_name_of_a_thread_betrays_autograd(proc: Path) -> None:
@@ -115,6 +127,7 @@ def test_what_the_others_come_with_is_named_first(proc: Path, monkeypatch: pytes
 
 
 def test_a_process_that_proc_does_not_show_can_be_forked(proc: Path) -> None:
+    (proc / "self/maps").unlink()
     (proc / "self/fd").rmdir()
     (proc / "self/task").rmdir()
     assert why_forks_fail() is None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.launch.wire.delta import belongs_to_ipython
 from nbaccel.launch.wire.weight import sizes_on_devices
 
 __all__ = ["Holding", "held_here"]
@@ -49,7 +50,10 @@ def held_here(namespace: Mapping[str, Any] | None) -> list[Holding]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
-    named = sizes_on_devices({name: value for name, value in dict(namespace or {}).items() if not name.startswith("_")})
+    variables = dict(namespace or {})
+    named = sizes_on_devices(
+        {name: value for name, value in variables.items() if not (name.startswith("_") or belongs_to_ipython(name))}
+    )
     holdings = []
     for number in range(torch.cuda.device_count()):
         nbytes = torch.cuda.memory_reserved(number)

@@ -192,7 +192,7 @@ class Residents:
             self._mend(ended, title)
             return
         self._crew.page.is_cut = False
-        if places := out_of_step(self._standings):
+        if (places := out_of_step(self._standings)) and not self._out_of_step:  # a pull that follows is not why
             self._out_of_step = (
                 f"the ranks are out of step since {title}, and the next collective could hang ({places})"
             )

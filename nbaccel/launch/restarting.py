@@ -32,6 +32,9 @@ _NAMES_SHOWN = 3
 _KERNEL_IS_TO_BLAME = 0.5
 """Share of a device from which on what the notebook itself holds there is what does not fit."""
 
+_WORTH_SAYING = 0.005
+"""Share of a device that the notebook holds, of which nobody has to hear below that."""
+
 _UNKNOWN_BATCH = 1000
 
 _LONGEST_RELEASE_S = 2.0
@@ -338,4 +341,4 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _said_of(held: Sequence[Holding]) -> list[str]:
-    return [f"the notebook itself holds {holding}" for holding in held]
+    return [f"the notebook itself holds {holding}" for holding in held if holding.share >= _WORTH_SAYING]

@@ -330,13 +330,13 @@ _FAILS = {"in_gather": "accelerator.gather(a.mean())", "in_loss_item": "step()"}
 def staying(kernel: RealKernel, device: str, tell: Callable[..., None] = fact) -> dict[str, Any]:
     """Ranks that stay: one fails while the other waits for it, which lives, and gives back what it has.
 
-    Where their devices waited they are connected anew by the cell that follows; else they are out of step, and it is
-    refused. They are started anew in any case.
+    Where their devices waited, rank 0 gives nothing back before they are connected anew, which the cell that follows
+    does; else they are out of step, and that cell is refused. They are started anew in any case.
     """
     begin(kernel, device)
     kernel.do(SHARE)
     start = line(device, "--start fork", ranks=2).replace("%%accelerate", "%accelerate start")
-    told: dict[str, Any] = {"errors": [], "took_s": [], "pulled": [], "losses": [], "after": []}
+    told: dict[str, Any] = {"errors": [], "took_s": [], "pulled": [], "losses": [], "refused": [], "after": []}
     for number, (name, waits) in enumerate(_FAILS.items()):
         kernel.do(start if not number else "%accelerate restart", _CELL_S)
         trains = f"%%accelerate\n{_PAIR}mark = (a[0] * 0 + {number}).cpu()\nprint('loss', step())"
@@ -345,11 +345,14 @@ def staying(kernel: RealKernel, device: str, tell: Callable[..., None] = fact) -
         told["took_s"].append(round(cell.seconds, 2))
         tell(f"failed_{name}_s", told["took_s"][-1], "s")
         told["errors"].append(cell.failed("ValueError").text)
-        kernel.do("%accelerate pull mark")
-        told["pulled"].append(kernel.value("mark.tolist()"))
+        pulled = kernel.run("%accelerate pull mark")
+        told["refused"].append("" if pulled.error is None else pulled.error.evalue)
         after = kernel.run("%%accelerate\nprint('loss', step())", _CELL_S)
         told["after"].append(after.text if after.error is None else after.error.evalue)
         tell(f"after_{name}", told["after"][-1])
+        if pulled.error is not None:
+            kernel.do("%accelerate pull mark")
+        told["pulled"].append(kernel.value("mark.tolist()"))
     kernel.do("%accelerate stop")
     return told
 

@@ -46,6 +46,15 @@ def test_a_process_that_asked_nvml_has_no_uvm_and_its_forks_can_use_cuda(program
     assert found["cuinit_in_fork"] == SUCCESS, found
 
 
+@pytest.mark.takes(5)
+def test_a_process_in_which_torch_counted_the_devices_is_forked(program: Callable[..., Any]) -> None:
+    found = program("driver.py", "counted")
+    assert found["count"] >= 1
+    assert found["is_available"]
+    assert found["in_a_fork"] == 2, found
+    assert found["why_forks_fail"] is None, found
+
+
 @pytest.mark.takes(2)
 def test_a_process_that_called_cuinit_has_uvm_and_its_forks_hear_so(program: Callable[..., Any]) -> None:
     found = program("driver.py", "cuinit")

@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.mark.takes(20)
-def test_the_planner_lands_within_three_percent_in_seven_trials(program: Callable[..., Any]) -> None:
+def test_the_planner_lands_within_three_percent_in_eight_trials(program: Callable[..., Any]) -> None:
     found = program("cost.py", "planner")
-    assert len(found["tried"]) <= 7, found
+    assert len(found["tried"]) <= 8, found
     assert found["failed"] <= 2, found
     assert found["size"] in found["tried"]
     assert found["fits"], found

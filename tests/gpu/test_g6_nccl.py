@@ -22,26 +22,25 @@ pytestmark = [pytest.mark.gpu, pytest.mark.nccl2, pytest.mark.slow, pytest.mark.
 
 ENDS = ("finally", "killed", "hang")
 
-NO_STEP = ("forward", "backward")
-"""Where rank 1 fails before its gradients are in the sum: rank 0 must not step on what it has of that."""
-
 
 @pytest.mark.takes(21)
 @pytest.mark.parametrize("when", ["early", "late"])
-def test_a_peer_raises_before_it_steps_when_a_rank_runs_out_of_memory(
+def test_a_peer_begins_anew_too_when_a_rank_runs_out_of_memory(
     program: Callable[..., Any], two_ranks: str, when: str
 ) -> None:
+    """Its host runs ahead: it may have queued steps behind a sum that was cut short, and nothing of these is kept."""
+    ends: dict[int, str] = {}
     for place, told in program("pair.py", when).items():
         assert len(told) == 2, (place, told)
         peer, cause = told
         assert (peer["fired"], cause["fired"]) == (0, 1), place
         assert peer["weights"] == cause["weights"], place
         assert (peer["sum"], cause["sum"]) == (2, 2), place
-        first = peer["attempts"][0]
-        if place != "after peers have finished":
-            assert first["raised"], (place, peer)
-        if place in NO_STEP:
-            assert first["steps"] == 1, (place, peer)
+        for rank in told:
+            first, last = rank["attempts"]
+            assert first["raised"] or first["steps"] == 3, (place, rank)
+            assert (last["raised"], last["steps"]) == ("", 3), (place, rank)
+            assert ends.setdefault(last["size"], rank["weights"]) == rank["weights"], (place, "not as elsewhere")
 
 
 @pytest.mark.takes(22)
@@ -85,7 +84,12 @@ def test_ranks_that_stay_outlive_a_peer_that_fails_and_interrupts_reach_a_rank_t
     assert max(told["took_s"]) < 15, told
     assert told["pulled"] == [[0.0] * 6, [1.0] * 6], told
     assert all("loss" in text for text in told["losses"]), told
-    assert all("loss" in text for text in told["after"]), told
+    in_gather, in_loss_item = told["refused"]
+    assert not in_gather, told
+    assert not in_loss_item or "may hold parts of a sum" in in_loss_item, told
+    in_gather, in_loss_item = told["after"]
+    assert "loss" in in_gather or "out of step since Cell In[" in in_gather, told
+    assert "loss" in in_loss_item, told
     interrupted = launches.interrupted(kernel, "cuda", tell=tell)
     assert interrupted["took_s"] < 12, interrupted
     assert "loss" in interrupted["anew"]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from nbaccel.errors import NbaccelError
 from nbaccel.train.data.order import SharedOrder, tell_epoch
 from nbaccel.train.data.position import DatasetStates, Position
-from nbaccel.train.data.shard import NOTHING, StreamShard
+from nbaccel.train.data.shard import NOTHING, StreamShard, unshared
 from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
 from nbaccel.train.talk.hosts import host_transport
 from nbaccel.train.talk.transport import Transport
@@ -182,6 +182,9 @@ class _RoundShard(StreamShard):
     ) -> None:
         super().__init__(loader, states, world, even=even, split=split)
         self._slice_function = slice_function
+
+    def _begin(self) -> Iterator[Any]:
+        return unshared(iter(self.batches))  # at once: it draws a number
 
     def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
         if self._slice_function is None or (is_last and not self._is_complete(members)):

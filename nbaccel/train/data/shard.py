@@ -10,13 +10,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from nbaccel.train.data.position import DatasetStates
-from nbaccel.train.talk.nested import concatenate, count_rows, slice_rows
+from nbaccel.train.talk.nested import concatenate, count_rows, leaves, map_children, slice_rows
 from nbaccel.world import World
 
-__all__ = ["NOTHING", "BatchShard", "Shard", "StreamShard", "look_ahead"]
+__all__ = ["NOTHING", "BatchShard", "Shard", "StreamShard", "look_ahead", "unshared"]
 
 _T = TypeVar("_T")
 
@@ -101,7 +103,7 @@ class Shard(Iterable[Any]):
     def rounds(self) -> Iterator[tuple[list[Any], list[Any], bool]]:
         """Each round's batches, those that fill up, and whether it is the last round, which may be incomplete."""
         self.remainder = -1
-        batches = iter(self.batches)
+        batches = self._begin()
         # The fill is the epoch's first round, also when the epoch is resumed after it.
         first = list(itertools.islice(batches, min(self.skip, self.stride)))
         for _ in itertools.islice(batches, self.skip - len(first)):
@@ -172,6 +174,9 @@ class Shard(Iterable[Any]):
         return 0 < tail <= self.batch_size // self.world_size * rank
 
     # A batch here is a list of indices, at hand already; StreamShard overrides these for collated batches.
+
+    def _begin(self) -> Iterator[Any]:
+        return iter(self.batches)
 
     def _read(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         """In rounds; without an incomplete one if that is to be dropped. Nothing here runs Python for a round."""
@@ -246,6 +251,38 @@ class StreamShard(Shard):
 
     def _cut(self, batch: Any, start: int, stop: int) -> Any:
         return slice_rows(batch, start, stop)
+
+
+def unshared(values: Iterable[Any]) -> Iterator[Any]:
+    """Collated batches, each in memory of its own, also where the loader fills the same memory again.
+
+    Whoever knows a batch for the last one has read the next, and where that lies in the same memory this one would be
+    lost. The first batch is copied, to see; if the second one lies where it lay, all are.
+    """
+    batches = iter(values)
+    first = next(batches, NOTHING)
+    if first is NOTHING:
+        return
+    yield _copied(first)
+    second = next(batches, NOTHING)
+    if second is NOTHING:
+        return
+    is_shared = not _addresses(first).isdisjoint(_addresses(second))
+    del first
+    yield _copied(second) if is_shared else second
+    yield from map(_copied, batches) if is_shared else batches
+
+
+def _addresses(batch: Any) -> set[int]:
+    """Where its tensors begin that hold anything."""
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+
+
+def _copied(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch if batch.requires_grad else batch.clone()
+    return map_children(_copied, batch)
 
 
 def look_ahead(values: Iterable[_T]) -> Iterator[tuple[_T, bool]]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from nbaccel.train.data.order import PrivateRandomness, SharedOrder, drawn_seed, order_states, replayed, tell_epoch
 from nbaccel.train.data.pieces import in_pieces, iterated_in_pieces
 from nbaccel.train.data.position import DatasetStates, Position
-from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead
+from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead, unshared
 from nbaccel.world import World
 
 __all__ = ["IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "length_of", "rebuilt"]
@@ -102,7 +102,9 @@ class Source:
     def _ended(self, batches: Iterator[Any], position: Position) -> Iterator[tuple[Any, bool]]:
         noted = self.states.noted(batches)
         lengths = self.lengths(position.batches)
-        return look_ahead(noted) if self.is_stream or lengths is None else count_down(noted, lengths[0])
+        if self.is_stream or lengths is None:
+            return look_ahead(unshared(noted))
+        return count_down(noted, lengths[0])
 
     def _resumed_stream(self, position: Position) -> Iterator[Any]:
         """By the dataset's state where there is one; else what goes before is read again."""
@@ -187,7 +189,7 @@ class IndexSource(Source):
         lengths = self.lengths(position.batches)
         with drawn_again(position, self.loader):
             iterator = iter(self._rebuilt)
-        return look_ahead(iterator) if lengths is None else count_down(iterator, lengths[self._rank])
+        return look_ahead(unshared(iterator)) if lengths is None else count_down(iterator, lengths[self._rank])
 
     def _length(self) -> int | None:
         return length_of(self.shard)
@@ -246,7 +248,7 @@ class StreamSource(Source):
         self.shard.skip = position.batches if reads_again else 0
         if not reads_again:
             self.states.restore(position.dataset)
-        self.shard.batches = self._private.over(self.loader, self.stride)
+        self.shard.batches = self._private.over(unshared(self.loader), self.stride)
         return self.shard.deal()
 
 

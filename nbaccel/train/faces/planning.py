@@ -48,7 +48,7 @@ class Planning(ProcessControl):
     ) -> int:
         """The largest batch per rank whose training step fits in memory, on every rank. Collective.
 
-        Some four to seven trials of two whole steps each, forward, backward and optimizer; most searches run out of
+        Some four to eight trials of two whole steps each, forward, backward and optimizer; most searches run out of
         memory not once. Afterwards models, optimizers and random generators are bit by bit as before, and no loader
         has moved. The size returned was run on every rank, whatever the prediction said; it is within about 3 % of
         the largest possible one, and a multiple of eight where that costs nothing.

@@ -86,6 +86,28 @@ def nvml(device: str) -> dict[str, Any]:
     )
 
 
+def counted(device: str) -> dict[str, Any]:
+    """A process in which torch has counted the devices by NVML, which it keeps open."""
+    import torch
+
+    from nbaccel.forkable import loaded_driver, why_forks_fail
+
+    before = descriptors()
+    is_loaded_before = loaded_driver() is not None
+    count = torch.cuda.device_count()
+    driver = loaded_driver()
+    return _told(
+        before=before,
+        count=count,
+        is_available=torch.cuda.is_available(),
+        descriptors=descriptors(),
+        is_loaded=[is_loaded_before, driver is not None],
+        driver_says=None if driver is None else driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())),
+        why_forks_fail=why_forks_fail(),
+        in_a_fork=in_a_fork(lambda: torch.ones(2, device=device).sum().item()),
+    )
+
+
 def cuinit(device: str) -> dict[str, Any]:
     """A process in which something has called cuInit: cupy, numba, jax, or torch below its flag."""
     before = descriptors()
@@ -226,7 +248,7 @@ def one_card(device: str) -> dict[str, Any]:
     return _told(works=totals == [3000.0, 3000.0], totals=totals, took_s=round(time.perf_counter() - began, 1))
 
 
-CASES = {case.__name__: case for case in (nvml, cuinit, backward, pinned, contexts, machine, one_card)}
+CASES = {case.__name__: case for case in (nvml, counted, cuinit, backward, pinned, contexts, machine, one_card)}
 
 
 if __name__ == "__main__":

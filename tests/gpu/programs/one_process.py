@@ -98,7 +98,7 @@ class _Refilled(IterableDataset[Tensor]):
 
 
 def refilled(device: str) -> dict[str, Any]:
-    """The batches that arrive of a loader with one buffer. On the host they lie in it, and are lost."""
+    """The batches that arrive of a loader with one buffer."""
     arrived = []
     for batch in accelerator_of(device).prepare(DataLoader(_Refilled(device), batch_size=None)):
         busy(device)

@@ -149,6 +149,36 @@ def test_a_stream_is_dealt_like_a_dataset_with_a_length(samples: int, split: boo
     assert streamed == _dealt(samples, 4, split=split)
 
 
+class _Refilled(IterableDataset[Any]):
+    """Batches of ids in one piece of memory, which the next batch fills again."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        ids, masks = torch.empty(4, dtype=torch.long), torch.ones(4)
+        for number in range(self.batches):
+            yield {"ids": ids.copy_(torch.arange(4 * number, 4 * number + 4)), "mask": masks, "number": number}
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loader_that_fills_the_same_memory_again_loses_no_batch(world_size: int, dispatch: bool) -> None:
+    if world_size == 1:
+        ranks = [_seen(dispatch)]
+    else:
+        ranks = run_ranks(world_size, _seen, dispatch)
+    for rank, seen in enumerate(ranks):
+        mine = range(rank, 6, world_size)
+        assert seen == [([4 * number + each for each in range(4)], number) for number in mine]
+
+
+def _seen(dispatch: bool) -> list[tuple[list[int], int]]:
+    configuration = DataLoaderConfiguration(dispatch_batches=dispatch)
+    loader = Accelerator(cpu=True, dataloader_config=configuration).prepare(DataLoader(_Refilled(6), batch_size=None))
+    return [(batch["ids"].tolist(), batch["number"]) for batch in loader]
+
+
 def test_batches_of_own_sizes_are_dealt_whole() -> None:
     batches = [[0], [1, 2], [3, 4, 5]]
     seen = []

@@ -230,8 +230,12 @@ class _OpenedFiles:
 
 
 def _is_private(path: str) -> bool:
-    """Whether programs keep there what nobody reads as a result: devices, temporary files, caches."""
-    return path.startswith(("/dev/", "/proc/", f"{tempfile.gettempdir()}{os.sep}")) or f"{os.sep}." in path
+    """Whether programs keep there what nobody reads as a result: devices, temporary files, caches.
+
+    A folder is opened for a temporary file that has no name in it (`tempfile.TemporaryFile`).
+    """
+    is_of_a_program = path.startswith(("/dev/", "/proc/", f"{tempfile.gettempdir()}{os.sep}")) or f"{os.sep}." in path
+    return is_of_a_program or os.path.isdir(path)
 
 
 def _wrap_mkdir(folders: _Folders) -> None:
