@@ -49,7 +49,7 @@ def is_holder(pid: int, root: Path = Path("/")) -> bool:
     """Whether the process to which the driver gives this number is the one that has it here.
 
     The driver counts as the host does, so in a container another process may have the number. There only one that has
-    CUDA's own device open, which NVML does not open, is taken for it.
+    the device open on which CUDA maps memory (NVML opens it too) is taken for it.
     """
     if _link(root / "proc/self/ns/pid") == _PROCESSES_OF_THE_HOST:
         return True

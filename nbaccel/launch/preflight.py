@@ -89,7 +89,7 @@ class Devices:
     def __str__(self) -> str:
         ranks = _count(self.num_processes, "rank")
         if self.gpus:
-            return f"{ranks} on {_listed(self.gpus)}"
+            return f"{ranks} on {', '.join(f'GPU {gpu.index} {gpu.name}' for gpu in self.gpus)}"
         return f"{ranks} on the CPU{self.why_no_gpu and f', NOT on a GPU: {self.why_no_gpu}'}"
 
     def in_short(self, width: int) -> str:

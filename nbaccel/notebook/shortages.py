@@ -236,7 +236,7 @@ def _carried(
             flag = "" if plan.options.free_kernel or nbytes > free + movable else "add --free-kernel, or "
             raise LaunchRefused(
                 f"{name} ({amount(nbytes)}, on {where}) would be copied to every rank, and rank {rank}'s device, "
-                f"{gpu.index} {gpu.name}, has {amount(free)} of {amount(gpu.total_bytes)} left beside what the "
+                f"GPU {gpu.index} {gpu.name}, has {amount(free)} of {amount(gpu.total_bytes)} left beside what the "
                 f"notebook holds: {flag}{_move(place, name)}, or call {name}.cpu() before it."
             )
     if plan.options.free_kernel and name in aside.names:

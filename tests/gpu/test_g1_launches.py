@@ -49,7 +49,7 @@ def test_a_stop_ends_all_ranks_at_one_step_and_a_kill_leaves_nothing_on_the_card
     assert killed["back_s"] <= SOON_S, killed
 
 
-@pytest.mark.takes(8)
+@pytest.mark.takes(12)
 def test_a_label_out_of_range_is_an_error_of_the_cell(kernel: RealKernel, tell: Callable[..., None]) -> None:
     told = launches.mislabelled(kernel, "cuda", 1, tell=tell)
     assert told["class"] in ("AcceleratorError", "RuntimeError"), told

@@ -15,7 +15,7 @@ MIB = 2**20
 ALLOCATORS = {"segments": {}, "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 
 
-@pytest.mark.takes(10)
+@pytest.mark.takes(16)
 def test_twenty_times_out_of_memory_leave_nothing_on_the_card(program: Callable[..., Any]) -> None:
     left = program("memory.py", "cycles")
     assert max(left["allocated"]) <= MIB, left
@@ -25,7 +25,7 @@ def test_twenty_times_out_of_memory_leave_nothing_on_the_card(program: Callable[
     assert left["works"]
 
 
-@pytest.mark.takes(12)
+@pytest.mark.takes(22)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_errors_of_a_full_card_are_out_of_memory(program: Callable[..., Any], allocator: str) -> None:
     found = program("memory.py", "errors", **ALLOCATORS[allocator])

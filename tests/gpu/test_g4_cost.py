@@ -22,7 +22,7 @@ def test_the_planner_lands_within_three_percent_in_eight_trials(program: Callabl
     assert not found["more_fits"], found
 
 
-@pytest.mark.takes(20)
+@pytest.mark.takes(25)
 def test_our_buckets_cost_two_percent_over_plain_ddp_at_most_and_wait_once(program: Callable[..., Any]) -> None:
     found = program("cost.py", "buckets")
     assert found["off"] <= 2e-2, found

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.nccl2, pytest.mark.slow, pytest.mark.
 ENDS = ("finally", "killed", "hang")
 
 
-@pytest.mark.takes(21)
+@pytest.mark.takes(28)
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_a_peer_begins_anew_too_when_a_rank_runs_out_of_memory(
     program: Callable[..., Any], two_ranks: str, when: str

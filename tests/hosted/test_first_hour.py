@@ -148,7 +148,7 @@ get_ipython().find_cell_magic("accelerate").__self__.session.survey = lambda: _s
 @pytest.mark.parametrize(
     ("lies", "sentence"),
     [
-        ("_on_device['model'] = {'cuda:0': 8 * 10**9}", "rank 0's device, 0 Tesla T4, has 6.0 GB of 15.0 GB left"),
+        ("_on_device['model'] = {'cuda:0': 8 * 10**9}", "rank 0's device, GPU 0 Tesla T4, has 6.0 GB of 15.0 GB left"),
         (
             "_on_device['model'] = {'cuda:0': 10**9}\nmodel.is_loaded_in_4bit = True",
             "model was loaded quantised and lies on cuda:0 (1.0 GB): its weights cannot be sent to ranks",

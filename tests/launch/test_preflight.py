@@ -171,7 +171,7 @@ def test_the_weakest_gpu_limits_the_run() -> None:
 @pytest.mark.parametrize(
     ("devices", "text"),
     [
-        (Devices(2, TWO_T4S.gpus), "2 ranks on 0 Tesla T4, 1 Tesla T4"),
+        (Devices(2, TWO_T4S.gpus), "2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4"),
         (Devices(1), "1 rank on the CPU"),
     ],
 )

@@ -65,11 +65,11 @@ def test_the_precisions_are_those_of_the_devices_that_are_chosen() -> None:
 @pytest.mark.parametrize(
     ("options", "survey", "expected"),
     [
-        (Options(), TWO_T4, ["auto (2 ranks on 0 Tesla T4, 1 Tesla T4)", "1", "2"]),
-        (Options(num_processes=1), TWO_T4, ["auto (2 ranks on 0 Tesla T4, 1 Tesla T4)", "1", "2"]),
+        (Options(), TWO_T4, ["auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)", "1", "2"]),
+        (Options(num_processes=1), TWO_T4, ["auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)", "1", "2"]),
         (Options(), CPU, ["auto (1 rank on the CPU)", "1", "2", "3", "4"]),
         (Options(num_processes=6), CPU, ["auto (1 rank on the CPU)", "1", "2", "3", "4", "6"]),
-        (Options(devices="1"), TWO_T4, ["auto (1 rank on 1 Tesla T4)", "1"]),
+        (Options(devices="1"), TWO_T4, ["auto (1 rank on GPU 1 Tesla T4)", "1"]),
     ],
 )
 def test_as_many_ranks_are_offered_as_there_are_devices(options: Options, survey: Survey, expected: list[str]) -> None:
@@ -98,7 +98,7 @@ def test_the_overview_says_what_the_form_shows(tmp_path: Path) -> None:
     configuration.change(["accumulate=4", "out=model", "mixed-precision=fp16"])
     assert overview(configuration, TWO_T4, 32).splitlines() == [
         "what the next %%accelerate cells use; %accelerate config KEY=VALUE … changes it, --save keeps it",
-        "  num-processes    auto (2 ranks on 0 Tesla T4, 1 Tesla T4)",
+        "  num-processes    auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)",
         "  mixed-precision  fp16; bf16 (not here: Tesla T4 has no bf16 units)",
         "  accumulate       4 batches per optimizer step",
         "  seed             drawn for each run",

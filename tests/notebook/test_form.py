@@ -76,13 +76,13 @@ def test_it_states_the_formula_the_next_cell_and_the_flags(form: Form) -> None:
     field(form, "Batches per optimizer step").value = 4
     assert "<strong>32 x 2 x 4 = 256</strong>" in texts(form)
     assert "<code>%%accelerate -a 4</code>" in texts(form)
-    assert "2 ranks on 0 Tesla T4, 1 Tesla T4, default precision fp16 (Tesla T4 has no bf16 units), acc" in texts(form)
+    assert "2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4, default precision fp16 (Tesla T4 has no bf16 units), acc" in texts(form)
     field(form, "Batch size per device").value = 8
     assert "<strong>8 x 2 x 4 = 64</strong>" in texts(form)
 
 
 def test_what_nobody_chose_is_named_in_the_empty_field(form: Form, configuration: Configuration) -> None:
-    assert field(form, "Ranks").placeholder == "auto (2 ranks on 0 Tesla T4, 1 Tesla T4)"
+    assert field(form, "Ranks").placeholder == "auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)"
     assert field(form, "Ranks").options == ("1", "2")
     assert field(form, "Seed").placeholder == "drawn for each run"
     configuration.change(["cpu=true"])

@@ -85,12 +85,12 @@ def test_auto_is_one_rank_per_gpu_in_the_precision_that_suits_it(planned: Any) -
     assert ran.stdout.splitlines()[0] == "2 ranks on GPU 0, 1 (Tesla T4), fork, fp16, seed 1"
     assert planned.run("%accelerate").stdout.splitlines()[1] == (
         "the latest ranks were started as: "
-        "2 ranks on 0 Tesla T4, 1 Tesla T4 (each its own as cuda:0), fork (the notebook has not used CUDA), "
+        "2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4 (each its own as cuda:0), fork (the notebook has not used CUDA), "
         "default precision fp16 (Tesla T4 has no bf16 units), accumulate 1 (both for what is prepared), seed 1"
     )
     planned.run("%%accelerate --seed 1\naccelerator.print(1)")
     explained = planned.run("%accelerate status").stdout.splitlines()[1]
-    assert explained.startswith("the latest ranks were started as: 2 ranks on 0 Tesla T4, 1 Tesla T4, fork (")
+    assert explained.startswith("the latest ranks were started as: 2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4, fork (")
     assert explained.endswith(" (Tesla T4 has no bf16 units), accumulate 1, seed 1")
     assert planned.run("%%accelerate -n 1\nx = 1").stdout.startswith("1 rank on GPU 0 (Tesla T4), fork, fp16, ")
 
