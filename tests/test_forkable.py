@@ -75,7 +75,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A made-up /proc of a process on a machine with a GPU's driver."""
     for folder in ("self/fd", "self/task"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "self/maps").write_text("7f00-7f10 r-xp 00000000 fe:00 77  /usr/lib/x86_64-linux-gnu/libcuda.so.580.1\n")
+    (tmp_path / "self/maps").write_text("7f00-7f10 r-xp 00000000 fe:00 77  /usr/lib/libcuda.so.580.1\n")
     monkeypatch.setattr(forkable, "_PROC", tmp_path)
     monkeypatch.setattr(forkable, "has_gpu_driver", lambda: True)
     monkeypatch.setattr(forkable, "loaded_driver", lambda: None)  # as where it was loaded by another way

@@ -304,7 +304,7 @@ def test_a_model_that_does_not_fit_beside_the_notebooks_own_is_refused(planned: 
     on_a_device(model={"cuda:0": 8 * GB})
     error = planned.run(TRAINS).error
     assert isinstance(error, LaunchRefused)
-    assert "rank 0's device, GPU 0 Tesla T4, has 6.0 GB of 15.0 GB left beside what the notebook holds: move " in str(error)
+    assert "rank 0's device, GPU 0 Tesla T4, has 6.0 GB of 15.0 GB left beside what the notebook holds: " in str(error)
 
 
 @with_gpus

@@ -164,10 +164,7 @@ class _Refilled(IterableDataset[Any]):
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loader_that_fills_the_same_memory_again_loses_no_batch(world_size: int, dispatch: bool) -> None:
-    if world_size == 1:
-        ranks = [_seen(dispatch)]
-    else:
-        ranks = run_ranks(world_size, _seen, dispatch)
+    ranks = [_seen(dispatch)] if world_size == 1 else run_ranks(world_size, _seen, dispatch)
     for rank, seen in enumerate(ranks):
         mine = range(rank, 6, world_size)
         assert seen == [([4 * number + each for each in range(4)], number) for number in mine]
