@@ -12,6 +12,7 @@ from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.executable.renewal import renew
 from nbaccel.train.implicit.devices import use_own_device
+from nbaccel.train.implicit.lone import LoneTraining
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.train.seeding import set_seed
 from nbaccel.train.state import current_world
@@ -20,10 +21,13 @@ from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of
 __all__ = ["setup_rank"]
 
 
-def setup_rank(namespace: dict[str, Any] | None, binds_accelerator: bool = True) -> ImplicitTraining | None:
+def setup_rank(
+    namespace: dict[str, Any] | None, binds_accelerator: bool = True
+) -> ImplicitTraining | LoneTraining | None:
     """Seed this rank's generators, and give a cell its `accelerator`, process group included. Collective then.
 
-    Returns what trains loops that nobody prepared; None where there is one rank, or they are not to be trained so.
+    Returns what trains loops that nobody prepared, or watches them where there is one rank; None where they are not to
+    be trained so.
 
     namespace: the cell's names; None for a function. A name `accelerator` that the user defined is left alone:
     an Accelerator made in the kernel finds this rank's world at its first use.
@@ -38,6 +42,6 @@ def setup_rank(namespace: dict[str, Any] | None, binds_accelerator: bool = True)
         namespace["accelerator"] = Accelerator()
     if world.is_distributed:
         on_renewal(renew)
-    if not world.is_distributed or settings.independent or settings.strict:
+    if settings.independent or settings.strict:
         return None
-    return ImplicitTraining(world, settings)
+    return ImplicitTraining(world, settings) if world.is_distributed else LoneTraining()

@@ -14,7 +14,7 @@ from nbaccel.errors import CannotSplit
 from nbaccel.train.microbatch.slicing import Samples, sample_shapes
 
 __all__ = [
-    "LoaderHooks",
+    "ask",
     "length_of",
     "nameless",
     "samples_of_batch",
@@ -27,7 +27,12 @@ _SHARES = ("num_replicas", "num_processes")
 
 
 class Asked(Protocol):
-    """Who decides what a rank gets of an iterator's batches: `Passes`."""
+    """Who decides what a rank gets of an iterator's batches: `Passes`. Or who only looks on.
+
+    needs_order: batches have to come in the order of their indices.
+    """
+
+    needs_order: bool
 
     def minds(self, iterator: Any) -> bool:
         """Whether it decides about this iterator."""
@@ -43,6 +48,15 @@ class Asked(Protocol):
 
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         """Return the next batch; `real` is torch's way to it."""
+
+
+def ask(passes: Asked) -> None:
+    """Have torch's loaders ask `passes` from now on, and no other. Again does no harm."""
+    hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
+    if hooks is None:
+        hooks = LoaderHooks(passes)
+        hooks.install()
+    hooks.passes = passes
 
 
 class LoaderHooks:
@@ -68,7 +82,7 @@ class LoaderHooks:
             is_minded = self.passes.minds(iterator)
             if is_minded:
                 self.passes.before()
-                if getattr(iterator, "_in_order", None) is False:
+                if self.passes.needs_order and getattr(iterator, "_in_order", None) is False:
                     iterator._in_order = True  # else the next batch would be another one in each rank
             torchs_reset(iterator, loader, first_iter)
             if is_minded and not first_iter:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nbaccel.errors import CannotCut, NotPrepared, RunStopped
 from nbaccel.events import Loss, emit
 from nbaccel.settings import SPLIT, RunSettings
 from nbaccel.train.implicit import count_steps_by, forget, when_beginning_anew, when_stepping_back
 from nbaccel.train.implicit.averaging import Averaging
+from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.notices import Notices
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.scaling import watch_scalers
@@ -89,9 +89,8 @@ class ImplicitTraining:
             step_back=self._step_back,
         )
         self._is_armed = False
-        self._real: Callable[..., Any] | None = None
-        self._real_compile: Callable[..., Any] | None = None
-        self._hooks: list[Any] = []
+        self._hooks = Hooks(self._averaging.run, self._before_step, self._after_step)
+        self._given: _GivenHook | None = None
 
     # -- the task
 
@@ -106,15 +105,8 @@ class ImplicitTraining:
         self._order_seed = None  # ranks that stay go on with common numbers
         self._withholding.begin()
         watch_scalers(self._withholds)
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        self._hooks.append(_GivenHook(lambda given: self._averaging.models.note_given(given, self._passes.batches)))
-        self._real = torch.autograd._engine_run_backward
-        self._take_backwards()
-        self._real_compile = torch.compile
-        torch.compile = functools.wraps(torch.compile)(functools.partial(self._compile))
+        self._hooks.install()
+        self._given = _GivenHook(lambda given: self._averaging.models.note_given(given, self._passes.batches))
         self._is_armed = True
         when_stepping_back(self._step_back)
         when_beginning_anew(self._begin_anew)
@@ -181,22 +173,6 @@ class ImplicitTraining:
     def _is_training(self) -> bool:
         return self._averaging.models.is_training()
 
-    def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._real is not None
-        return self._averaging.run(self._real, outputs, *args, **kwargs)
-
-    def _take_backwards(self) -> None:
-        """Have torch run its backwards by us. A compiler of whole training steps shall not look into it."""
-        run: Any = torch.compiler.disable(self._run) if "torch._dynamo" in sys.modules else self._run
-        torch.autograd._engine_run_backward = run
-
-    def _compile(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of ``torch.compile``, with which torch imports its compiler."""
-        assert self._real_compile is not None
-        compiled = self._real_compile(*args, **kwargs)
-        self._take_backwards()
-        return compiled
-
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._averaging.is_inside:
             raise NotPrepared(
@@ -260,14 +236,10 @@ class ImplicitTraining:
     def _disarm(self) -> None:
         self._is_armed = False
         count_steps_by(None)
-        while self._hooks:
-            self._hooks.pop().remove()
-        if self._real is not None:
-            torch.autograd._engine_run_backward = self._real
-            self._real = None
-        if self._real_compile is not None:
-            torch.compile = self._real_compile
-            self._real_compile = None
+        self._hooks.remove()
+        if self._given is not None:
+            self._given.remove()
+            self._given = None
         self._withholding.begin()
         self._averaging.rest()
         forget(self._step_back)

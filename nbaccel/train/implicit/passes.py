@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import _DatasetKind
 
 from nbaccel.errors import CannotSplit, NotPrepared
 from nbaccel.events import Gauge, LoopEntered, emit
@@ -27,7 +27,7 @@ from nbaccel.settings import EACH, SPLIT
 from nbaccel.train.implicit.handed import ALONE, UNKNOWN, Handed, Label, Split, Turn
 from nbaccel.train.implicit.layouts import Layout, is_own
 from nbaccel.train.implicit.loaders import (
-    LoaderHooks,
+    ask,
     length_of,
     nameless,
     samples_of_batch,
@@ -164,13 +164,11 @@ class Passes:
 
     # -- the task
 
+    needs_order = True
+
     def install(self) -> None:
         """Have torch's loaders ask this one. Again does no harm."""
-        hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
-        if hooks is None:
-            hooks = LoaderHooks(self)
-            hooks.install()
-        hooks.passes = self
+        ask(self)
 
     def begin(self, mode: str = SPLIT, parts: int = 1, order_seed: int | None = None) -> None:
         """A task begins: forget the loaders.  mode: "split", or "each" for batches of each rank's own.

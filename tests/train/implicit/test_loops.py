@@ -24,6 +24,7 @@ from nbaccel.launch import functions
 from nbaccel.launch.launcher import Launcher
 from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
+from nbaccel.train.implicit.lone import LoneTraining
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.world import World
 from train.implicit.loops import LOOPS, Loop, Values, ends, net, points, sgd
@@ -60,6 +61,13 @@ def test_a_loop_ends_in_ranks_as_in_one_process(loop: Loop, world_size: int, cap
     wrong = _complaints(loop, [(weights, printed) for weights, printed, _ in ranks], capfd.readouterr().out)
     wrong += [f"rank {rank}: batches cut {was}" for rank, (*_, was) in enumerate(ranks) if was != loop.is_split]
     assert not wrong, "; ".join(wrong)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
+def test_a_loop_that_is_watched_in_the_only_rank_is_left_as_it_is(loop: Loop) -> None:
+    (weights, printed), (expected, numbers) = run_ranks(1, _watched, loop)[0], in_one_process(loop)
+    assert not differences([weights], expected, "tensor")
+    assert not differences([printed], numbers, "number")
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +128,17 @@ def in_one_process(loop: Loop) -> Values:
         return loop.run()
     finally:
         torch.set_num_threads(threads)
+
+
+def _watched(loop: Loop) -> Values:
+    watch = LoneTraining()
+    watch.begin(None)
+    try:
+        found = loop.run()
+        watch.end()
+        return found
+    finally:
+        watch.stop()
 
 
 def _in_a_rank(loop: Loop) -> tuple[list[Tensor], list[float], bool]:

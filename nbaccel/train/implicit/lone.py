@@ -1,0 +1,262 @@
+"""Watch an unmodified loop in the only rank of a run. Runs in ranks.
+
+Nothing is done to it: batches, gradients and steps are torch's. What is seen of them makes the panel's numbers, lets a
+run stop between two steps, and says why its batches are not cut if memory runs out.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data.dataloader import _DatasetKind
+
+from nbaccel.events import Gauge, LoopEntered, Loss, emit
+from nbaccel.train.implicit import count_steps_by, forget, when_beginning_anew, when_stepping_back
+from nbaccel.train.implicit.hooks import Hooks
+from nbaccel.train.implicit.loaders import ask, length_of
+from nbaccel.train.implicit.progress import PassGauge
+from nbaccel.train.implicit.scaling import forget_scaled, is_scaled, watch_scalers
+from nbaccel.train.implicit.steps import Steps
+from nbaccel.train.implicit.users_code import place_of_call
+
+__all__ = ["LoneTraining"]
+
+_PASS = "_nbaccel_lone_pass"
+_TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+"""Modules whose loops say themselves how far they are."""
+
+_DEPTH = 12
+"""Frames between a trainer's step and its backward, and more."""
+
+_OF_A_TRAINER = "a trainer has a loop of its own (give it a smaller batch size, and more gradient accumulation)"
+_LEFT_WHOLE = (
+    "a loop that prepares nothing is left as it is in its only rank (prepared, and with accelerator.backward(loss), it "
+    "goes on in parts; by hand: a smaller batch_size, and as much more gradient accumulation)"
+)
+
+
+class _Pass:
+    """One iteration over a loader.  key: passes with an equal one do the same."""
+
+    def __init__(self, task: object, key: Any, batch_size: int | None, gauge: PassGauge, may_train: bool) -> None:
+        self.task = task
+        self.key = key
+        self.batch_size = batch_size
+        self.gauge = gauge
+        self.may_train = may_train
+
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        """An iterator that travels leaves this behind."""
+        return object, ()
+
+
+class LoneTraining:
+    """Watches one rank's tasks, one after the other; a launcher calls it around each."""
+
+    needs_order = False
+
+    def __init__(self) -> None:
+        self._steps = Steps(lambda: self._batches)
+        self._hooks = Hooks(self._run, self._before_step, self._after_step)
+        self._batches = self._backwards = 0
+        self._is_armed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._task = object()
+        self._thread = threading.get_ident()
+        self._batches = self._backwards = 0
+        self._epochs: Counter[Any] = Counter()  # passes that have trained, by key
+        self._gauges: dict[Any, PassGauge] = {}  # of the last pass, by key
+        self._now: _Pass | None = None  # the pass that a batch came of last
+        self._drawn: Any = None  # the iterator whose batch is being made
+
+    # -- the task
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """A task begins."""
+        self._leave()
+        self._steps.begin()
+        self._begin()
+        ask(self)
+        watch_scalers(lambda optimizer: False)
+        self._hooks.install()
+        self._is_armed = True
+        when_stepping_back(self._leave)
+        when_beginning_anew(self._begin_anew)
+        count_steps_by(lambda: self._steps.under_way)
+
+    def end(self) -> None:
+        """The task came to its own end."""
+        self._leave()
+
+    def stop(self) -> None:
+        """The task ended otherwise."""
+        with suppress(Exception):
+            self._leave()
+
+    def keeps(self, tensors: Sequence[Any]) -> bool:
+        """There is one rank, which is equal to itself."""
+        return self._is_armed
+
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        return False
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether something was trained in this task."""
+        return self._backwards > 0
+
+    def explain(self) -> str:
+        return ""
+
+    def _begin_anew(self) -> None:
+        """Another attempt of the program."""
+        if self._is_armed:
+            self._close_gauges()
+            self._begin()
+            self._steps.begin_anew()
+
+    def _leave(self) -> None:
+        """The task is over, or the program prepares by itself, or a trainer reports in its place."""
+        if not self._is_armed:
+            return
+        self._is_armed = False
+        self._steps.end_step()
+        self._hooks.remove()
+        count_steps_by(None)
+        self._close_gauges()
+        forget(self._leave)
+
+    def _close_gauges(self) -> None:
+        for gauge in self._gauges.values():
+            if not gauge.is_over:
+                emit(gauge.close())
+
+    # -- backwards and steps
+
+    def _run(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """What ``torch.autograd.backward`` and ``grad`` call; only the former trains."""
+        is_here = threading.get_ident() == self._thread and torch._C._functorch.maybe_current_level() is None
+        if not (is_here and self._is_armed and kwargs.get("accumulate_grad", False)):
+            return real(outputs, *args, **kwargs)
+        if self._is_of_a_trainer():
+            emit(LoopEntered(None, obstacle=_OF_A_TRAINER))
+            self._leave()
+            return real(outputs, *args, **kwargs)
+        if self._backwards == 1:
+            self._meet_optimizers()
+        self._steps.enter()  # may raise RunStopped
+        loss = _loss_of(outputs)
+        found = real(outputs, *args, **kwargs)
+        self._note_backward(loss)
+        return found
+
+    def _is_of_a_trainer(self) -> bool:
+        """Whether a library's trainer runs this backward. Asked at the first one of a pass."""
+        if self._backwards and (self._now is None or self._now.gauge.has_trained):
+            return False
+        frame, depth = sys._getframe(2), 0
+        while frame is not None and depth < _DEPTH:
+            if str(frame.f_globals.get("__name__", "")).startswith(_TRAINERS):
+                return True
+            frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+        return False
+
+    def _meet_optimizers(self) -> None:
+        """Find what will step, where a second backward comes before the first step: then batches are accumulated."""
+        if not self._steps.taken:
+            for each in gc.get_objects():
+                if issubclass(type(each), Optimizer):
+                    self._steps.meet(each)
+
+    def _note_backward(self, loss: Tensor | None) -> None:
+        self._backwards += 1
+        this = self._now
+        if this is not None and this.may_train and not this.gauge.has_trained:
+            this.gauge.has_trained = True
+            self._epochs[this.key] += 1
+        if loss is not None:
+            emit(Loss(loss, self._steps.count))
+        forget_scaled()
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        self._steps.meet(optimizer)
+        self._steps.note(optimizer)
+
+    def _after_step(self, *_: Any) -> None:
+        self._steps.end_step()
+
+    # -- what loaders ask
+
+    def minds(self, iterator: Any) -> bool:
+        """Not within another loader's batch, nor in another thread."""
+        is_here = self._is_armed and threading.get_ident() == self._thread
+        return is_here and (self._drawn is None or self._drawn is iterator)
+
+    def before(self) -> None:
+        """What is drawn is torch's business."""
+
+    def begin_pass(self, iterator: Any, loader: Any = None) -> _Pass:
+        sampler, kind = iterator._index_sampler, type(iterator._dataset)
+        is_map = iterator._dataset_kind == _DatasetKind.Map
+        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        may_train = torch.is_grad_enabled()
+        key = (kind, size, length_of(iterator._dataset), place_of_call(), may_train)
+        batches = length_of(sampler if is_map or loader is None else loader)
+        gauge = PassGauge(lambda: self._steps.done, batches, self._epochs[key], may_train)
+        alive = weakref.ref(iterator)
+        gauge.is_left = lambda: alive() is None
+        this = _Pass(self._task, key, size if isinstance(size, int) else None, gauge, may_train)
+        iterator.__dict__[_PASS] = this
+        before = self._gauges.get(key)
+        if before is not None and not before.is_over:
+            emit(before.close())
+        self._gauges[key] = gauge
+        emit(Gauge(gauge.read))
+        return this
+
+    def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        return real(iterator)
+
+    def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        this: _Pass | None = iterator.__dict__.get(_PASS)
+        if this is None or this.task is not self._task:
+            this = self.begin_pass(iterator)
+        if self._now is not this:
+            self._now = this
+            emit(LoopEntered(this.batch_size, obstacle=_LEFT_WHOLE))
+        self._drawn = iterator
+        try:
+            batch = real(iterator)
+        except StopIteration:
+            if not this.gauge.is_over:
+                emit(this.gauge.close())
+            raise
+        finally:
+            self._drawn = None
+        self._batches += 1
+        this.gauge.taken += 1
+        this.gauge.samples = this.batch_size or 0
+        return batch
+
+
+def _loss_of(outputs: Any) -> Tensor | None:
+    """What a backward began with, if that is one number; without the factor of a scaler."""
+    if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].numel() != 1:
+        return None
+    root: Tensor = outputs[0]
+    if not is_scaled(root.grad_fn):
+        return root.detach()
+    factor = getattr(root.grad_fn, "_saved_other", None)
+    return None if factor is None else root.detach() / factor
