@@ -7,7 +7,8 @@ rank comes by its share otherwise (rank 0 sends it) is `dispatch`'s business.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -257,32 +258,43 @@ def unshared(values: Iterable[Any]) -> Iterator[Any]:
     """Collated batches, each in memory of its own, also where the loader fills the same memory again.
 
     Whoever knows a batch for the last one has read the next, and where that lies in the same memory this one would be
-    lost. The first batch is copied, to see; if the second one lies where it lay, all are.
+    lost. The first batch is copied, to see; of the others, those tensors that lie where one of the first lay.
     """
     batches = iter(values)
     first = next(batches, NOTHING)
     if first is NOTHING:
         return
-    yield _copied(first)
+    known = _addresses(first)
+    yield _copied(first, known)
     second = next(batches, NOTHING)
     if second is NOTHING:
         return
-    is_shared = not _addresses(first).isdisjoint(_addresses(second))
-    del first
-    yield _copied(second) if is_shared else second
-    yield from map(_copied, batches) if is_shared else batches
+    shared = known & _addresses(second)
+    del first  # only now: its memory must not be given to the second one
+    yield _copied(second, shared)
+    yield from (_copied(batch, shared) for batch in batches) if shared else batches
 
 
-def _addresses(batch: Any) -> set[int]:
+def _addresses(batch: Any) -> frozenset[int]:
     """Where its tensors begin that hold anything."""
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+    return frozenset(address for leaf in leaves(batch) if (address := _address(leaf)))
 
 
-def _copied(batch: Any) -> Any:
+def _address(value: Any) -> int:
+    """0 for what is no tensor, holds nothing, or is the program's own to change (it has a gradient)."""
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.requires_grad and value.numel():
+        with suppress(RuntimeError):  # a class of tensors that have no memory of their own
+            return value.data_ptr()
+    return 0
+
+
+def _copied(batch: Any, addresses: Collection[int]) -> Any:
+    """`batch`, with those of its tensors copied that begin at one of `addresses`."""
+    if not addresses:
+        return batch
     if isinstance(batch, Tensor):
-        return batch if batch.requires_grad else batch.clone()
-    return map_children(_copied, batch)
+        return batch.clone() if _address(batch) in addresses else batch
+    return map_children(lambda child: _copied(child, addresses), batch)
 
 
 def look_ahead(values: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
