@@ -166,7 +166,8 @@ OTHERS = {
     "other libraries": """
         _NativeDistModel _console _dataloaders _eval_dataloaders _has_internet _is_jupyter _is_kaggle _login _params""",
     "tensorboard": "_async_writer _get_file_writer _worker",
-    "nbaccel, in the objects of others": "_fingerprint _nbaccel_lone_pass _nbaccel_made_with _nbaccel_original _nbaccel_pass",
+    "nbaccel, in the objects of others": """_fingerprint _nbaccel_lone_pass _nbaccel_made_with
+        _nbaccel_original _nbaccel_pass""",
 }
 """Private names that are not torch's."""
 
