@@ -11,13 +11,13 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-import nbaccel
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.files import SideThread, checksum, read_sealed, sync, write_sealed
 
@@ -71,7 +71,11 @@ class FileRecord:
 
 
 def _versions() -> dict[str, str]:
-    return {"nbaccel": nbaccel._VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
+    try:
+        own = version("nbaccel")
+    except PackageNotFoundError:  # it was imported from a folder on the path
+        own = "not installed"
+    return {"nbaccel": own, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 @dataclass(frozen=True, slots=True)

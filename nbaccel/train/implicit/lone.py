@@ -25,7 +25,7 @@ from nbaccel.train.implicit import count_steps_by, forget, when_beginning_anew, 
 from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.loaders import ask, length_of
 from nbaccel.train.implicit.progress import PassGauge
-from nbaccel.train.implicit.scaling import forget_scaled, is_scaled, watch_scalers
+from nbaccel.train.implicit.scaling import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.implicit.steps import Steps
 from nbaccel.train.implicit.users_code import place_of_call
 
@@ -134,6 +134,8 @@ class LoneTraining:
         self._is_armed = False
         self._steps.end_step()
         self._hooks.remove()
+        leave_scalers()
+        self._now = None
         count_steps_by(None)
         self._close_gauges()
         forget(self._leave)

@@ -25,7 +25,7 @@ from nbaccel.train.implicit.averaging import Averaging
 from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.notices import Notices
 from nbaccel.train.implicit.passes import Passes
-from nbaccel.train.implicit.scaling import watch_scalers
+from nbaccel.train.implicit.scaling import leave_scalers, watch_scalers
 from nbaccel.train.implicit.steps import Steps
 from nbaccel.train.implicit.withholding import Withholding
 from nbaccel.train.state import PartialState
@@ -237,6 +237,7 @@ class ImplicitTraining:
         self._is_armed = False
         count_steps_by(None)
         self._hooks.remove()
+        leave_scalers()
         if self._given is not None:
             self._given.remove()
             self._given = None

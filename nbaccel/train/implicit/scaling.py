@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["forget_scaled", "is_scaled", "watch_scalers"]
+__all__ = ["forget_scaled", "is_scaled", "leave_scalers", "watch_scalers"]
 
 _last: list[Any] = []
 _withholds: list[Callable[[Any], bool]] = []
 
 
 def watch_scalers(withholds: Callable[[Any], bool]) -> None:
-    """Know losses that a scaler has scaled, from now on.
+    """Know losses that a scaler has scaled, until `leave_scalers`.
 
     withholds: whether what a scaler is told has to wait; it then does nothing. Asked with the optimizer, if one is to
     step.
@@ -33,7 +33,7 @@ def watch_scalers(withholds: Callable[[Any], bool]) -> None:
     @functools.wraps(original)
     def scale(scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
-        if isinstance(scaled, Tensor) and scaled is not outputs:
+        if _withholds and isinstance(scaled, Tensor) and scaled is not outputs:
             _last[:] = [scaled.grad_fn]
         return scaled
 
@@ -42,11 +42,18 @@ def watch_scalers(withholds: Callable[[Any], bool]) -> None:
         setattr(kind, name, _unless_withheld(getattr(kind, name), steps=name == "step"))
 
 
+def leave_scalers() -> None:
+    """Know of no losses any more, and keep none: a graph leads to the weights of its model."""
+    _withholds.clear()
+    _last.clear()
+
+
 def _unless_withheld(original: Callable[..., Any], steps: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = kwargs.get("optimizer", args[0] if args else None) if steps else None
-        return None if _withholds[0](optimizer) else original(scaler, *args, **kwargs)
+        is_withheld = bool(_withholds) and _withholds[0](optimizer)
+        return None if is_withheld else original(scaler, *args, **kwargs)
 
     return call
 
