@@ -242,6 +242,7 @@ def test_a_notebook_itself_trains_as_on_the_host(one_kernel: RealKernel) -> None
 def test_ranks_that_stay_give_back_what_they_have_and_interrupts_come_through(one_kernel: RealKernel) -> None:
     told = launches.staying(one_kernel, "cpu")
     assert told["pulled"] == [[0.0] * 6, [1.0] * 6]
+    assert "out of step since Cell In[" in told["after"][0], "not since the pull"
     assert "loss" in launches.interrupted(one_kernel, "cpu")["anew"]
 
 

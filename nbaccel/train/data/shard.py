@@ -174,7 +174,7 @@ class Shard(Iterable[Any]):
         tail = len(sampler) % self.batch_size
         return 0 < tail <= self.batch_size // self.world_size * rank
 
-    # A batch here is a list of indices, at hand already; StreamShard overrides these for collated batches.
+    # A batch here is a list of indices, at hand already; shards of collated batches override these.
 
     def _begin(self) -> Iterator[Any]:
         return iter(self.batches)

@@ -139,6 +139,8 @@ class Passes:
     drawn: a digest of the indices of those that were cut by them; 0 for none.
     """
 
+    needs_order = True
+
     def __init__(
         self,
         rank: int,
@@ -163,8 +165,6 @@ class Passes:
         self._is_on = False
 
     # -- the task
-
-    needs_order = True
 
     def install(self) -> None:
         """Have torch's loaders ask this one. Again does no harm."""

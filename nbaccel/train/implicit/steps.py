@@ -78,12 +78,12 @@ class Steps:
         before = self._entered_at
         has_stepped = before is not None and (now[0] != before[0] or not self._optimizers)
         is_next = before is not None and has_stepped and (now[1] != before[1] or not now[1])
+        if is_next or not self._is_inside:
+            emit(StepEntered(self.count + is_next))  # first: where the run ends here, this step was not entered
+            self._is_inside = True
         self.count += is_next
         if is_next or before is None:
             self._entered_at = now
-        if is_next or not self._is_inside:
-            self._is_inside = True
-            emit(StepEntered(self.count))
 
     def end_step(self) -> None:
         """An optimizer has stepped, or the task is over: nothing is under way that a stop would have to wait for."""

@@ -199,6 +199,8 @@ def test_a_file_that_several_ranks_write_is_named_once(
     def loop(rank: int) -> None:
         Path(f"own_{rank}.csv").write_text("own")
         Path(".hidden").write_text("a cache")
+        with tempfile.TemporaryFile(), tempfile.TemporaryFile(dir="."):  # its folder is opened, and no name
+            pass
         torch.save(rank, "model.pt")
         with open("model.pt", "rb") as file:
             file.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import os
 import resource
@@ -38,6 +39,14 @@ def step_in(target: Path) -> int:
     content = Content.read(choice.folder, choice.manifest, trust=False)
     assert content.models[0]["weight"].tolist() == [float(content.progress["step"])] * 4
     return int(content.progress["step"])
+
+
+def test_a_package_that_is_imported_from_a_folder_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
+    save(tmp_path / "saved", 3)
+    assert step_in(tmp_path / "saved") == 3
+    versions = json.loads((tmp_path / "saved" / "manifest.json").read_text())["versions"]
+    assert versions["nbaccel"] == "not installed"
 
 
 def points_of(target: Path) -> list[str]:

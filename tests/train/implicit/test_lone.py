@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
+from nbaccel.errors import RunStopped
 from nbaccel.events import Event, Gauge, LoopEntered, Loss, Progress, StepEntered, StepsEnded, outlet
 from nbaccel.train.implicit import step_under_way
 from nbaccel.train.implicit.lone import LoneTraining
@@ -152,6 +155,39 @@ def test_a_loop_that_prepares_is_left_to_that(seen: Seen) -> None:
         optimizer.zero_grad()
     assert seen.steps == [0, 1, 2], "each step once"
     assert step_under_way() is None
+
+
+def test_a_step_at_which_the_run_ends_is_not_counted() -> None:
+    seen, watch = Seen(), LoneTraining()
+    model, optimizer = model_and_optimizer()
+
+    def stops_before_step_2(event: Event) -> None:
+        seen.append(event)
+        if isinstance(event, StepEntered) and event.step == 2:
+            raise RunStopped("stopped before step 2")
+
+    with outlet(stops_before_step_2):
+        watch.begin(None)
+        with pytest.raises(RunStopped):
+            for x, y in loader():
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+        watch.stop()
+    assert [each.step for each in seen.passes] == [2]
+    assert len(seen.of(StepsEnded)) == 2
+
+
+def test_a_watch_that_has_left_holds_no_model() -> None:
+    watch = LoneTraining()
+    watch.begin(None)
+    model, optimizer = model_and_optimizer()
+    for x, y in loader():
+        torch.amp.GradScaler("cpu").scale(F.mse_loss(model(x), y))  # and no backward, which would forget it
+    watch.end()
+    held = weakref.ref(model.weight)
+    del model, optimizer, x, y
+    gc.collect()
+    assert held() is None
 
 
 def trainer_named(name: str) -> Callable[[nn.Module, Tensor, Tensor], None]:
