@@ -123,6 +123,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "nbaccel/__init__.py": "",
         "nbaccel/addition.py": ADDITION,
         "tests/test_addition.py": TESTS,
+        "tests/test_nothing.py": "import no_such_module\n",
         "Makefile": 'PYTEST_ARGS ?= -m "not gpu"\n',
         "faults.toml": PLANTED,
     }.items():
@@ -147,11 +148,10 @@ def test_a_fault_is_caught_by_a_test_that_fails_with_it_alone(tree: Path, capsys
     assert not results.exists()
     assert main(arguments) == 1
     outcomes = list(json.loads(results.read_text(encoding="utf-8"))["faults"].values())
-    sums, broken, once = (f"tests/test_addition.py::test_{name}" for name in (
-        "sums_are_sums", "fails_whatever_is_planted", "fails_once"
-    ))  # fmt: skip
+    names = "sums_are_sums", "fails_whatever_is_planted", "fails_once"
+    sums, broken, once = (f"tests/test_addition.py::test_{name}" for name in names)
     assert [outcome["test"] for outcome in outcomes] == [sums, "", ""]
-    assert [outcome["broken"] for outcome in outcomes] == [[], [broken], []]
+    assert [outcome["broken"] for outcome in outcomes] == [[], [broken, "tests/test_nothing.py"], []]
     assert [outcome["chance"] for outcome in outcomes] == [[], [], [once]]
     assert (tree / "nbaccel" / "addition.py").read_text(encoding="utf-8") == ADDITION
     capsys.readouterr()
@@ -159,6 +159,12 @@ def test_a_fault_is_caught_by_a_test_that_fails_with_it_alone(tree: Path, capsys
     *rows, summary = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["SURVIVED", "SURVIVED", "caught"]
     assert summary.startswith('1 of 3 faults caught by -m "not gpu"')
+
+
+@pytest.mark.slow
+def test_arguments_that_pytest_does_not_know_are_no_catch(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tree), "--faults", str(tree / "faults.toml"), "--args=--no-such-flag"]) == 2
+    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ twice with it and passes without. Where no test fails, it has SURVIVED; "hung" i
 with no test that had ended it by a limit of its own.
 
 With --json the results are kept after each fault, and a second call goes on where the first one stopped, for the same
-commit and selection. Ends with 1 where a fault was not caught, and with 2 where one has no place in the package.
+commit, selection and arguments. Ends with 1 where a fault was not caught, and with 2 where one has no place in the
+package, or pytest does not run.
 
 Not covered: tests that start a Python without the environment's PYTHONPATH use the package that is installed, which is
 sound.
@@ -52,12 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commit = _git(tree, "rev-parse", "--short=12", "HEAD")
     if _git(tree, "status", "--porcelain", "--untracked-files=no"):
         print(f"changes that are not committed are left out: this is about {commit}", file=sys.stderr)
-    results = _Results(options.json, {"commit": commit, "select": select})
+    about = {"commit": commit, "select": select, "arguments": options.args, "only_near": options.only_near}
+    results = _Results(options.json, about)
     with Copy(tree, select, shlex.split(options.args), options.limit * 60) as copy:
         hunt = Hunt(copy)
         for fault in faults:
             if results.get(fault) is None:
-                outcome = hunt.search(fault, only_near=options.only_near)
+                try:
+                    outcome = hunt.search(fault, only_near=options.only_near)
+                except RuntimeError as error:
+                    print(error, file=sys.stderr)
+                    return 2
                 results.add(fault, outcome)
                 print(_line(fault, outcome), file=sys.stderr, flush=True)
     outcomes = [(fault, outcome) for fault in faults if (outcome := results.get(fault)) is not None]
@@ -71,7 +77,7 @@ class _Results:
     about: what they are the results of; those of anything else in the file are dropped.
     """
 
-    def __init__(self, path: Path | None, about: dict[str, str]) -> None:
+    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self._path = path
         self._about = about
         self._of: dict[str, dict[str, Any]] = {}

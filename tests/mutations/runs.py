@@ -32,6 +32,7 @@ _MARK = "NBACCEL_MUTATIONS"
 """A variable of all that is started for a run of tests, with our process id."""
 
 _WITHOUT_FAILURES = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+_LAST_CHARACTERS = 2000
 _SELECTION = re.compile(r'^PYTEST_ARGS \?= -m "(.+)"$', re.MULTILINE)
 
 
@@ -52,7 +53,7 @@ class Run:
     """One call of pytest that has ended.
 
     failed: the first test that failed, or a file that could not be collected; empty if none did.
-    is_of_pytest: no test failed, and pytest was gone before its end; `failed` says how.
+    is_of_pytest: no test failed, and pytest was gone before its end; `failed` says how, and `output` is its last text.
     is_hung: it was ended at its time limit.
     """
 
@@ -60,6 +61,7 @@ class Run:
     seconds: float
     is_of_pytest: bool = False
     is_hung: bool = False
+    output: str = ""
 
 
 class Copy:
@@ -87,22 +89,22 @@ class Copy:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def run(self, tests: Iterable[str], leave_out: Iterable[str] = ()) -> Run:
-        """Run `tests` until one fails.  leave_out: files, folders or tests among them that are not run.
-
-        Raises:
-            RuntimeError: pytest cannot run these.
-        """
+        """Run `tests` until one fails.  leave_out: files, folders or tests among them that are not run."""
+        left_out = set(leave_out)
+        wanted = [test for test in tests if test not in left_out]
+        if not wanted:
+            return Run("", 0.0)
         python = self.folder / ".venv" / "bin" / "python"
         memory = self._place / "cache"
         shutil.rmtree(memory, ignore_errors=True)
         command = [str(python) if python.exists() else sys.executable, "-m", "pytest", "-x", "-q", "-m", self._select]
         command += ["-o", f"cache_dir={memory}", *self._arguments]
-        command += [f"--deselect={test}" for test in leave_out]
+        command += [f"--{'deselect' if '::' in test else 'ignore'}={test}" for test in sorted(left_out)]
         began = time.monotonic()
         output = self._place / "output.txt"
         with output.open("w", encoding="utf-8") as file:
             process = subprocess.Popen(
-                [*command, *tests],
+                [*command, *wanted],
                 cwd=self.folder,
                 env=os.environ | {"PYTHONPATH": str(self.folder), _MARK: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
@@ -118,13 +120,12 @@ class Copy:
                 _end_all()
                 process.wait()
         seconds = time.monotonic() - began
-        if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
-            raise RuntimeError(f"pytest ended with {code}:\n{output.read_text(encoding='utf-8')[-2000:]}")
         if code is None or code in _WITHOUT_FAILURES:
             return Run("", seconds, is_hung=code is None)
         if failed := _last_failed(memory):
             return Run(failed, seconds)
-        return Run(f"pytest itself, which ended with {code}", seconds, is_of_pytest=True)
+        last = output.read_text(encoding="utf-8", errors="replace")[-_LAST_CHARACTERS:]
+        return Run(f"pytest itself, which ended with {code}", seconds, is_of_pytest=True, output=last)
 
     def others(self, tests: Iterable[str]) -> list[str]:
         """Return the folders right below the tests' own that hold one of `tests`; for a file there, all files there."""
@@ -168,7 +169,11 @@ class Hunt:
         self._broken: set[str] = set()
 
     def search(self, fault: Fault, *, only_near: bool = False) -> Outcome:
-        """Plant `fault`, and run the nearest tests; then, unless `only_near`, the others of the same top folders."""
+        """Plant `fault`, and run the nearest tests; then, unless `only_near`, the others of the same top folders.
+
+        Raises:
+            RuntimeError: pytest comes to no end without the fault either.
+        """
         outcome = Outcome()
         if not self._is_noticed(fault, outcome, fault.tests, []) and not only_near:
             self._is_noticed(fault, outcome, self._copy.others(fault.tests), fault.tests)
@@ -188,8 +193,6 @@ class Hunt:
             if not self._passes_without(failed, passed_over):
                 self._broken.add(run.failed)
                 outcome.broken.append(run.failed)
-                if run.is_of_pytest:
-                    return False
                 continue
             with self._copy.package.planted(fault):
                 again = self._copy.run(failed, passed_over)
@@ -204,6 +207,8 @@ class Hunt:
         """Return whether `tests`, most often one, pass without a fault."""
         if not self._sound.issuperset(tests):
             run = self._copy.run(tests, passed_over)
+            if run.is_of_pytest:
+                raise RuntimeError(f"without a fault too it was {run.failed}:\n{run.output}")
             if run.failed or run.is_hung:
                 return False
             self._sound.update(tests)
