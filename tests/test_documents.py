@@ -26,7 +26,6 @@ from nbaccel.notebook.flags import flags_parser
 
 NAMES = {str(page.relative_to(REPOSITORY)) for page in PAGES}
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 SECTIONS = [
     "Install",
@@ -60,15 +59,24 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert {str(page.relative_to(REPOSITORY)) for page in reached} == NAMES
 
 
-@pages
-def test_every_link_leads_to_a_file_of_the_repository_and_to_a_heading_of_it(page: Path) -> None:
-    for link in links(page):
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert not re.match(r"\w+:", link), f"{link}: what lies elsewhere cannot be checked here"
-        assert target.is_file(), link
-        assert target.is_relative_to(REPOSITORY), link
-        assert not anchor or anchor in anchors(target), link
+def test_every_link_leads_to_a_file_of_the_repository_and_to_a_heading_of_it() -> None:
+    wrong = [
+        f"{page.relative_to(REPOSITORY)}: {link} {complaint}"
+        for page in PAGES
+        for link in links(page)
+        if (complaint := _complaint_about(link, page))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _complaint_about(link: str, page: Path) -> str | None:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if re.match(r"\w+:", link):
+        return "lies elsewhere, which cannot be checked here"
+    if not target.is_file() or not target.is_relative_to(REPOSITORY):
+        return "is no file of the repository"
+    return f"has no heading {anchor}" if anchor and anchor not in anchors(target) else None
 
 
 def test_no_address_is_made_up() -> None:
@@ -82,22 +90,33 @@ def test_no_address_is_made_up() -> None:
         assert ADDRESS is not None or not re.search(r"pip install (-q )?'?nbaccel\b(?!-)", page.read_text()), page
 
 
-@pages
-def test_every_command_of_a_terminal_is_one_that_exists(page: Path) -> None:
-    for block in blocks(page, "sh"):
-        for line in block.text.splitlines():
-            words = shlex.split(line, comments=True)
-            match words[:2]:
-                case ["make", target]:
-                    assert re.search(rf"^{target}:", MAKEFILE, re.M), f"{block}: {line}"
-                case ["nbaccel", "launch"]:
-                    assert words[-1:] == ["train.py"] or "train.py" in words, f"{block}: {line}"
-                case ["pip", "install"]:
-                    assert page == README, f"{block}: tests/test_installation.py reads those of the README"
-                case _:
-                    raise AssertionError(f"{block}: no test knows how to try {line!r}")
-    for target in re.findall(r"`make ([\w-]+)", page.read_text()):
-        assert re.search(rf"^{target}:", MAKEFILE, re.M), f"{page.name}: make {target}"
+def test_every_command_of_a_terminal_is_one_that_exists() -> None:
+    shown = [(page, block, line) for page in PAGES for block in blocks(page, "sh") for line in block.text.splitlines()]
+    wrong = [f"{block}: {line!r}" for page, block, line in shown if not _is_a_command(line, page)]
+    wrong += [
+        f"{page.name}: make {target}"
+        for page in PAGES
+        for target in re.findall(r"`make ([\w-]+)", page.read_text())
+        if not _is_a_target(target)
+    ]
+    assert not wrong, "not there, or no test knows how to try them:\n" + "\n".join(wrong)
+
+
+def _is_a_command(line: str, page: Path) -> bool:
+    words = shlex.split(line, comments=True)
+    match words[:2]:
+        case ["make", target]:
+            return _is_a_target(target)
+        case ["nbaccel", "launch"]:
+            return "train.py" in words
+        case ["pip", "install"]:
+            return page == README  # tests/test_installation.py tries those of the README, and of no other page
+        case _:
+            return False
+
+
+def _is_a_target(name: str) -> bool:
+    return re.search(rf"^{name}:", MAKEFILE, re.M) is not None
 
 
 # In one write: two ranks without a buffer write to one pipe, and their words would mix.
@@ -213,10 +232,9 @@ def _strings(path: Path) -> str:
     return "\n".join(parts)
 
 
-@pages
-def test_cells_of_pages_and_of_notebooks_do_not_log_the_loss_again(page: Path) -> None:
+def test_cells_of_pages_and_of_notebooks_do_not_log_the_loss_again() -> None:
     """`backward` reports it; logged too it would be there twice."""
-    cells = [block.text for block in blocks(page, "python")]
-    for path in (REPOSITORY / "notebooks").glob("*.ipynb") if page == README else ():
+    cells = [block.text for page in PAGES for block in blocks(page, "python")]
+    for path in (REPOSITORY / "notebooks").glob("*.ipynb"):
         cells += [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert not [cell for cell in cells if re.search(r"accelerator\.log\(\{\"loss\": loss", cell)]

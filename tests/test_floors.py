@@ -7,6 +7,7 @@ names one of our modules.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,8 +111,15 @@ class Source:
         return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
 
 
-SOURCES = [Source.read(path) for path in sorted(PACKAGE.rglob("*.py"))]
-every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@functools.cache
+def sources() -> tuple[Source, ...]:
+    """Return every file of the package. Each rule is one test over all of them, which lists every offender."""
+    return tuple(Source.read(path) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def listed(offenders: list[str]) -> str:
+    """Return the offenders, one a line, for the message of a test."""
+    return "".join(f"\n  {offender}" for offender in offenders)
 
 
 def part(module: str) -> str:
@@ -127,17 +135,28 @@ def is_allowed(arrow_from: str, arrow_to: str) -> bool:
     return FLOORS[there] < FLOORS[here] or (FLOORS[here] == FLOORS[there] and FLOORS[here] in OPEN_FLOORS)
 
 
-@every_source
-def test_every_file_has_a_floor(source: Source) -> None:
-    assert source.module == "nbaccel" or source.module.split(".")[1] in FLOORS, (
-        f"{source.name} is on no floor: put it into a room, or draw its floor here and in CONTRIBUTING.md"
+def test_the_package_is_found() -> None:
+    """Else every rule would hold, of no file."""
+    assert {"__init__.py", "world.py", "train/accelerator.py"} <= {source.name for source in sources()}
+
+
+def test_every_file_has_a_floor() -> None:
+    homeless = [
+        source.name for source in sources() if source.module != "nbaccel" and source.module.split(".")[1] not in FLOORS
+    ]
+    assert not homeless, (
+        f"on no floor: put them into a room, or draw their floor here and in CONTRIBUTING.md{listed(homeless)}"
     )
 
 
-@every_source
-def test_no_arrow_points_up_or_sideways(source: Source) -> None:
-    wrong = [f"line {line}: {target}" for line, target in source.arrows() if not is_allowed(source.module, target)]
-    assert not wrong, f"{source.name} (floor {FLOORS[part(source.module)]}) names what it may not know: {wrong}"
+def test_no_arrow_points_up_or_sideways() -> None:
+    wrong = [
+        f"{source.name}:{line} (floor {FLOORS[part(source.module)]}) names {target}"
+        for source in sources()
+        for line, target in source.arrows()
+        if not is_allowed(source.module, target)
+    ]
+    assert not wrong, f"these name what they may not know:{listed(wrong)}"
 
 
 @pytest.mark.parametrize(
@@ -169,12 +188,15 @@ ROWS = {"a": "nbaccel.notebook.panel:Panel"}
     assert sorted(source.arrows()) == [(3, "nbaccel.launch.spec"), (5, "nbaccel.notebook.panel")]
 
 
-@every_source
-def test_the_environment_is_read_in_few_files(source: Source) -> None:
-    if source.name in READS_ENVIRONMENT:
-        return
-    lines = [node.lineno for node in ast.walk(source.tree) if _reads_environment(node)]
-    assert not lines, f"{source.name} reads the environment in lines {lines}; only {sorted(READS_ENVIRONMENT)} may"
+def test_the_environment_is_read_in_few_files() -> None:
+    readers = [
+        f"{source.name}:{node.lineno}"
+        for source in sources()
+        if source.name not in READS_ENVIRONMENT
+        for node in ast.walk(source.tree)
+        if _reads_environment(node)
+    ]
+    assert not readers, f"these read the environment; only {sorted(READS_ENVIRONMENT)} may:{listed(readers)}"
 
 
 def _reads_environment(node: ast.AST) -> bool:
@@ -193,35 +215,32 @@ def _is_environ(node: ast.AST) -> bool:
     return ast.unparse(node) in ("os.environ", "environ", "os.environb")
 
 
-@every_source
-def test_processes_are_never_ended_by_name(source: Source) -> None:
+def test_processes_are_never_ended_by_name() -> None:
     """By id only: a name pattern once killed a stranger's `my_dataloader_worker.py`."""
     names = [
-        f"line {node.lineno}: {word}"
+        f"{source.name}:{node.lineno} {word}"
+        for source in sources()
         for node in ast.walk(source.tree)
         for word in [getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "value", None)]
         if isinstance(word, str) and re.search(r"\b(pkill|killall|process_iter|pidof)\b", word)
     ]
-    assert not names, f"{source.name}: {names}"
+    assert not names, f"these end processes by their names:{listed(names)}"
 
 
-@every_source
-def test_library_code_does_not_print(source: Source) -> None:
-    if source.name in PRINTS:
-        return
-    lines = [
-        node.lineno
+def test_library_code_does_not_print() -> None:
+    calls = [
+        f"{source.name}:{node.lineno}"
+        for source in sources()
+        if source.name not in PRINTS
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
-    assert not lines, f"{source.name} prints in lines {lines}; emit an event or raise, only {sorted(PRINTS)} print"
+    assert not calls, f"emit an event or raise, only {sorted(PRINTS)} print:{listed(calls)}"
 
 
-@every_source
-def test_every_file_says_what_it_is(source: Source) -> None:
-    assert ast.get_docstring(source.tree), (
-        f"{source.name} has no docstring: what is it, who runs it, what does it not do?"
-    )
+def test_every_file_says_what_it_is() -> None:
+    silent = [source.name for source in sources() if not ast.get_docstring(source.tree)]
+    assert not silent, f"no docstring: what is it, who runs it, what does it not do?{listed(silent)}"
 
 
 @pytest.mark.parametrize("table", [READS_ENVIRONMENT, PRINTS], ids=["reads environment", "prints"])

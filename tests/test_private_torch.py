@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch.torch_version import TorchVersion
 
@@ -356,17 +355,28 @@ def is_at_least(version: str) -> bool:
     return TorchVersion(torch.__version__.partition("+")[0]) >= version
 
 
-@pytest.mark.parametrize("name", UNGUARDED)
-def test_a_name_that_nbaccel_relies_on_is_there(name: str) -> None:
-    look_up(UNGUARDED[name])
+def missing(expressions: dict[str, str]) -> dict[str, str]:
+    """Return the names that this torch does not have, and what it says instead. Each is looked up, whatever fails."""
+    errors: dict[str, str] = {}
+    for name, expression in expressions.items():
+        try:
+            look_up(expression)
+        except Exception as error:
+            errors[name] = f"{expression}: {type(error).__name__}: {error}"
+    return errors
 
 
-@pytest.mark.parametrize("name", [*GUARDED, *VERSIONED])
-def test_a_name_that_nbaccel_asks_for_is_there_from_its_version_on(name: str) -> None:
-    since, expression = (GUARDED | VERSIONED)[name]
-    if not is_at_least(since):
-        pytest.skip(f"from torch {since} on; this is {torch.__version__}")
-    look_up(expression)
+def test_a_lookup_that_fails_does_not_hide_the_next() -> None:
+    assert list(missing({"a": "torch._nowhere", "b": "torch.ones(1)", "c": "1 / 0"})) == ["a", "c"]
+
+
+def test_every_name_that_nbaccel_relies_on_is_there() -> None:
+    assert missing(UNGUARDED) == {}, f"this is torch {torch.__version__}"
+
+
+def test_every_name_that_nbaccel_asks_for_is_there_from_its_version_on() -> None:
+    expected = {name: row for name, (since, row) in (GUARDED | VERSIONED).items() if is_at_least(since)}
+    assert missing(expected) == {}, f"this is torch {torch.__version__}"
 
 
 def test_no_private_name_of_torchs_is_used_that_is_not_listed_here() -> None:
