@@ -12,6 +12,7 @@ from importlib.metadata import version
 import pytest
 
 import nbaccel
+import public_surface
 
 HEAVY = ("IPython", "torch", "matplotlib", "ipywidgets", "numpy", "psutil", "pynvml")
 
@@ -123,3 +124,21 @@ def test_a_program_that_calls_it_accelerate_compares_the_version_of_its_interfac
 def test_asking_for_a_name_twice_does_not_look_it_up_twice() -> None:
     assert nbaccel.World is nbaccel.World
     assert vars(nbaccel)["World"] is nbaccel.World
+
+
+def test_no_public_name_or_signature_changes() -> None:
+    """Programs use them, whatever module defines them; a line of the file is edited by hand, if nobody can use it."""
+    now, frozen = public_surface.surface(), public_surface.read()
+    gone = [f"{path} {what}" for path, what in frozen.items() if path not in now]
+    assert not gone, "public names that are gone:\n" + "\n".join(gone)
+    changed = [f"{path} {what}\n  is now {now[path]}" for path, what in frozen.items() if now[path] != what]
+    assert not changed, "public names that are something else:\n" + "\n".join(changed)
+    new = [f"{path} {what}" for path, what in now.items() if path not in frozen]
+    assert not new, f"new public names; add them: {public_surface.COMMAND}\n" + "\n".join(new)
+
+
+def test_a_signature_is_described_without_its_annotations_and_addresses() -> None:
+    def function(first: int, /, *rest: str, key: object = object(), kind: type = int, size: int = 3) -> None: ...
+
+    described = public_surface._signature(function)
+    assert described == "(first, /, *rest, key=<object>, kind=<object>, size=3)"
