@@ -9,15 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from environments import REPOSITORY
-
-PACKAGE = REPOSITORY / "nbaccel"
+from layout import PACKAGE, Source
 
 FLOORS = {
     **dict.fromkeys(
@@ -68,47 +63,6 @@ PRINTS = {
     "notebook/basic_config.py": "answers as Accelerate's does",
     "train/faces/control.py": "`accelerator.print` is print",
 }
-
-A_MODULE = re.compile(r"nbaccel(?!\.toml$)(\.[A-Za-z_]\w*)+(:\w+)?")
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file of the package.
-
-    name: its path inside the package, "train/oom.py".
-    """
-
-    name: str
-    tree: ast.Module
-
-    @classmethod
-    def read(cls, path: Path) -> Source:
-        return cls(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"), str(path)))
-
-    @property
-    def module(self) -> str:
-        parts = ["nbaccel", *self.name.removesuffix(".py").split("/")]
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    def arrows(self) -> Iterator[tuple[int, str]]:
-        """Line and module for every module of ours that this file imports or names."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "nbaccel")
-            elif isinstance(node, ast.ImportFrom):
-                base = self._absolute(node)
-                if base.split(".")[0] == "nbaccel":
-                    yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and A_MODULE.fullmatch(node.value):
-                yield node.lineno, node.value.partition(":")[0]
-
-    def _absolute(self, node: ast.ImportFrom) -> str:
-        if not node.level:
-            return node.module or ""
-        here = self.module.split(".")
-        package = here if self.name.endswith("__init__.py") else here[:-1]
-        return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
 
 
 @functools.cache
