@@ -6,6 +6,7 @@ public names only, since everything else may move.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import warnings
@@ -20,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbaccel.utils
-from nbaccel import Accelerator, ProjectConfiguration
+from nbaccel import Accelerator, GradScalerKwargs, ProjectConfiguration
 from nbaccel.testing import MemLimit, run_ranks
 
 __all__ = [
@@ -34,10 +35,12 @@ __all__ = [
     "found_size",
     "load_exported",
     "load_more_than_data",
+    "load_scaled",
     "log_numbers",
     "numbered",
     "save_exported",
     "save_more_than_data",
+    "save_scaled",
 ]
 
 FOLDER = Path(__file__).with_name("old_files")
@@ -229,6 +232,39 @@ def autosaved(folder: str, batches: int | None, **options: Any) -> dict[str, Any
         "weights": memory.weights.tolist(),
         "weights at the end": program.state()["weights"],
     }
+
+
+def _scaled() -> tuple[Accelerator, Callable[[], None]]:
+    """An Accelerator in fp16, and what takes a step in it."""
+    torch.manual_seed(6)
+    scaler = GradScalerKwargs(init_scale=64.0, growth_interval=3)
+    accelerator = Accelerator("fp16", cpu=True, kwargs_handlers=[scaler])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        accelerator.backward(model(torch.ones(1, 2, device="cpu")).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return accelerator, step
+
+
+def save_scaled(folder: str) -> dict[str, Any]:
+    """A checkpoint of fp16, whose gradient scaler has grown; returns what is stored of the scaler."""
+    accelerator, step = _scaled()
+    for _ in range(5):
+        step()
+    accelerator.save_state(folder)
+    state = json.loads(Path(folder, "training.json").read_text())["dict"]
+    names_and_values = state[state.index("precision") + 1]["dict"]
+    return dict(zip(names_and_values[::2], names_and_values[1::2], strict=True))
+
+
+def load_scaled(folder: str) -> dict[str, Any]:
+    accelerator, _ = _scaled()
+    accelerator.load_state(folder)
+    return dict(accelerator.scaler.state_dict())
 
 
 def save_more_than_data(folder: str) -> None:

@@ -28,6 +28,7 @@ from old_trainings import (
     found_size,
     load_exported,
     load_more_than_data,
+    load_scaled,
     log_numbers,
     numbered,
 )
@@ -123,6 +124,12 @@ def test_a_state_that_is_more_than_data_is_read_where_it_is_trusted(files: Path)
     with pytest.raises(UntrustedPickle):
         load_more_than_data(str(files / "more_than_data"))
     assert load_more_than_data(str(files / "more_than_data"), trust=True) == {"took": timedelta(seconds=90)}
+
+
+def test_the_gradient_scaler_of_fp16_goes_on(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert EXPECTED["scaler"]["scale"] == 128.0  # it has grown from 64
+    with pytest.warns(UserWarning, match="begin new random numbers"):
+        assert load_scaled(str(files / "scaled")) == EXPECTED["scaler"]
 
 
 @pytest.mark.parametrize("way", ["whole", "shards", "pickled"])

@@ -36,6 +36,7 @@ from old_trainings import (
     numbered,
     save_exported,
     save_more_than_data,
+    save_scaled,
 )
 
 _OTHERS = {"README.md", "write.py"}
@@ -75,6 +76,8 @@ def write(folder: Path) -> None:
     one = [save(os.fspath(folder / "one_rank"), None, 4)]
     two = run_ranks(2, save, None, os.fspath(folder / "two_ranks"), 2)
     save_more_than_data(os.fspath(folder / "more_than_data"))
+    expected["scaler"] = save_scaled(os.fspath(folder / "scaled"))
+    (folder / "scaled" / "generators_0.json").unlink()  # 25 kB, of which there are enough
     first = autosaved(os.fspath(folder / "autosaved"), batches=3, checkpoint_every="7steps", keep=2, resume=True)
     expected["exported"] = save_exported(folder / "exported")
     expected["config"] = configure(folder)
