@@ -1,6 +1,6 @@
-"""The face of the utilities: names that programs import from ``accelerate.utils``. It defines nothing.
+"""Names that programs import from ``accelerate.utils``. This module defines nothing.
 
-Which of Accelerate's names are here, and what differs on purpose, is `notebooks/03_accelerate_compatibility.ipynb`.
+`notebooks/03_accelerate_compatibility.ipynb` lists which of Accelerate's names are here, and what differs on purpose.
 """
 
 from __future__ import annotations

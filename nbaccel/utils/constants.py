@@ -1,6 +1,6 @@
-"""The names of files and choices that programs import from ``accelerate.utils.constants``, with Accelerate's values.
+"""Names of files and choices that programs import from ``accelerate.utils.constants``, with Accelerate's values.
 
-They are what Accelerate's own folders and options are called, whose checkpoints `Accelerator.load_state` reads.
+Accelerate's own folders and options have these names; `Accelerator.load_state` reads Accelerate's checkpoints.
 """
 
 from __future__ import annotations

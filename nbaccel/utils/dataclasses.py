@@ -1,4 +1,4 @@
-"""The face of ``accelerate.utils.dataclasses``, for programs that import from there. It defines nothing."""
+"""Names that programs import from ``accelerate.utils.dataclasses``. This module defines nothing."""
 
 from __future__ import annotations
 

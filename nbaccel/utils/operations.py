@@ -1,4 +1,4 @@
-"""The face of ``accelerate.utils.operations``, for programs that import from there. It defines nothing."""
+"""Names that programs import from ``accelerate.utils.operations``. This module defines nothing."""
 
 from __future__ import annotations
 

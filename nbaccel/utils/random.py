@@ -1,4 +1,4 @@
-"""The face of ``accelerate.utils.random``, for programs that import from there. It defines nothing."""
+"""Names that programs import from ``accelerate.utils.random``. This module defines nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The face of ``accelerate.utils.versions``, for programs that import from there. It defines nothing."""
+"""Names that programs import from ``accelerate.utils.versions``. This module defines nothing."""
 
 from __future__ import annotations
 
