@@ -1,4 +1,4 @@
-"""Aim: a run in a repository of its own, which is a folder. Runs on rank 0."""
+"""Aim tracker: stores a run in an Aim repository, which is a folder. Runs on rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ClearML: a task of its server, or of its offline folder. Runs on rank 0."""
+"""ClearML tracker: stores a run as a task of its server, or of its offline folder. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nbaccel.tracking import GeneralTracker
 __all__ = ["ClearML"]
 
 _SERIES = ("train", "eval", "test")
-"""Beginnings of names, `eval_loss`, that are curves of one plot: that of `loss`."""
+"""Prefixes of names, such as `eval_loss`, that become curves of one plot: that of `loss`."""
 
 
 class ClearML(GeneralTracker):
     """A task of the project ``project_name``; ``init_kwargs={"clearml": {…}}`` goes to `clearml.Task.init`.
 
-    A task that the program has made itself is used, and left open at the end. CLEARML_PROJECT and CLEARML_TASK name
-    the others, if they are set. The task is `task`, as in Accelerate. Only numbers are scalars there; other values are
-    left out, and a warning names them.
+    A task that the program has made itself is used, and left open at the end. For other tasks CLEARML_PROJECT and
+    CLEARML_TASK give the names, if they are set. The task is `task`, as in Accelerate. Only numbers are scalars there;
+    other values are left out, and a warning names them.
     """
 
     name = "clearml"
@@ -76,7 +76,7 @@ class ClearML(GeneralTracker):
         step: int | None = None,
         **options: Any,
     ) -> None:
-        """Keep a table: a DataFrame, or rows with names of their columns, which are the first row without `columns`.
+        """Keep a table: a DataFrame, or rows and the names of the columns; without `columns` the first row names them.
 
         options: those of `clearml.Logger.report_table`.
 
@@ -94,7 +94,7 @@ class ClearML(GeneralTracker):
 
 
 def _place(name: str) -> dict[str, str]:
-    """The plot and its series that keep what is called `name`.
+    """Return the plot and the series for the value called `name`.
 
     >>> _place("eval_loss")
     {'title': 'loss', 'series': 'eval'}

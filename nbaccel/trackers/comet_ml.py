@@ -1,4 +1,4 @@
-"""Comet: an experiment of its service, or of its offline folder. Runs on rank 0."""
+"""Comet tracker: stores a run as an experiment of its service, or of its offline folder. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["Comet"]
 class Comet(GeneralTracker):
     """An experiment of the project ``project_name``; ``init_kwargs={"comet_ml": {…}}`` goes to `comet_ml.start`.
 
-    A number is a metric, a mapping of numbers several; anything else is kept as text. The experiment is `writer`, as in
-    Accelerate.
+    A number becomes a metric, a mapping of numbers several; anything else is kept as text. The experiment is `writer`,
+    as in Accelerate.
     """
 
     name = "comet_ml"

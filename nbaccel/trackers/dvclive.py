@@ -1,4 +1,4 @@
-"""DVCLive: metrics in files that DVC compares. Runs on rank 0."""
+"""DVCLive tracker: stores metrics in files that DVC compares. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["DVCLive"]
 class DVCLive(GeneralTracker):
     """An experiment of DVC; ``init_kwargs={"dvclive": {…}}`` goes to `dvclive.Live`, or is ``{"live": one of yours}``.
 
-    It writes into the folder `dvclive`, or into that of ``{"dir": …}``; ``project_name`` has no place there. Values
-    that are no metrics are left out, and a warning names them. The `dvclive.Live` is `live`, as in Accelerate.
+    It writes into the folder `dvclive`, or into that of ``{"dir": …}``; ``project_name`` is not used. Values that are
+    no metrics are left out, and a warning names them. The `dvclive.Live` is `live`, as in Accelerate.
     """
 
     name = "dvclive"

@@ -1,4 +1,4 @@
-"""Values that a service cannot keep: they are left out, and the first time a warning names them. Runs on rank 0."""
+"""Values that a service cannot keep: they are left out, and a warning names each the first time. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["LeftOut"]
 
 
 class LeftOut:
-    """What one tracker has left out.
+    """Names of the values that one tracker has left out.
 
-    name: the tracker's.  what: half a sentence on what its service keeps.  instead: what keeps the rest there.
+    name: the tracker's.  what: half a sentence on what its service keeps.  instead: what stores the other values there.
     """
 
     def __init__(self, name: str, what: str, instead: str) -> None:
@@ -22,7 +22,7 @@ class LeftOut:
         self._names: set[str] = set()
 
     def rest(self, values: Mapping[str, Any], is_kept: Callable[[Any], bool]) -> dict[str, Any]:
-        """Those of `values` that can be kept."""
+        """Return those of `values` that can be kept; warn of new names among the others."""
         kept = {name: value for name, value in values.items() if is_kept(value)}
         new = sorted(values.keys() - kept.keys() - self._names)
         if new:

@@ -1,4 +1,4 @@
-"""MLflow: a run of an experiment, in a folder or on a server. Runs on rank 0."""
+"""MLflow tracker: stores a run of an experiment, in a folder or on a server. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MLflow"]
 
 _PARAMS_PER_CALL = 100
 _PARAM_LENGTH = 6000
-"""What an MLflow server takes: mlflow.utils.validation, MAX_PARAMS_TAGS_PER_BATCH and MAX_PARAM_VAL_LENGTH."""
+"""Limits of an MLflow server: mlflow.utils.validation, MAX_PARAMS_TAGS_PER_BATCH and MAX_PARAM_VAL_LENGTH."""
 
 
 class MLflow(GeneralTracker):

@@ -1,4 +1,4 @@
-"""TensorBoard: numbers, texts and images in event files. Runs on rank 0."""
+"""TensorBoard tracker: stores numbers, texts and images in event files. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard(GeneralTracker):
-    """Event files in ``<logging_dir>/<project_name>/``.
+    """A tracker that writes event files in ``<logging_dir>/<project_name>/``.
 
-    A number is a scalar, a string a text, a mapping of numbers several scalars of one chart, a tensor or an array
+    A number becomes a scalar, a string a text, a mapping of numbers several scalars of one chart, a tensor or an array
     a histogram. Other values, such as pictures of wandb, are left out, and a warning names them.
     ``init_kwargs={"tensorboard": {…}}`` goes to `torch.utils.tensorboard.SummaryWriter`, which is `writer`, as in
     Accelerate.

@@ -1,4 +1,4 @@
-"""Text: a run's numbers in files that everything reads, JSON lines or CSV. Runs on rank 0; needs no package."""
+"""Text trackers: store a run's numbers as JSON lines or CSV. Runs on rank 0; needs no package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Csv", "JsonLines"]
 
 
 class _TextFile(GeneralTracker):
-    """A file in ``<logging_dir>/<project_name>/``, the configuration beside it in ``config.json``."""
+    """A file in ``<logging_dir>/<project_name>/``; the configuration is beside it in ``config.json``."""
 
     requires_logging_directory = True
     file_name: str
@@ -28,7 +28,7 @@ class _TextFile(GeneralTracker):
 
     @property
     def tracker(self) -> Path:
-        """Where the numbers are."""
+        """The path of the file with the numbers."""
         return self.path
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class _TextFile(GeneralTracker):
 class JsonLines(_TextFile):
     """One line per `log`: ``{"step": 3, "loss": 0.25}``.
 
-    Every line is in the file when `log` returns; a run of the same name goes on below the one before.
+    Every line is in the file when `log` returns; a later run of the same name appends to the file.
     """
 
     name = "jsonl"
@@ -60,9 +60,9 @@ class JsonLines(_TextFile):
 
 
 class Csv(_TextFile):
-    """One row per `log`, one column per name; what a row does not have is left empty.
+    """One row per `log`, one column per name; a cell without a value is empty.
 
-    A new name is a new column: the file is written once more, with the rows that are in it.
+    A new name adds a column: the file is then written again, with the rows that are in it.
     """
 
     name = "csv"
@@ -95,7 +95,7 @@ class Csv(_TextFile):
             return list(reader.fieldnames or ()), list(reader)
 
     def _widen(self, row: Mapping[str, Any]) -> None:
-        """Write the file anew with the columns of `row` added, in one move: who reads it sees all rows, always."""
+        """Rewrite the file with the columns of `row` added, by one rename: a reader sees all rows at any time."""
         assert self._file is not None
         self._file.close()
         _, rows = self._read()
@@ -110,7 +110,7 @@ class Csv(_TextFile):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of a tensor, an array, a path, or anything else."""
+    """Return a value that JSON can hold for a tensor, an array, a path, or anything else."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, and the libraries with its interface: runs of a service, or of a folder. Runs on rank 0."""
+"""Trackers of Weights & Biases, and of libraries with its interface: runs of a service, or of a folder. Rank 0."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["SwanLab", "Trackio", "WeightsAndBiases"]
 class WeightsAndBiases(GeneralTracker):
     """A run of the project ``project_name``; ``init_kwargs={"wandb": {…}}`` goes to `wandb.init`.
 
-    Its files go where wandb puts them: WANDB_DIR, the current folder, or ``init_kwargs={"wandb": {"dir": …}}``.
-    Its rows are numbered by wandb unless the program gives a step: wandb drops rows whose step is not above the
-    one before. The run is `run`, as in Accelerate.
+    wandb chooses where the files go: WANDB_DIR, the current folder, or ``init_kwargs={"wandb": {"dir": …}}``.
+    wandb numbers the rows unless the program gives a step, since it drops rows whose step is not above the one before.
+    The run is `run`, as in Accelerate.
     """
 
     name = "wandb"
