@@ -1,8 +1,8 @@
-"""Testing: ranks, limits and faults on purpose, for tests of code that trains. Runs in test processes and ranks.
+"""Tools for tests of code that trains: ranks, memory limits and deliberate faults. Runs in test processes and ranks.
 
-`run_ranks` forks gloo ranks, `MemLimit` is a device of a few megabytes on the CPU, and `Faults` lets a chosen rank
-fail at a chosen place and step. They go together: out of memory in the backward pass of rank 1 is two lines.
-Importing this loads no torch.
+`run_ranks` forks gloo ranks, `MemLimit` imitates a device of a few megabytes on the CPU, and `Faults` makes a chosen
+rank fail at a chosen place and step. They combine: an out-of-memory error in the backward pass of rank 1 takes two
+lines. Importing this module loads no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Fault", "Faults", "MemLimit", "run_ranks"]
 
 
 def __getattr__(name: str) -> Any:
-    """`MemLimit` is a mode of torch, which is loaded when it is asked for."""
+    """Return `MemLimit`; it is a mode of torch, which is loaded when the name is asked for."""
     if name != "MemLimit":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nbaccel.train.memlimit import MemLimit

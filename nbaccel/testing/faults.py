@@ -1,8 +1,9 @@
 """Faults: a chosen rank fails at a chosen place and step, on purpose. Runs in tests, and in ranks under test.
 
-A fault waits at a *point*, a name. The program passes points: where it calls `Faults.at` itself, and where a model, an
-optimizer or the collectives were told to. Outside of the `with` block every point is a no-op. It does not
-imitate a full device, which refuses what does not fit at any operation: that is `MemLimit`.
+A fault belongs to a *point*, which is a name. The program passes points: where it calls `Faults.at` itself, and in
+the models, optimizers and collectives that it hands to `in_model`, `in_optimizer` and `in_collectives`. Outside of
+the `with` block every point is a no-op. A fault does not imitate a full device, which refuses whatever does not fit
+at any operation; `MemLimit` does that.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["Fault", "Faults"]
 
 Action = Callable[[Any, str], Any]
-"""What happens: gets the value at the point and a text that says where; returns the value to go on with."""
+"""Action of a fault: takes the value at the point and a text that says where; returns the value to continue with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that goes wrong.
 
-    point: where; a name that the program passes.  rank: on which rank.  step: at which `Faults.step`.
-    passing: at which passing of that point within the step, 0-based.  None: on every one.
+    point: name of the place; the program passes it.  rank: on which rank.  step: at which `Faults.step`.
+    passing: at which passing of that point within the step, 0-based.  None: at every one.
     times: how often at most, in each process.
     """
 
@@ -52,16 +53,16 @@ class Fault:
 
 
 class Faults:
-    """A list of faults to come, and the points at which they wait.
+    """A list of faults, and the points at which they happen.
 
-    Points that are there without a call in the program: "forward" (before it, on the model's own call), "output"
+    Points that need no call in the program: "forward" (before it, on the model's own call), "output"
     (of the model; a tensor), "backward" (when the gradient reaches the output; a tensor), "optimizer" and
     "after optimizer" (around its step), "collective" and "after collective" (around each that is launched from the
-    thread that entered the block), "sync" and "rename" (before a file or folder is brought to the disk, or gets its
+    thread that entered the block), "sync" and "rename" (before a file or folder is flushed to the disk, or gets its
     final name, as every save does).
 
-    step: set it in the loop; what a fault's `step` is compared with. A new step begins new passings.
-    fired: the faults that have come to pass in this process, in order.
+    step: set this in the loop; a fault's `step` is compared with it. A new step resets the passings.
+    fired: the faults that have happened in this process, in order.
 
     >>> faults = Faults().raise_at("loading", KeyError("image"), step=1)
     >>> with faults:
@@ -71,7 +72,7 @@ class Faults:
     ...         except KeyError as error:
     ...             print(faults.step, error)
     1 'image'
-    >>> faults.at("loading"), len(faults.fired)  # outside of the block nothing waits
+    >>> faults.at("loading"), len(faults.fired)  # outside of the block nothing happens
     (None, 1)
     """
 
@@ -85,7 +86,7 @@ class Faults:
     # -- what goes wrong
 
     def raise_at(self, point: str, error: BaseException, **when: int) -> Faults:
-        """Raise `error`. when: rank, step, passing, times, as in `Fault`; so for all the others."""
+        """Raise `error` at `point`. when: rank, step, passing, times, as in `Fault`; here and in the others."""
         return self.add(Fault(point, _Raise(error), **when))
 
     def oom_at(self, point: str, **when: int) -> Faults:
@@ -93,19 +94,19 @@ class Faults:
         return self.add(Fault(point, _run_out_of_memory, **when))
 
     def kill_at(self, point: str, **when: int) -> Faults:
-        """Die by SIGKILL, as from the host's out-of-memory killer."""
+        """Kill the process with SIGKILL, as the host's out-of-memory killer does."""
         return self.add(Fault(point, _die, **when))
 
     def leave_at(self, point: str, exit_code: int = 0, **when: int) -> Faults:
-        """Leave the process without a word, as ``os._exit(exit_code)`` does."""
+        """End the process without an error or a message, as ``os._exit(exit_code)`` does."""
         return self.add(Fault(point, _Leave(exit_code), **when))
 
     def hang_at(self, point: str, **when: int) -> Faults:
-        """Wait for ever; a signal's handler runs, so that SIGINT raises KeyboardInterrupt."""
+        """Wait for ever; signal handlers still run, so that SIGINT raises KeyboardInterrupt."""
         return self.add(Fault(point, _hang, **when))
 
     def nan_at(self, point: str, **when: int) -> Faults:
-        """Make the tensor at that point NaN; the program, or the gradient, goes on with that."""
+        """Make the tensor at that point NaN; the program, or the gradient, continues with that."""
         return self.add(Fault(point, _spoil, **when))
 
     def enospc_at(self, point: str, **when: int) -> Faults:
@@ -113,7 +114,7 @@ class Faults:
         return self.add(Fault(point, _find_the_disk_full, **when))
 
     def add(self, fault: Fault) -> Faults:
-        """One more fault, which may do anything else."""
+        """Add `fault`, whose action may do anything else."""
         self._faults.append(fault)
         return self
 
@@ -137,7 +138,7 @@ class Faults:
 
     @property
     def pending(self) -> list[Fault]:
-        """The faults that have not come to pass in this process; a test may want none to be left."""
+        """The faults that have not happened in this process; a test may require that none are left."""
         return [fault for fault in self._faults if not self._times_fired(fault)]
 
     def _times_fired(self, fault: Fault) -> int:
@@ -146,7 +147,7 @@ class Faults:
     # -- where
 
     def at(self, point: str, value: Any = None) -> Any:
-        """Pass `point`: what waits there happens. Gives `value` back, spoiled if a fault spoils it."""
+        """Pass `point`: apply the faults that are due there. Return `value`, changed if a fault changes it."""
         if not self._is_active:
             return value
         passing = self._passings[point]
@@ -161,16 +162,16 @@ class Faults:
         return value
 
     def in_backward(self, tensor: torch.Tensor, point: str = "backward") -> torch.Tensor:
-        """`tensor` itself; when its gradient is known, backward passes `point` with it."""
+        """Return `tensor` itself; when its gradient is known, the backward pass passes `point` with it."""
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.at(point, gradient))
         return tensor
 
     @contextmanager
     def in_model(self, model: torch.nn.Module) -> Iterator[None]:
-        """For the length of a block: points "forward", "output" and "backward" of `model`.
+        """For the length of a block, add the points "forward", "output" and "backward" of `model`.
 
-        The latter two are passed with the first tensor in what it returns that is of a floating-point type.
+        The latter two are passed with the first floating-point tensor in the model's output.
         """
         from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -194,7 +195,7 @@ class Faults:
 
     @contextmanager
     def in_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """For the length of a block: points "optimizer" and "after optimizer", around each of its steps."""
+        """For the length of a block, add the points "optimizer" and "after optimizer", around each of its steps."""
 
         def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
             self.at("optimizer")
@@ -211,7 +212,7 @@ class Faults:
 
     @contextmanager
     def in_collectives(self) -> Iterator[None]:
-        """For the length of a block: points "collective" and "after collective", around each launch of one."""
+        """For the length of a block, add the points "collective" and "after collective", around each launch of one."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         faults = self
@@ -235,9 +236,9 @@ class Faults:
 
     @contextmanager
     def in_saves(self) -> Iterator[None]:
-        """For the length of a block: points "sync" and "rename", before each `os.fsync` and `os.rename`.
+        """For the length of a block, add the points "sync" and "rename", before each `os.fsync` and `os.rename`.
 
-        Saves in the background pass them too: every thread of the process does.
+        Saves in the background pass them too, since every thread of the process does.
         """
 
         def passing(point: str, function: Callable[..., Any]) -> Callable[..., Any]:

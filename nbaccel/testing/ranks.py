@@ -1,7 +1,7 @@
 """Tools for tests of code that trains in several ranks: `run_ranks`. Runs in a test process; needs no launcher.
 
-It forks, so a test's closures and fixtures are simply there in every rank, and torch is imported once. It has
-none of the launcher's comforts (no output routing, no interrupt, no zygote) and never touches a GPU.
+It forks, so that a test's closures and fixtures are available in every rank, and torch is imported once. It has
+none of the launcher's features (no output routing, no interrupt, no zygote) and never touches a GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
-    """Run ``function(*args)`` in `world_size` forked gloo ranks; the values they return, in the order of ranks.
+    """Run ``function(*args)`` in `world_size` forked gloo ranks; return their values, in the order of ranks.
 
     Raises:
-        RanksFailed: the first rank that failed, with its traceback; the others are killed.
-        TimeoutError: not every rank was done after `timeout_s`; it names those that were not.
+        RanksFailed: a rank failed; carries the traceback of the first one. The others are killed.
+            TimeoutError: not every rank was done after `timeout_s`; names those that were not.
 
     >>> def total():
     ...     from nbaccel.train import PartialState
@@ -71,7 +71,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 class _Release:
-    """A pipe that says nothing and ends: ranks that are done stay until all are, since peers may be reading them."""
+    """A pipe without data: ranks that are done wait until it is closed, since peers may still read from them."""
 
     def __init__(self) -> None:
         self._waiting, self._holding = os.pipe()
@@ -84,7 +84,7 @@ class _Release:
             os.close(self._waiting)
 
     def wait(self) -> None:
-        """In a rank."""
+        """Wait until the test process calls `give`. Runs in a rank."""
         os.close(self._holding)
         os.read(self._waiting, 1)
 
@@ -100,7 +100,7 @@ class _Rank:
     status: int | None = None
 
     def read(self) -> bool:
-        """Take what has arrived; False once the rank has closed its end."""
+        """Read what has arrived; return False once the rank has closed its end."""
         chunk = os.read(self.pipe, 1 << 20)
         self.received += chunk
         return bool(chunk)
@@ -161,20 +161,20 @@ def _fork_rank(
                 main_thread.become()
             gc.freeze()  # as in a launch: a collection would look at all that the tests hold, and copy its pages
             os.close(reading)
-            _kept = put_aside(world.rank)  # as in a launch: the worker processes of the test are none of the rank's
+            _kept = put_aside(world.rank)  # as in a launch: the test's worker processes are not the rank's
             with open(writing, "wb") as pipe:
                 pickle.dump(_run(world, folder, function, args), pipe)
             release.wait()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # the parent's atexit handlers and pytest are none of the rank's business
+            os._exit(0)  # the rank must run neither the parent's atexit handlers nor pytest's
     os.close(writing)
     return _Rank(world.rank, pid, reading)
 
 
 def _run(world: World, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """In the rank: (True, value) or (False, traceback)."""
+    """Run `function` in the rank; return (True, value) or (False, traceback)."""
     try:
         os.environ.update(world.environ(), GLOO_SOCKET_IFNAME="lo")
         import torch
@@ -189,7 +189,7 @@ def _run(world: World, folder: str, function: Callable[..., Any], args: tuple[An
 
 
 def _meet_in(folder: str, world: World) -> None:
-    """Let ``init_process_group("...")`` meet in a file of `folder`: no port, no address."""
+    """Let ``init_process_group("...")`` find its peers through a file in `folder`: no port, no address."""
     import torch.distributed as dist
 
     meetings = 0
