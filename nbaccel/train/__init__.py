@@ -1,4 +1,4 @@
-"""The training room: runs in ranks, under our launcher, under torchrun, or alone in a script. Needs torch only."""
+"""The training package: runs in ranks, under our launcher, under torchrun, or alone in a script. Needs torch only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Accelerator: the user's object in a training loop. Runs in ranks, in scripts, and alone in a kernel.
 
 It owns the parts (state, accumulation, precision, strategy) and delegates to them in a few lines; no part holds
-the Accelerator. Nothing is global beside torch's process group, so several Accelerators do not disturb each
-other. Made in a notebook kernel it touches no device until it is used, and in a forked or unpickled rank it
+the Accelerator. Nothing is global except torch's process group, so several Accelerators do not disturb each
+other. One that is made in a notebook kernel touches no device until it is used; in a forked or unpickled rank it
 finds that rank's world at its first use.
 """
 
@@ -75,41 +75,42 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
 
     How it computes:
 
-    mixed_precision: "no", "fp16" or "bf16"; by default what the launch was told, else "no".
-    gradient_accumulation_steps: batches per optimizer step; by default what the launch was told, else 1.
+    mixed_precision: "no", "fp16" or "bf16"; by default the launch's choice, else "no".
+    gradient_accumulation_steps: batches per optimizer step; by default the launch's choice, else 1.
     gradient_accumulation_plugin: that number and the other rules of accumulation, instead of the number.
     cpu: stay on the CPU although there are devices.
     device_placement: move prepared models and batches to the device.
     step_scheduler_with_optimizer: prepared schedulers move with the optimizer; otherwise when they are called.
-    dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor"; by default what
-        the launch was told, else not at all.
-    dynamo_plugin: that and its other options, as a `TorchDynamoPlugin`, instead of the name.
+    dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor"; by default the
+        launch's choice, else none.
+    dynamo_plugin: the backend and its other options, as a `TorchDynamoPlugin`, instead of the name.
     kwargs_handlers: options for DDP, GradScaler, autocast, the process group and the profiler, one of each at most.
-    on_nan: what happens to a loss that is not finite. "warn" says so once, with step and rank; "skip" leaves out
+    on_nan: the reaction to a loss that is not finite. "warn" warns once, with step and rank; "skip" leaves out
         steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
         The latter two wait for the device in every step.
 
-    How batches are dealt:
+    How batches are distributed:
 
     split_batches: a loader's batch is that of all ranks together, instead of each rank's.
     even_batches: fill the last round up with the first samples, so that all ranks see equally many batches.
-    dataloader_config: these two and more, as a `DataLoaderConfiguration`, instead of them.
+    dataloader_config: these two and other options, as a `DataLoaderConfiguration`, instead of them.
     rng_types: accepted with a warning: the order of samples is the same on all ranks in any case.
 
     What is kept:
 
-    checkpoint_every: save in the background after so many steps (500, "500steps") or so much time ("10min").
-    checkpoint_dir: where those go, as ``checkpoint_<step>``; by default ``nbaccel_checkpoints`` where the program runs.
+    checkpoint_every: save in the background every so many steps (500, "500steps") or so much time ("10min").
+    checkpoint_dir: folder for these checkpoints, ``checkpoint_<step>``; by default ``nbaccel_checkpoints`` where the
+        program runs.
     keep: how many of them stay, the newest; by default 3.
     resume: continue from the newest checkpoint in `checkpoint_dir` (True), or from that of a path, which is only read.
-    time_limit: end the run well so long after it began here ("11h30m", or seconds): before the next step, on all ranks,
+    time_limit: end the run in order this long after now ("11h30m", or seconds): before the next step, on all ranks,
         with a last checkpoint where `checkpoint_every` saves. The run's `--time-limit` ends it too, if that is earlier.
-    on_save_error: what a checkpoint that cannot be written is: "raise" raises `CannotSave`, "warn" lets the training
-        go on with a warning.
+    on_save_error: the reaction to a checkpoint that cannot be written: "raise" raises `CannotSave`, "warn" lets the
+        training continue with a warning.
     log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
         own, or several of those.
-    project_dir: where the files of trackers go, and checkpoints that `save_state` names by itself.
-    project_config: that and more, as a `ProjectConfiguration`.
+    project_dir: folder for the files of trackers, and for checkpoints that `save_state` names by itself.
+    project_config: this folder and other options, as a `ProjectConfiguration`.
 
     >>> accelerator = Accelerator()
     >>> model = torch.nn.Linear(2, 1)
@@ -251,7 +252,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the accumulation stands, for programs that read it."""
+        """The state of the accumulation, for programs that read it."""
         self._bind()
         return GradientState(self._accumulation)
 
@@ -271,10 +272,10 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     # -- models, memory, the end
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
-        """The user's own module, out of DDP and ``nn.DataParallel``; `model` itself stays as it is.
+        """Return the user's own module, without DDP and ``nn.DataParallel``; `model` itself does not change.
 
-        keep_fp32_wrapper: False also takes autocast off its forward, for good.
-        keep_torch_compile: what was compiled is given compiled; False gives the bare module, whose state has no
+        keep_fp32_wrapper: False also removes autocast from the module's forward, permanently.
+        keep_torch_compile: return a compiled model compiled; False returns the bare module, whose state has no
         ``_orig_mod.`` in its names.
         """
         self._equip()
@@ -302,10 +303,10 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         )
 
     def free_memory(self, *objects: Any, history: bool = False) -> list[None]:
-        """Forget everything prepared and release what nobody needs any more; one None per object.
+        """Forget everything prepared and release what nothing needs any more; return one None per object.
 
-        Only what the program registered (`register_for_checkpointing`, hooks) or asked to `remember` stays. What a
-        failed cell had made goes too. What is still held, and by which names, is in `last_free`.
+        Only what the program registered (`register_for_checkpointing`, hooks) or asked to `remember` stays. Objects
+        that a failed cell had made are released too. `last_free` lists what is still held, and by which names.
         history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
 
         >>> model = optimizer = None
@@ -316,11 +317,11 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         return [None] * len(objects)
 
     def clear(self, *objects: Any, history: bool = False) -> list[None]:
-        """`free_memory`, by its other name."""
+        """Call `free_memory`; a second name for it."""
         return self.free_memory(*objects, history=history)
 
     def end_training(self) -> None:
-        """Finish the trackers, forget everything prepared and leave the process group. On every rank.
+        """Finish the trackers, forget everything prepared and leave the process group. Every rank calls it.
 
         A later use forms a new group.
         """
@@ -329,17 +330,17 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self.state.destroy_process_group()
 
     def destroy_process_group(self) -> None:
-        """Leave the process group that we made; a later use forms a new one. On every rank."""
+        """Leave the process group that we made; a later use forms a new one. Every rank calls it."""
         self.state.destroy_process_group()
 
-    # -- a program that begins anew, after an attempt that ran out of memory
+    # -- a program that starts again, after an attempt that ran out of memory
 
     @property
     def _everything_prepared(self) -> list[Any]:
         return self._prepared.everything
 
     def _forget_all_but(self, known: Sequence[Any]) -> None:
-        """Forget what was prepared beside `known`, and every open window."""
+        """Forget what was prepared except `known`, and every open window."""
         self._release_engine()
         self._prepared.keep(known)
         self._accumulation.forget()
@@ -348,7 +349,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
 
     @property
     def _scaling(self) -> dict[str, Any]:
-        """The state of the gradient scaler; empty without one. Waits for the device."""
+        """The state of the gradient scaler; empty without one. Reading it waits for the device."""
         return self._precision.state_dict() if self._is_equipped else {}
 
     def _scale_like(self, scaling: dict[str, Any]) -> None:
@@ -371,7 +372,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     # -- finding this process's world
 
     def _let_go(self, things: Sequence[Any]) -> None:
-        """Forget those of `things` that are prepared; where that is all, what belongs to a training goes, too."""
+        """Forget those of `things` that are prepared; after the last one also drop what belongs to a training."""
         if not (self._prepared and self._prepared.drop(things, self._strategy)):
             return
         self._release_engine()
@@ -381,7 +382,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     def _forget(self) -> None:
         self._release_engine()
         if self._is_equipped:
-            self._accumulating.models = ()  # of a block that was asked for and not entered
+            self._accumulating.models = ()  # of a block that was created and not entered
             self._precision.forget()
         self._writer.join()
         self._staging.clear()
@@ -391,13 +392,13 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
 
     @property
     def _is_bound(self) -> bool:
-        """Whether it belongs to this process's world; in a rank, one of the notebook's does from its first use on."""
+        """True if this belongs to this process's world; a rank binds the notebook's Accelerator at its first use."""
         return self._bound_to == self.state.world
 
     def _bind(self) -> None:
-        """Belong to the world of this process, if not yet. Touches no device and no process group.
+        """Bind this Accelerator to the world of this process, if not done yet. Touches no device and no process group.
 
-        In another world of the same size, prepared objects stay prepared; else they are forgotten.
+        In another world of the same size, prepared objects stay prepared; otherwise they are forgotten.
         """
         world = self.state.world
         bound_to, self._bound_to = self._bound_to, world
@@ -421,7 +422,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._is_equipped = False
 
     def _equip(self) -> None:
-        """Make the parts that depend on the device, unless they are made."""
+        """Make the parts that depend on the device, unless they exist."""
         self._bind()
         if self._is_equipped:
             return
@@ -434,21 +435,21 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._is_equipped = True
 
     def _open_gate(self) -> None:
-        """Batches reach the loops as this run was told, also those of loaders that were prepared before it."""
+        """Set how batches reach the loops in this run, also for loaders that were prepared before it."""
         self._accumulation.gate = make_gate(RunSettings.from_env().split, self._prepared, self._strategy)
 
     def _join_world(self) -> None:
-        """Take part in the world as it is now, process group included. Collective where the group is formed."""
+        """Join the world as it is now, process group included. Collective where the group is formed."""
         step_back()
         self.state.look_again()
         self._equip()
         self.state.form_group()
 
     def _make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
-        """Once per process, before its first step: find its world, and refuse N separate trainings.
+        """Find this process's world and refuse N separate trainings; called once per process, before its first step.
 
         Raises:
-            NotPrepared: several ranks, and a model that would be trained by each for itself.
+            NotPrepared: several ranks, and a model of which each rank would train a copy of its own.
         """
         self.state.look_again()
         world, bound_to = self.state.world, self._bound_to
@@ -468,7 +469,7 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         self._is_ready = True
 
     def __nbaccel_anew__(self) -> tuple[Any, ...]:
-        """How the notebook gets one like this, which has prepared nothing: what is said to whoever packs results."""
+        """Return how the notebook makes an Accelerator like this, with nothing prepared; for pickled results."""
         args, kwargs = self._made_with
         return _made, (type(self), args, kwargs)
 
@@ -486,7 +487,7 @@ def _made(kind: type[Accelerator], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _watch_forks(accelerator: Accelerator) -> None:
-    """Let a forked child ask again whether it may train; cheaper than asking for the process id in every step."""
+    """Make a forked child check again whether it may train; cheaper than reading the process id in every step."""
     process_group.users[accelerator] = None
     reference = weakref.ref(accelerator)
 

@@ -1,6 +1,6 @@
-"""Available: which packages and devices are there, for programs that ask. Runs anywhere.
+"""Available: checks of installed packages and devices, for programs that need them. Runs anywhere.
 
-This house itself does not ask: what it can do with a package is chosen by name and imported when used.
+nbaccel itself does not use them: what it can do with a package is chosen by name and imported when used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACKAGES = {
     "is_transformer_engine_available": "transformer_engine",
     "is_triton_available": "triton",
 }
-"""Functions beside those below that programs ask for, each by the package that it looks for."""
+"""Further functions that programs use, each with the package that it looks for."""
 
 _UNKNOWN_DEVICES = ["hpu", "mlu", "musa", "neuron", "sdaa"]
 
@@ -95,23 +95,23 @@ is_wandb_available = _installed("wandb")
 
 
 def is_cuda_available() -> bool:
-    """Whether torch sees a CUDA device."""
+    """Return whether torch sees a CUDA device."""
     return torch.cuda.is_available()
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Whether the package bitsandbytes is installed, in this version or a later one; it is not imported."""
+    """Return whether the package bitsandbytes is installed, in this version or a later one; it is not imported."""
     there = importlib.util.find_spec("bitsandbytes") is not None
     return there and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether torch, of this version or a later one, can compute on an Apple GPU."""
+    """Return whether torch, of this version or a later one, can compute on an Apple GPU."""
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether torch sees an Intel GPU."""
+    """Return whether torch sees an Intel GPU."""
     return torch.xpu.is_available()
 
 
@@ -124,40 +124,40 @@ def __getattr__(name: str) -> Callable[[], bool]:
 
 
 def _unknown_device(check_device: bool = False) -> bool:
-    """False: nbaccel does not know these devices."""
+    """Return False: nbaccel does not know these devices."""
     return False
 
 
 def is_torch_distributed_available() -> bool:
-    """Whether this torch can form process groups."""
+    """Return whether this torch can form process groups."""
     return torch.distributed.is_available()
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """False: every prepared loader has a ``state_dict`` here, and torchdata is not used."""
+    """Return False: every prepared loader has a ``state_dict`` here, and torchdata is not used."""
     return False
 
 
 def is_fp16_available() -> bool:
-    """True: float16 works on every device, with a gradient scaler."""
+    """Return True: float16 works on every device, with a gradient scaler."""
     return True
 
 
 def is_fp8_available() -> bool:
-    """False: nbaccel does not compute in fp8."""
+    """Return False: nbaccel does not compute in fp8."""
     return False
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """False: nbaccel does not know these devices."""
+    """Return False: nbaccel does not know these devices."""
     return False
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether the package torch_xla is installed; it is not imported."""
+    """Return whether the package torch_xla is installed; it is not imported."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether the device that this process would compute on knows bfloat16 by itself. Makes a CUDA context."""
+    """Return whether the device that this process would compute on supports bfloat16 natively. Makes a CUDA context."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True

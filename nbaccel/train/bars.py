@@ -1,4 +1,4 @@
-"""Bars: progress of all ranks, shown once. Runs in ranks and scripts."""
+"""Progress bars for several ranks, shown once. Runs in ranks and scripts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["tqdm"]
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **options: Any) -> Any:
-    """A progress bar, of `tqdm.auto`, on the first rank of each machine.
+    """Return a progress bar of `tqdm.auto`, shown on the first rank of each machine.
 
-    main_process_only: False for a bar of every rank.
+    main_process_only: False shows a bar on every rank.
 
     >>> list(tqdm(range(2), disable=True))
     [0, 1]

@@ -1,6 +1,6 @@
-"""Batches: one function over every tensor of a nested batch, and the common ones. Run in ranks and scripts.
+"""Batches: one function applied to every tensor of a nested batch, and common ones. Run in ranks and scripts.
 
-Containers are those of `nested`; no process talks to another here.
+Containers are those of `nested`; no process communicates here.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _P = ParamSpec("_P")
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Whether it is one."""
+    """Return whether `tensor` is a torch tensor."""
     return isinstance(tensor, Tensor)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Batches of one structure as one, their tensors joined along `dim`. A single one is given back.
+    """Return batches of one structure as one batch, their tensors joined along `dim`. A single one is returned itself.
 
     Raises:
-        TypeError: something in them is no tensor.
+            TypeError: a batch contains something that is no tensor.
 
     >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
     torch.Size([3, 2])
@@ -59,9 +59,9 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`data` rebuilt with ``func(leaf, *args, **kwargs)`` in the place of every leaf that passes `test_type`.
+    """Return `data` rebuilt with ``func(leaf, *args, **kwargs)`` in the place of every leaf that passes `test_type`.
 
-    error_on_other_type: what does not pass is a TypeError instead of being kept.
+    error_on_other_type: raise TypeError for a leaf that does not pass, instead of keeping it.
 
     >>> recursively_apply(lambda tensor, by: tensor * by, {"x": torch.ones(2), "name": "a"}, 3)
     {'x': tensor([3., 3.]), 'name': 'a'}
@@ -87,7 +87,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Everything in `tensor` that has a ``to``, on `device`.
+    """Return `tensor` with everything in it that has a ``to`` moved to `device`.
 
     non_blocking: do not wait for the copy; it overlaps where the source is in pinned memory.
     skip_keys: keys of mappings whose values stay where they are.
@@ -112,10 +112,10 @@ def send_to_device(
 
 
 def find_batch_size(data: Any) -> int:
-    """How many samples a batch holds: the first dimension of the first tensor in it.
+    """Return how many samples a batch holds: the first dimension of the first tensor in it.
 
     Raises:
-        ValueError: there is no tensor in it that has one.
+            ValueError: no tensor in it has a dimension.
 
     >>> find_batch_size({"ids": ["a", "b"], "x": torch.ones(2, 3)})
     2
@@ -129,9 +129,9 @@ def find_batch_size(data: Any) -> int:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """`tensor_slice` of every tensor in `data`.
+    """Return `data` with every tensor in it sliced by `tensor_slice`.
 
-    process_index, num_processes: accepted; what cuts batches for ranks is told them (`slice_fn_for_dispatch`).
+    process_index, num_processes: accepted and not used; `slice_fn_for_dispatch` is called with them.
 
     >>> slice_tensors({"x": torch.arange(4), "name": "a"}, slice(2))
     {'x': tensor([0, 1]), 'name': 'a'}
@@ -140,7 +140,7 @@ def slice_tensors(
 
 
 def listify(data: Any) -> Any:
-    """Every tensor in `data` as plain Python numbers in lists.
+    """Return `data` with every tensor as plain Python numbers in lists.
 
     >>> listify({"x": torch.ones(2)})
     {'x': [1.0, 1.0]}
@@ -149,12 +149,12 @@ def listify(data: Any) -> Any:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """fp16 and bf16 tensors anywhere in `tensor` as fp32; everything else unchanged."""
+    """Return `tensor` with the fp16 and bf16 tensors anywhere in it as fp32; everything else is unchanged."""
     return to_fp32(tensor)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[_P, Any]) -> Callable[_P, Any]:
-    """`model_forward`, with what it returns converted by `convert_to_fp32`. A prepared model does so by itself."""
+    """Wrap `model_forward` so that its result is converted by `convert_to_fp32`. A prepared model does so by itself."""
 
     @functools.wraps(model_forward)
     def in_fp32(*args: _P.args, **kwargs: _P.kwargs) -> Any:

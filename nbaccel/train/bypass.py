@@ -1,7 +1,7 @@
-"""Bypass: what a training loop does past the `Accelerator` while its batches come in parts. Runs in ranks.
+"""Bypass: checks what a training loop does without the `Accelerator` while its batches come in parts. Runs in ranks.
 
-Schedulers that were not prepared are slowed down to one move per batch. What would train something else than whole
-batches do is refused, in one sentence that says how to write it. Used by the gate, around one loop.
+Schedulers that were not prepared are limited to one move per batch. An action that would train differently than with
+whole batches is refused, with a sentence that says how to write it. Used by the gate, around one loop.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ __all__ = ["Guard", "Hand", "paced"]
 
 
 class Hand(Protocol):
-    """What the loop has in hand: part of a batch, and so many batches of its accumulation window before that one."""
+    """The current part of a batch, and the number of batches of its accumulation window before that batch."""
 
     part: Part
     position: int
 
 
 class Guard:
-    """Follows one loop from part to part: its backwards, its steps, and what else becomes of gradients.
+    """Follows one loop from part to part: its backwards, its steps, and other changes of the gradients.
 
-    is_innermost: whether this loop is the one whose body is running; an outer one does not judge.
+    is_innermost: returns whether this loop is the one whose body is running; an outer one does not judge.
 
-    Whatever it raises is a `CannotCut`, before a weight has changed that should not have.
+    Every exception that it raises is a `CannotCut`, before a weight has changed that should not have.
     """
 
     def __init__(self, prepared: Prepared, hand: Hand, is_innermost: Callable[[], bool]) -> None:
         self._prepared = prepared
         self._hand = hand
         self._is_innermost = is_innermost
-        self._has_weighed = False  # a backward of ours has run for a part of the batch in hand
-        self._is_bare = False  # one has run for this part, outside of `accumulate`
+        self._has_weighed = False  # a backward of ours has run for a part of the current batch
+        self._is_bare = False  # such a backward has run for this part, outside of `accumulate`
         self._has_stepped = False  # a prepared optimizer was told to step, in this part
         self._left: list[tuple[Tensor, int]] = []  # gradients as the last part's backward left them
 
@@ -57,12 +57,12 @@ class Guard:
             self._drop_begun_batch()
 
     def _drop_begun_batch(self) -> None:
-        """The loop was left in the middle of a batch, whose `zero_grad` was to come: the next loop begins without."""
+        """Drop the gradients of a batch that the loop left in the middle, before its `zero_grad`."""
         for prepared in self._prepared.optimizers:
             prepared.optimizer.zero_grad()
 
     def next_part(self, part: Part) -> None:
-        """`part` is about to be handed out."""
+        """Check the part before; `part` is about to be handed out."""
         if self._is_bare and not self._has_stepped:
             self._refuse(
                 "the loop decides by itself in which of its rounds to step, and would count parts for batches",
@@ -74,7 +74,7 @@ class Guard:
         self._is_bare = self._has_stepped = False
 
     def before_backward(self, in_accumulate: bool) -> None:
-        """A backward of ours comes: gradients of the batch's earlier parts must be there, as they were."""
+        """Check, before a backward of ours, that the gradients of the batch's earlier parts are there and unchanged."""
         if self._has_stepped:
             self._refuse(
                 "the loop takes several steps for each batch, and none comes before the last part",
@@ -96,7 +96,7 @@ class Guard:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """They change now, and rightly so."""
+        """Stop watching the gradients, since they are about to change legitimately."""
         self._left = []
 
     def after_backward(self) -> None:
@@ -105,20 +105,23 @@ class Guard:
         self._left = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
 
     def withheld_step(self, closure: Any) -> None:
-        """A prepared optimizer was told to step, and waits for the batch's last part."""
+        """Note that a prepared optimizer was told to step; it waits for the batch's last part."""
         if closure is not None:
             self._refuse("the optimizer computes its losses itself (a closure), and would for the last part only", None)
         self._has_stepped = True
 
     def refuse_raw(self) -> None:
-        """A prepared optimizer is about to step with gradients of the program's own backward."""
+        """Refuse the step of a prepared optimizer with gradients of the program's own backward."""
         self._refuse(
             "the loop calls loss.backward() itself, so each part weighs like a whole batch",
             "accelerator.backward(loss)",
         )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch asks before the step of any optimizer. One that is prepared gets here with a batch's last part only."""
+        """Check before the step of any optimizer; torch calls this.
+
+        A prepared one steps with a batch's last part only.
+        """
         if not self._is_innermost():
             return
         part, is_prepared = self._hand.part, any(one.optimizer is optimizer for one in self._prepared.optimizers)
@@ -153,10 +156,10 @@ class Guard:
 
 @contextmanager
 def paced(prepared: Prepared, hand: Hand) -> Iterator[None]:
-    """While entered, learning rates move at most once per batch: an optimizer's step gets that of the uncut run.
+    """While entered, let learning rates move at most once per batch: each step uses the rate of the uncut run.
 
-    This is about schedulers of prepared optimizers, prepared themselves or not. Their class is exchanged, and no
-    attribute set: that would be part of their state_dict.
+    This applies to schedulers of prepared optimizers, prepared themselves or not. Their class is replaced, and no
+    attribute is set: an attribute would be part of their state_dict.
     """
     kinds = [(scheduler, type(scheduler)) for scheduler in _schedulers(prepared)]
     for scheduler, kind in kinds:
@@ -169,7 +172,10 @@ def paced(prepared: Prepared, hand: Hand) -> Iterator[None]:
 
 
 def _schedulers(prepared: Prepared) -> list[LRScheduler]:
-    """An unprepared one is known to the program alone, so the process is searched: some 10 ms per loop."""
+    """Return the schedulers of prepared optimizers.
+
+    Unprepared ones are not known, so the process is searched: some 10 ms per loop.
+    """
     known = {id(optimizer) for one in prepared.optimizers for optimizer in (one, one.optimizer)}
     return [
         thing

@@ -1,7 +1,7 @@
-"""Compiling: how prepared models are compiled by ``torch.compile``. Runs in ranks; touches no device.
+"""Compiling of prepared models by ``torch.compile``. Runs in ranks; touches no device.
 
-`TorchDynamoPlugin` is how a program chooses it, `Compiling` is the choice of one run: the program's, and where it says
-nothing that of the launch.
+A program chooses it with `TorchDynamoPlugin`. `Compiling` is the choice of one run: the program's, and for what it
+leaves open the launch's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULT_MODE = "default"
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """What ``Accelerator(dynamo_plugin=…)`` takes: the arguments of ``torch.compile``. None: as the launch was told.
+    """Arguments of ``torch.compile``, for ``Accelerator(dynamo_plugin=…)``. None: the launch's choice.
 
     backend: a backend's name, such as "inductor"; None or "no" compiles nothing.
     mode, fullgraph, dynamic, options, disable: as ``torch.compile`` takes them.
@@ -45,7 +45,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def settings(self) -> RunSettings:
-        """The choices that a launch can make too."""
+        """Return the choices that a launch can make too."""
         return RunSettings(
             dynamo_backend=None if self.backend is None else _name(self.backend),
             dynamo_mode=self.mode,
@@ -57,7 +57,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass(frozen=True, slots=True)
 class Compiling:
-    """How one run compiles its models: by `settings`, and by what only `plugin` can say."""
+    """Compiles the models of one run, by `settings` and by the options that only `plugin` has."""
 
     settings: RunSettings
     plugin: TorchDynamoPlugin
@@ -67,9 +67,9 @@ class Compiling:
         return (self.settings.dynamo_backend or _NOTHING[0]) not in _NOTHING
 
     def compiled(self, model: Module) -> Module:
-        """`model` compiled, unless it is already, or nothing is to be compiled.
+        """Return `model` compiled, unless it is compiled already or nothing is to be compiled.
 
-        With regional compilation it stays the same object, and the blocks it repeats are compiled in place.
+        With regional compilation it stays the same object, and the blocks that it repeats are compiled in place.
         """
         if not self.is_on or is_compiled_module(model):
             return model
@@ -95,7 +95,7 @@ class Compiling:
 
 
 def _name(backend: Any) -> str:
-    """``torch.compile``'s name of a backend, which Accelerate spells in capitals, in an enumeration."""
+    """Return ``torch.compile``'s name of `backend`, which Accelerate spells in capitals, in an enumeration."""
     return str(getattr(backend, "value", backend)).lower()
 
 

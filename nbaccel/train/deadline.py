@@ -1,8 +1,8 @@
-"""Deadline: the time limit that a program sets itself, ``Accelerator(time_limit="11h30m")``. Runs in ranks and scripts.
+"""Deadline: a time limit that a program sets itself, ``Accelerator(time_limit="11h30m")``. Runs in ranks and scripts.
 
-A launcher that hears of it ends the run in time, as by a limit of its own: all ranks leave before the same step.
-Without one a process that is alone leaves by itself, at its first step boundary after the limit. Several that nobody
-could stop at the same step are refused before they begin.
+A launcher that receives it ends the run in time, as by a limit of its own: all ranks leave before the same step.
+Without a launcher a process that is alone leaves by itself, at its first step boundary after the limit. Several
+processes that nothing could stop at the same step are refused before they begin.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Deadline"]
 
 
 class Deadline(Saver):
-    """A `Saver` that has the run end once the time is over, and for all else is the one that was there.
+    """A `Saver` that ends the run once the time is over, and delegates everything else to the `saver` before it.
 
     seconds: from now.  saver: saves the training, also when the run is stopped; the base does nothing.
 
     Raises:
-        ValueError: several processes, and no launcher that could stop them.
+            ValueError: several processes, and no launcher that could stop them.
     """
 
     def __init__(self, seconds: float, world: World, saver: Saver) -> None:
@@ -54,7 +54,10 @@ class Deadline(Saver):
         return self._saver.stop(step)
 
     def _is_seen_to(self) -> bool:
-        """Tell whoever listens. In ranks that stay, a launcher forgets what was said in an earlier run."""
+        """Emit the limit and return whether a launcher takes it.
+
+        A launcher of persistent ranks forgets earlier runs.
+        """
         takers: list[bool] = []
         emit(TimeLimit(self._at, self._seconds, lambda: takers.append(True)))
         return bool(takers)

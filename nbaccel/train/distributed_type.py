@@ -1,4 +1,4 @@
-"""DistributedType: in one word, how the processes of a run work together. Pure; the word that programs compare."""
+"""DistributedType: names how the processes of a run work together. Pure; the value that programs compare."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["DistributedType"]
 
 
 class DistributedType(StrEnum):
-    """How the processes of a run work together; Accelerate's words, so that comparisons keep their meaning.
+    """Kinds of cooperation between the processes of a run; Accelerate's names, so that comparisons keep their meaning.
 
-    Ours are NO (one process), MULTI_CPU, MULTI_GPU, MULTI_XPU (replicas on devices of that kind), FSDP, DEEPSPEED
-    and XLA. The other names exist because programs ask for them, and are never true.
+    nbaccel uses NO (one process), MULTI_CPU, MULTI_GPU, MULTI_XPU (replicas on devices of that kind), FSDP, DEEPSPEED
+    and XLA. The other names exist because programs compare with them; no run has them.
 
     >>> DistributedType.NO == "NO"
     True
@@ -38,7 +38,7 @@ class DistributedType(StrEnum):
 
     @classmethod
     def of(cls, world: World, device: torch.device) -> DistributedType:
-        """The type of replicas: what a run is whose strategy says nothing else."""
+        """Return the type of replicas, which holds for a run whose strategy defines no other."""
         if device.type == "xla":
             return cls.XLA
         if not world.is_distributed:

@@ -1,4 +1,4 @@
-"""Enumerations: choices of Accelerate that programs name, by the values that are written in their configurations."""
+"""Enumerations: choices of Accelerate that programs name, with the values that stand in their configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["BaseEnum", "DynamoBackend", "EnumWithContains"]
 
 
 class EnumWithContains(EnumMeta):
-    """A kind of enumeration that tells of any value whether it is one of its own."""
+    """A metaclass of enumerations: ``value in Enumeration`` says whether any value is one of its own."""
 
     def __contains__(cls, item: Any) -> bool:
         try:
@@ -20,7 +20,7 @@ class EnumWithContains(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enumeration that shows as its value and lists its values."""
+    """An enumeration that prints as its value and lists its values."""
 
     def __str__(self) -> str:
         return str(self.value)

@@ -1,4 +1,4 @@
-"""Environment: variables for the length of a block, or none of them, and reading some. For programs; runs anywhere."""
+"""Environment: sets or clears variables for the length of a block, and reads some. For programs; runs anywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Variables of the environment, upper-cased, for the length of the block.
+    """Set variables of the environment, with upper-case names, for the length of the block.
 
     >>> with patch_environment(my_variable=3):
     ...     os.environ["MY_VARIABLE"]
@@ -41,7 +41,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """No variable of the environment for the length of the block; what the block sets is gone afterwards.
+    """Remove all variables of the environment for the length of the block; what the block sets is gone afterwards.
 
     >>> with clear_environment():
     ...     len(os.environ)
@@ -57,25 +57,25 @@ def clear_environment() -> Iterator[None]:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The number in the first of these variables that is set and not negative, else `default`."""
+    """Return the number in the first of these variables that is set and not negative, else `default`."""
     numbers = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in numbers if number >= 0), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether the variable `key` says yes: "1", "true", "yes", "on", …"""
+    """Return whether the variable `key` is affirmative: "1", "true", "yes", "on", …"""
     return os.environ.get(key, str(default)).lower() in ("y", "yes", "t", "true", "on", "1")
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable `key`, else `default`."""
+    """Return the value of the variable `key`, else `default`."""
     return os.environ.get(key, str(default))
 
 
 def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
-    """Decorator for tests: variables that begin with ``ACCELERATE_`` are afterwards as they were.
+    """Decorate tests so that variables that begin with ``ACCELERATE_`` have their old values afterwards.
 
-    func_or_cls: a function; or a class, for each of its tests and of those that its subclasses will have.
+    func_or_cls: a function; or a class, whose tests and those of its later subclasses are decorated.
     """
     if isinstance(func_or_cls, type):
         cls: Any = func_or_cls

@@ -1,7 +1,7 @@
-"""Watches for losses and gradients that are not finite, and decides what happens then. Runs in ranks.
+"""Watches for losses and gradients that are not finite, and reacts as `on_nan` says. Runs in ranks.
 
-`LossWatch` itself is ``on_nan="warn"``: it reads a loss where that is free (on the CPU), else once a second, and
-warns once. The other two need to know before every optimizer step, so they wait for the device there.
+`LossWatch` itself is ``on_nan="warn"``: it reads every loss where that is free (on the CPU), otherwise once a second,
+and warns once. The other two must know before every optimizer step, so they wait for the device there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nbaccel.train.strategies import Strategy
 __all__ = ["ON_NAN", "LossWatch", "make_watch"]
 
 _DEVICE_EVERY_S = 1.0
-"""How often a loss on a device is read: that drains the device's queue, some 50 us that nobody sees once a second."""
+"""Interval of reading a loss on a device: a read drains the device's queue, some 50 us, negligible once a second."""
 
 _ADVICE = (
     "Look at this batch's data, lower the learning rate or clip gradients; torch.autograd.set_detect_anomaly(True) "
@@ -29,10 +29,10 @@ _ADVICE = (
 
 
 class LossWatch:
-    """Warns once, with step and rank, about a loss that is not finite; training goes on."""
+    """Warns once, with step and rank, about a loss that is not finite; training continues."""
 
     judges_steps = False
-    """Whether `lets_step` may say no, so that it is asked before every step."""
+    """True if `lets_step` may return False, so that it is called before every step."""
 
     def __init__(self, clock: StepClock, precision: Precision, strategy: Strategy) -> None:
         self._clock = clock
@@ -45,7 +45,7 @@ class LossWatch:
     def see(self, loss: Tensor) -> float | Tensor:
         """Look at the loss that `backward` was given, before it is divided or scaled.
 
-        Returns it for the record: as a number if it was read anyway, else detached, to be read later.
+        Return the loss for the record: as a number if it was read anyway, else detached, to be read later.
         """
         if self._every_s:
             now_s = time.monotonic()
@@ -54,14 +54,14 @@ class LossWatch:
             self._due_s = now_s + self._every_s
         try:
             value = loss.item()
-        except RuntimeError:  # of several elements; asking for their number first takes as long as reading it
+        except RuntimeError:  # several elements; checking their number first takes as long as reading it
             value = loss.detach().sum().item()
         if not isfinite(value):
             self._found(value)
         return value
 
     def lets_step(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer` may step now, with the gradients it has. Alike on all ranks."""
+        """Return whether `optimizer` may step now, with its present gradients. The same on all ranks."""
         return True
 
     def _found(self, value: float) -> None:
@@ -73,7 +73,7 @@ class LossWatch:
         )
 
     def _warn_once(self, message: str, depth: int) -> None:
-        """depth: calls between here and the user's line."""
+        """Warn once. depth: calls between here and the user's line."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(message, stacklevel=depth + 1)
@@ -84,12 +84,12 @@ class LossWatch:
 
 
 class _Skip(LossWatch):
-    """Leaves out steps whose gradients are not finite: on every rank alike, since those are synchronised."""
+    """Leaves out steps whose gradients are not finite: on every rank alike, since gradients are synchronised."""
 
     judges_steps = True
 
     def see(self, loss: Tensor) -> float | Tensor:
-        """The gradients will tell."""
+        """Return `loss` detached, without reading it; the gradients will show it."""
         return loss.detach()
 
     def lets_step(self, optimizer: Optimizer) -> bool:
@@ -104,7 +104,7 @@ class _Skip(LossWatch):
 
 
 class _Stop(LossWatch):
-    """Raises before the weights take a step that is not finite: with synchronised gradients on every rank."""
+    """Raises before a step that is not finite changes the weights: with synchronised gradients on every rank."""
 
     judges_steps = True
 
@@ -120,7 +120,7 @@ class _Stop(LossWatch):
         if self._bad is not None:
             bad, self._bad = self._bad, None
             raise FloatingPointError(f"the loss is {bad} in step {self._where()}. The weights are as before. {_ADVICE}")
-        # Scaled fp16 gradients overflow now and then in sound trainings: the scaler's business.
+        # Scaled fp16 gradients overflow now and then in sound trainings; the scaler handles that.
         if not self._precision.skips_infinite and not self._strategy.has_finite_gradients(optimizer):
             raise FloatingPointError(
                 f"gradients are not finite in step {self._where()}, although the loss there is: another rank's loss "
@@ -133,6 +133,6 @@ ON_NAN: dict[str, type[LossWatch]] = {"warn": LossWatch, "skip": _Skip, "stop": 
 
 
 def make_watch(on_nan: str, clock: StepClock, precision: Precision, strategy: Strategy) -> LossWatch:
-    """The watch called `on_nan`; "skip" is the gradient scaler's own doing under fp16."""
+    """Return the watch called `on_nan`; under fp16 "skip" is done by the gradient scaler itself."""
     kind = LossWatch if on_nan == "skip" and precision.skips_infinite else ON_NAN[on_nan]
     return kind(clock, precision, strategy)

@@ -1,7 +1,7 @@
-"""Functions: what ranks exchange, for programs that have no Accelerator in hand. Run in ranks, by every rank.
+"""Functions for exchange between ranks, for programs without an Accelerator. Run in ranks, by every rank.
 
-Each is the method of the same name, called on this process's `PartialState`; a process alone gets back what it
-gave. Names and defaults are those of ``accelerate.utils``.
+Each calls the method of the same name on this process's `PartialState`; a process alone gets its own value back.
+Names and defaults are those of ``accelerate.utils``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def gather(tensor: Any) -> Any:
-    """Every tensor in `tensor`, those of all ranks joined along the first dimension, on every rank. Collective.
+    """Gather every tensor in `tensor`, those of all ranks joined along the first dimension, on every rank. Collective.
 
     Raises:
         CollectiveMismatch: the ranks called it with different structures or shapes.
@@ -36,7 +36,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Picklable values of all ranks, on every rank: lists joined, mappings joined by key. Collective.
+    """Gather picklable values of all ranks, on every rank: lists joined, mappings joined by key. Collective.
 
     >>> gather_object(["a", "b"])
     ['a', 'b']
@@ -45,16 +45,16 @@ def gather_object(object: Any) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Every tensor in `tensor` reduced over the ranks; it is not changed. Collective.
+    """Return `tensor` with every tensor in it reduced over the ranks; `tensor` is not changed. Collective.
 
     reduction: "mean" here and "sum" in `Accelerator.reduce`, as in Accelerate; "max" and "min" too.
-    scale: what the result is multiplied with.
+    scale: factor of the result.
     """
     return PartialState().reduce(tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Every tensor in `tensor` as rank `from_process` has it; shapes and dtypes agree on all ranks. Collective."""
+    """Return every tensor in `tensor` as rank `from_process` has it; shapes and dtypes must agree. Collective."""
     return PartialState().collectives.broadcast(tensor, from_process)
 
 
@@ -69,13 +69,13 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Every tensor in `tensor` padded along `dim` to the longest of all ranks. Collective.
+    """Return `tensor` with every tensor in it padded along `dim` to the longest of all ranks. Collective.
 
-    pad_index: what is filled in, in front with `pad_first`, else behind.
+    pad_index: the value of the padding, which is at the front with `pad_first`, else at the end.
     """
     return PartialState().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:
-    """Return once every rank is here. Collective."""
+    """Wait until every rank calls this. Collective."""
     PartialState().wait_for_everyone()

@@ -1,11 +1,12 @@
-"""Gates: how the batches of prepared loaders reach a training loop, whole or in parts. Run in ranks.
+"""Gates: hand the batches of prepared loaders to a training loop, whole or in parts. Run in ranks.
 
 After a run that ran out of memory the launcher starts it again with `RunSettings.split`, and `CutBatches` hands out
-every batch of a training loop in so many parts. The loop's body runs once per part. Whatever happens once per batch
+every batch of a training loop in that many parts. The loop's body runs once per part. What happens once per batch
 waits for the last part: synchronising gradients, the optimizer's step and `zero_grad`, schedulers, the count of
-`accumulate`. A backward weighs by its part's share of the samples, so the gradients are those of the whole batch.
+`accumulate`. A backward is weighted by its part's share of the samples, so the gradients are those of the whole
+batch.
 
-What a loop does past the `Accelerator` does not wait; see `bypass`.
+What a loop does without the `Accelerator` does not wait; see `bypass`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ __all__ = ["CutBatches", "CutWindow", "WholeBatches", "make_gate"]
 
 
 class WholeBatches(Gate):
-    """Hands out batches as they are, and reports of each loop what there is to cut in it.
+    """Hands out batches as they are, and reports of each loop what can be cut in it.
 
-    It is held by what was prepared, so it must not hold that: a model is gone when the program lets go of it.
+    What was prepared refers to this gate, so the gate refers to it weakly: a model is freed when the program drops it.
     """
 
     def __init__(self, prepared: Prepared, strategy: Strategy, parts: int = 1) -> None:
@@ -56,7 +57,7 @@ class WholeBatches(Gate):
         vars(self).update(state, _prepared_of=weakref.ref(state["_prepared_of"]))
 
     def _prepared(self) -> Prepared:
-        """What the Accelerator prepared; nothing if it is gone."""
+        """Return what the Accelerator prepared; nothing if that is gone."""
         return self._prepared_of() or Prepared()
 
     def _report(self, loader: PreparedLoader, steps: int) -> LoopEntered:
@@ -72,9 +73,9 @@ class WholeBatches(Gate):
         )
 
     def _obstacle(self, loader: PreparedLoader) -> str:
-        """Why batches of an iteration that begins now are handed out whole; empty if nothing speaks against cutting.
+        """Return why batches of an iteration that begins now are handed out whole; empty if they can be cut.
 
-        A model in evaluation mode says that the loop does not train, also where gradients are on: many loops turn
+        A model in evaluation mode shows that the loop does not train, even where gradients are on: many loops turn
         them off around the forward only.
         """
         prepared = self._prepared()
@@ -90,10 +91,10 @@ class WholeBatches(Gate):
 
 
 class CutWindow(Window):
-    """Windows over batches in parts: a batch counts when its last part is in hand.
+    """Accumulation windows over batches in parts: a batch counts when its last part is current.
 
-    part: what is in hand; a whole batch in loops that are not cut.
-    guard: of the loop, where batches are really cut.
+    part: the current part; a whole batch in loops that are not cut.
+    guard: the guard of the loop, where batches are really cut.
     """
 
     __slots__ = ("guard", "part")
@@ -106,7 +107,7 @@ class CutWindow(Window):
         self.guard: Guard | None = None
 
     def take(self, part: Part) -> None:
-        """`part` is in hand from now on."""
+        """Make `part` the current one."""
         if self.guard is not None:
             self.guard.next_part(part)
         self.part = part
@@ -147,16 +148,16 @@ class CutWindow(Window):
 
     def advance(self, steps: int, has_more: bool = False) -> float:
         if self.part.is_last and self.guard is not None:
-            self.guard.forget_gradients()  # a window that turns out short multiplies them
+            self.guard.forget_gradients()  # a window that turns out shorter than planned multiplies them
         return super().advance(steps, self.has_more)
 
 
 class CutBatches(WholeBatches):
-    """Hands out the batches of training loops in parts; those of other loops whole."""
+    """Hands out the batches of training loops in parts, and those of other loops whole."""
 
     def __init__(self, prepared: Prepared, strategy: Strategy, parts: int) -> None:
         super().__init__(prepared, strategy, parts)
-        # One for all loops: parts of two loaders that are zipped are not taken and given back in turn.
+        # One stack for all loops: parts of two zipped loaders are not taken and returned in turn.
         self._held = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class CutBatches(WholeBatches):
                     yield part.batch
 
     def _enter(self, accumulation: Accumulation, prepared: Prepared, entered: ExitStack) -> CutWindow:
-        """The window of a loop that has just got its first batch, under guard."""
+        """Return the window of a loop that has just got its first batch, and set its guard."""
         window = accumulation.window
         assert isinstance(window, CutWindow)
         window.guard = entered.enter_context(Guard(prepared, window, lambda: accumulation.window is window))
@@ -206,14 +207,14 @@ class CutBatches(WholeBatches):
 
 
 def make_gate(split: int | None, prepared: Prepared, strategy: Strategy) -> Gate:
-    """The gate of a run. split: parts of each batch of a training loop; None and 1 for whole ones."""
+    """Return the gate of a run. split: parts of each batch of a training loop; None and 1 for whole ones."""
     if split is None or split == 1:
         return WholeBatches(prepared, strategy)
     return CutBatches(prepared, strategy, split)
 
 
 def _batch_norms(models: Iterable[Module]) -> list[str]:
-    """Layers that compute with the statistics of a batch."""
+    """Return the names of layers in training mode that compute with the statistics of a batch."""
     return [
         name.removeprefix("module.")
         for model in models

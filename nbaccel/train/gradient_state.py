@@ -1,7 +1,7 @@
-"""GradientState: where an accelerator's accumulation stands, for programs that read it. Runs in ranks.
+"""GradientState: shows the state of an accelerator's accumulation to programs that read it. Runs in ranks.
 
-A view: it holds nothing of its own, and every accelerator has its own one. In Accelerate there is one for the whole
-process, so that a second `Accelerator()` resets the first one's accumulation; ``GradientState()`` is that of the
+It is a view without data of its own, and every accelerator has its own one. Accelerate has one for the whole
+process, so that a second `Accelerator()` resets the first one's accumulation; here ``GradientState()`` shows the
 Accelerator that was made last.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["GradientState"]
 
 
 class GradientState:
-    """What ``accelerator.gradient_state`` is. Reading it moves nothing.
+    """Read-only view of an accumulation, as ``accelerator.gradient_state``. Reading it changes nothing.
 
     >>> from nbaccel import Accelerator
     >>> Accelerator(gradient_accumulation_steps=4).gradient_state.num_steps
@@ -24,7 +24,7 @@ class GradientState:
     """
 
     def __init__(self, accumulation: Accumulation | None = None) -> None:
-        """accumulation: of an accelerator; None is that of the one that was made last.
+        """Show `accumulation`, an accelerator's; None is that of the accelerator that was made last.
 
         Raises:
             RuntimeError: there is no accelerator yet.
@@ -38,7 +38,7 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch in hand ends a step."""
+        """True if the current batch ends a step."""
         return self._accumulation.window.sync
 
     @property
@@ -48,12 +48,12 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """What the plugin says; see `GradientAccumulationPlugin`."""
+        """The choice of the plugin; see `GradientAccumulationPlugin`."""
         return self._accumulation.rules.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader ends its step."""
+        """True if the last batch of a loader ends its step."""
         return self._accumulation.rules.sync_with_dataloader
 
     @property
@@ -67,7 +67,7 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch in hand is the loader's last one."""
+        """True if the current batch is the loader's last one."""
         return self._accumulation.window.is_last
 
     @property
@@ -78,7 +78,7 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Nothing: it holds nothing of its own. Notebooks for Accelerate call it before a new start."""
+        """Do nothing, since the view has no data of its own. Notebooks for Accelerate call this before a new start."""
 
     def __repr__(self) -> str:
         return (

@@ -1,7 +1,7 @@
-"""Handlers: what is passed on to torch's DDP, GradScaler, autocast, process group and profiler. Built anywhere.
+"""Handlers: options for torch's DDP, GradScaler, autocast, process group and profiler. Built anywhere.
 
 The names and fields are those of `accelerate.utils`, so that programs keep their ``kwargs_handlers=[...]``. They
-are values: nothing here calls torch, and whoever is configured by one reads its fields.
+are values: nothing here calls torch; the parts that they configure read their fields.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = [
 
 
 class KwargsHandler:
-    """What every handler is: a dataclass of options. Fields may be assigned until an Accelerator is made of it."""
+    """Base of handlers: a dataclass of options. Fields may be assigned until an Accelerator is made with it."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Check the options, and bring them into one form; also when an Accelerator takes them."""
+        """Check the options, and normalise them; called again when an Accelerator takes them."""
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The options that differ from their defaults, by name.
+        """Return the options that differ from their defaults, by name.
 
         >>> GradScalerKwargs(growth_interval=100).to_kwargs()
         {'growth_interval': 100}
@@ -44,7 +44,7 @@ class KwargsHandler:
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How DDP sends gradients: as they are, in half precision, or as low-rank factors (PowerSGD, arXiv:1905.13727)."""
+    """Compression of DDP's gradients: none, half precision, or low-rank factors (PowerSGD, arXiv:1905.13727)."""
 
     NO = "no"
     FP16 = "fp16"
@@ -67,9 +67,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Options of torch's `DistributedDataParallel`; used with more than one process.
 
     dim, broadcast_buffers, bucket_cap_mb (MiB), find_unused_parameters, check_reduction, gradient_as_bucket_view,
-    static_graph: as torch documents them. `gradient_as_bucket_view` spares a copy of all gradients, in programs that
-    keep no ``parameter.grad`` beyond the next backward, which overwrites it in place.
-    comm_hook: how gradients are sent.  comm_wrapper: NO, FP16 or BF16, in which `comm_hook` sends what it sends.
+    static_graph: as torch documents them. `gradient_as_bucket_view` saves a copy of all gradients, in programs that
+    do not use a ``parameter.grad`` after the next backward, which overwrites it in place.
+    comm_hook: how gradients are sent.  comm_wrapper: NO, FP16 or BF16, the precision in which `comm_hook` sends.
     comm_state_option: arguments of torch's `PowerSGDState`, such as ``{"matrix_approximation_rank": 2}``.
 
     >>> DistributedDataParallelKwargs(comm_hook="fp16").comm_hook
@@ -98,8 +98,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
 class GradScalerKwargs(KwargsHandler):
     """Options of torch's `GradScaler`; used with ``mixed_precision="fp16"``.
 
-    min_scale: the scale does not fall below this. torch's own would reach 0.0 after 166 skipped steps, and train on
-    without gradients.
+    min_scale: lower limit of the scale. torch's own scale would reach 0.0 after 166 skipped steps, and training would
+    continue without gradients.
 
     >>> GradScalerKwargs(init_scale=1024.0).growth_interval
     2000
@@ -134,7 +134,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options of ``torch.distributed.init_process_group``, where we form the group.
 
     backend: "gloo", "nccl", ...; None chooses by device.
-    init_method: where the ranks meet; None is as they were launched.
+    init_method: where the ranks meet; None is the way in which they were launched.
     timeout: of a collective; None is torch's.
     """
 
@@ -170,7 +170,7 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """One handler of each kind: those that were given, and torch's defaults for the others."""
+    """One handler of each kind: those that were given, and defaults for the others."""
 
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
@@ -180,10 +180,10 @@ class Handlers:
 
     @classmethod
     def of(cls, given: Sequence[KwargsHandler] | None) -> Handlers:
-        """The handlers of ``kwargs_handlers=[...]``, in any order.
+        """Return the handlers of ``kwargs_handlers=[...]``, in any order.
 
         Raises:
-            TypeError: something that is no handler of ours.
+                TypeError: an object is no handler of ours.
             ValueError: two handlers of one class.
         """
         places: dict[Any, str] = {known.default_factory: known.name for known in fields(cls)}

@@ -1,6 +1,6 @@
-"""Helpers: small functions that programs import from ``accelerate.utils`` for themselves. Run anywhere, alone.
+"""Helpers: small functions that programs import from ``accelerate.utils``. Run anywhere, in one process.
 
-Nothing of ours uses them, and no process talks to another here.
+nbaccel itself does not use them, and no process communicates here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def is_peft_model(model: Module) -> bool:
-    """Whether `model`, inside of whatever training put around it, is one of peft's."""
+    """Return whether `model`, inside of the wrappers that training put around it, is a model of peft."""
     if importlib.util.find_spec("peft") is None:
         return False
     from peft import PeftModel
@@ -60,7 +60,7 @@ def is_peft_model(model: Module) -> bool:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 for "y", "yes", "t", "true", "on", "1", and 0 for their opposites; a bool with `to_bool`.
+    """Return 1 for "y", "yes", "t", "true", "on", "1", and 0 for their opposites; a bool with `to_bool`.
 
     Raises:
         ValueError: another text.
@@ -76,22 +76,22 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in `data`; None without one."""
+    """Return the device of the first tensor in `data`; None without a tensor."""
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, Tensor)), None)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether `data` is a named tuple."""
+    """Return whether `data` is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """What `generator` yields as a list, tuple or named tuple of the type that `obj` has."""
+    """Return what `generator` yields as a list, tuple or named tuple of the type of `obj`."""
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """`find_batch_size`, and None where that is an error."""
+    """Return `find_batch_size(data)`, or None where that is an error."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -99,7 +99,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Every tensor in `tensor` with its last row repeated, until `batch_size` divides by `num_processes`.
+    """Return `tensor` with the last row of every tensor repeated, until `batch_size` divides by `num_processes`.
 
     >>> pad_input_tensors(torch.arange(3), 3, 2)
     tensor([0, 1, 2, 2])
@@ -114,7 +114,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """`destination`, filled with what is in `source`; dicts in both are merged.
+    """Fill `destination` with the contents of `source`, and return it; dicts in both are merged.
 
     >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
     {'a': {'y': 2, 'x': 1}}
@@ -128,7 +128,7 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with each storage under its first name alone, and contiguous tensors."""
+    """Return `state_dict` with each storage under its first name alone, and contiguous tensors."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -144,7 +144,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def convert_bytes(size: float) -> str:
-    """`size`, in bytes, in the largest unit of which there is one.
+    """Return `size`, in bytes, as a text in the largest unit of which there is at least one.
 
     >>> convert_bytes(3 * 2**20)
     '3.0 MB'
@@ -157,33 +157,33 @@ def convert_bytes(size: float) -> str:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Whether somebody listens on `port` of this machine; by default on 29500, torchrun's."""
+    """Return whether a process listens on `port` of this machine; by default on 29500, torchrun's."""
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
 
 def get_free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a port of this machine that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of a class or function; of another object, that of its class."""
+    """Return the name of a class or function; for another object, the name of its class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """``obj.a.b`` for "a.b"."""
+    """Return ``obj.a.b`` for "a.b"."""
     return reduce(getattr, attr.split("."), obj)
 
 
 def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> list[Any]:
-    """`model` and all modules in it, each after those inside of it.
+    """Return `model` and all modules in it, each after those inside of it.
 
-    return_fqns: as pairs of name and module.
+    return_fqns: return pairs of name and module.
 
     >>> names = get_module_children_bottom_up(torch.nn.Sequential(torch.nn.ReLU()), return_fqns=True)
     >>> [name for name, _ in names]
@@ -194,14 +194,14 @@ def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> l
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether `exception` says that memory ran out, so that a smaller batch may help."""
+    """Return whether `exception` says that memory ran out, so that a smaller batch may help."""
     return can_retry(exception)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the device's unused memory back, which other processes can take then.
+    """Return the device's unused memory, which other processes can then take.
 
-    garbage_collection: run Python's before.
+    garbage_collection: run Python's garbage collection first.
     """
     if garbage_collection:
         gc.collect()
@@ -213,14 +213,14 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A gradient scaler of torch's for this process's device."""
+    """Return a gradient scaler of torch for this process's device."""
     return torch.amp.GradScaler(AcceleratorState().device.type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """The autocast of the precision that this process was told; with `native_amp` False nothing."""
+    """Return the autocast context of this process's precision; without `native_amp` that of full precision."""
     state = AcceleratorState()
     name = state.mixed_precision if native_amp else "no"
     return make_precision(name, state.device, Handlers.of([autocast_kwargs or AutocastKwargs()])).autocast()
@@ -230,5 +230,5 @@ def get_mixed_precision_context_manager(
 def GatheredParameters(  # noqa: N802 - DeepSpeed's name
     params: Any, modifier_rank: int | None = None, fwd_module: Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Nothing: parameters are whole on every rank here."""
+    """Do nothing: parameters are whole on every rank here."""
     yield

@@ -1,6 +1,6 @@
-"""LocalSGD: ranks train for themselves and average their parameters every few steps. Runs in ranks.
+"""LocalSGD: ranks train independently and average their parameters every few steps. Runs in ranks.
 
-Less communication, other numerics (Stich 2018, arXiv:1805.09767). Optimizer state is each rank's own.
+Less communication, different numerics (Stich 2018, arXiv:1805.09767). Each rank has its own optimizer state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nbaccel.train.accelerator import Accelerator
 __all__ = ["LocalSGD"]
 
 _GROUP_BYTES = 64 << 20
-"""Large enough for the full speed of a sum, and little beside the model, of which an average is a whole copy."""
+"""Large enough for the full speed of a sum, and small beside the model, of which an average is a whole copy."""
 
 
 class LocalSGD:
@@ -74,7 +74,7 @@ class LocalSGD:
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         groups = list(_grouped(parameters))
         with torch.no_grad():
-            # All averages are there before the first parameter changes, should the wait for one of them be broken off.
+            # All averages exist before the first parameter changes, in case the wait for one of them is aborted.
             averages = [self._mean_of(group) for group in groups]
             for group, average in zip(groups, averages, strict=True):
                 parts = average.split([parameter.numel() for parameter in group])
@@ -88,7 +88,7 @@ class LocalSGD:
 
 
 def _grouped(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
-    """Parameters of one dtype and device that are averaged at once, and at most `_GROUP_BYTES` of them unless alone."""
+    """Yield parameters of one dtype and device to average at once: at most `_GROUP_BYTES` unless a single one."""
     open_groups: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:

@@ -1,6 +1,6 @@
-"""Logs: a logger that knows its rank. Runs in ranks, in scripts, and alone in a kernel.
+"""Logs: a logger with rank-aware calls. Runs in ranks, in scripts, and alone in a kernel.
 
-It adds to Python's `logging` who speaks; handlers, formats and files stay the program's. It opens nothing.
+It adds to Python's `logging` which rank logs; handlers, formats and files stay the program's. It opens nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["RankLogger", "get_logger"]
 
 
 _CALLER = 2
-"""Whose line a record names: that of whoever called the logger, which is one above the logger's own."""
+"""The `stacklevel` of the line that a record names: the caller of the logger, one above the logger's own."""
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose calls take two more keywords.
 
-    main_process_only: True by default: only rank 0 speaks, once for all. False: every rank does, and with several
+    main_process_only: True by default: only rank 0 logs, once for all. False: every rank logs, and with several
         ranks the line begins with its rank.
-    in_order: every rank speaks, rank after rank. Collective: all of them make the call.
+    in_order: every rank logs, one after the other. Collective: all of them make the call.
 
     A `stacklevel` counts as in Accelerate: 2, the default, is the line of the call.
     """
@@ -46,7 +46,10 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
                 self._speak(rank, level, msg, args, kwargs)
 
     def _log_in_order(self, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-        """Also where the level is off: levels may differ between ranks, and the others wait."""
+        """Log rank after rank.
+
+        Also waits where the level is off: levels may differ between ranks, and the others wait.
+        """
         state = PartialState()
         kwargs["stacklevel"] += 1
         for rank in range(state.num_processes):
@@ -61,7 +64,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self.logger.log(level, msg if rank is None else f"[rank {rank}] {msg}", *args, **kwargs)
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """`warning`, the first time that this logger is given this text and these arguments."""
+        """Log a warning the first time that this logger is given this text and these arguments."""
         text = repr((msg, args))
         if text not in self._said:
             self._said.add(text)
@@ -69,10 +72,10 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """A logger that speaks once for all ranks; it works before there is any state or process group.
+    """Return a logger that logs once for all ranks; it works before there is any state or process group.
 
-    log_level: "DEBUG", "INFO", …: what is shown; by default the variable ACCELERATE_LOG_LEVEL, else what the program
-        told Python's `logging`.
+    log_level: "DEBUG", "INFO", …: the lowest level that is shown; by default the variable ACCELERATE_LOG_LEVEL, else
+        the level that the program gave to Python's `logging`.
 
     >>> logger = get_logger(__name__)
     >>> logger.info("once")

@@ -1,8 +1,8 @@
-"""MemLimit: a device of a few megabytes, on the CPU. Runs in tests and, around trial steps on a CPU, in ranks.
+"""MemLimit: imitates a device of a few megabytes on the CPU. Runs in tests and, around trial steps on a CPU, in ranks.
 
-It counts the bytes of the tensors that are alive and refuses the one that would not fit, at the very operation that
-asks for it: in forward, in backward, in the optimizer, in a collective. Not seen: what a kernel allocates and returns
-within one operation, tensors on devices, and what threads other than the one that entered it make (of a loader).
+It counts the bytes of the tensors that exist and refuses the one that would not fit, in the operation that
+makes it: in forward, in backward, in the optimizer, in a collective. Not counted: what an operation allocates and
+frees internally, tensors on devices, and what other threads than the one that entered it make (of a loader).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["MemLimit"]
 
 _COUNTED = (torch.Tensor, torch.nn.Parameter)
-"""By exact type: the storage of a wrapper (DTensor, FakeTensor) is not memory of its own."""
+"""Counted by exact type, since the storage of a wrapper (DTensor, FakeTensor) is not memory of its own."""
 
 
 class MemLimit(TorchDispatchMode):
-    """Within it, tensors on the CPU may hold `limit_bytes` together; one that would exceed it is out of memory.
+    """While entered, tensors on the CPU may hold `limit_bytes` together; one that would exceed it is out of memory.
 
-    Exact to the byte: storages are counted once, whatever views there are, from the operation that makes them to
-    the death of their last tensor. Each process counts for itself, so ranks can have limits of their own. It may be
+    Exact to the byte: storages are counted once, whatever views there are, from the operation that makes them until
+    their last tensor is freed. Each process counts for itself, so ranks can have limits of their own. It may be
     entered several times, also inside another one, and read at any time.
 
     limit_bytes: may be changed while it is entered; None only counts.
@@ -58,25 +58,25 @@ class MemLimit(TorchDispatchMode):
 
     @classmethod
     def innermost(cls) -> MemLimit | None:
-        """The one that this thread has entered last and that limits; None outside of any."""
+        """Return the limiting instance that this thread has entered last; None outside of any."""
         entered = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, cls)]
         return next((mode for mode in reversed(entered) if mode.limit_bytes is not None), None)
 
     def reset_peak(self) -> None:
-        """`peak_bytes` counts from what is held now."""
+        """Restart `peak_bytes` from the bytes that are held now."""
         self.peak_bytes = self.live_bytes
 
     def count(self, *objects: Any) -> None:
         """Count what was made before the block: tensors, modules with their gradients, optimizers, containers.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit.
+                torch.OutOfMemoryError: the objects do not fit.
         """
         self._admit(_tensors(objects))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap the method below, and the wrapper's frames would hold what a refused operation had."""
+        """Return False: torch would wrap the method below, and the wrapper's frames would hold a refused result."""
         return False
 
     def __torch_dispatch__(
@@ -90,8 +90,8 @@ class MemLimit(TorchDispatchMode):
         try:
             self._admit(tree_leaves(result))
         except torch.OutOfMemoryError:
-            # On a device nothing was made, and the failed operation holds nothing: nor may this frame, which the
-            # exception keeps alive.
+            # On a device nothing would have been made, and the failed operation would hold nothing. So this frame,
+            # which the exception keeps alive, must hold nothing either.
             del result, args, kwargs
             raise
         return result
@@ -105,7 +105,7 @@ class MemLimit(TorchDispatchMode):
                     self._refuse(refused_bytes)
 
     def _count(self, storage: torch.UntypedStorage) -> int:
-        """Count `storage`, or what it grew by; the bytes that do not fit, 0 when it does."""
+        """Count `storage`, or its growth; return the bytes that do not fit, 0 if it fits."""
         key, size = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         more = size - (0 if known is None else known.size)
@@ -133,7 +133,7 @@ class MemLimit(TorchDispatchMode):
 
 
 class _Counted:
-    """A storage that is alive, as it was last seen."""
+    """Size of a storage that exists, as it was last seen."""
 
     __slots__ = ("size",)
 

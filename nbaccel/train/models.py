@@ -1,7 +1,7 @@
-"""Models as people bring them: in DataParallel, quantised, spread over devices, compiled. Runs in ranks.
+"""Models as programs pass them to `prepare`: in DataParallel, quantised, on several devices, compiled. Runs in ranks.
 
-Says what `prepare` may do with a model before a strategy takes it, and refuses what cannot be trained here. It
-reads attributes by which transformers, bitsandbytes and accelerate mark such models and imports none of them.
+Decides what `prepare` may do with a model before a strategy takes it, and refuses what cannot be trained here. It
+reads attributes with which transformers, bitsandbytes and accelerate mark such models and imports none of them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NOWHERE = frozenset({"meta", "disk"})
 
 
 def admit(model: Module, world: World, device: torch.device) -> Module:
-    """`model` as it can be prepared in this rank: out of ``nn.DataParallel``.
+    """Return `model` as it can be prepared in this rank: without ``nn.DataParallel``.
 
     Raises:
-        ValueError: it is spread over several devices, and so are the ranks.
+        ValueError: the model is spread over several devices, and there are several ranks.
     """
     if isinstance(model, DataParallel):
         if world.is_main_process:
@@ -42,19 +42,19 @@ def admit(model: Module, world: World, device: torch.device) -> Module:
 
 
 def may_move(model: Module) -> bool:
-    """Whether ``model.to(device)`` is ours to call: not on quantised models, nor on ones that are spread."""
+    """Return whether we may call ``model.to(device)``: not on quantised models, nor on models on several devices."""
     return not (_is_quantised(model) or is_spread(model))
 
 
 def is_spread(model: Module) -> bool:
-    """Whether `model` lies on several devices."""
+    """Return whether the parameters of `model` are on several devices."""
     return len(_devices(model)) > 1
 
 
 def keep_compiled(model: Module, inner: Module) -> Module:
-    """`inner`, the user's own module inside `model`, compiled where `model` is."""
+    """Return `inner`, the user's own module inside `model`, compiled if `model` is compiled."""
     if is_compiled_module(model):
-        # The wrapper around DDP must stay as it is, for the training; this one shares its compiler.
+        # The wrapper around DDP must not change, for the training; this one shares its compiler.
         return model if without_compile(model) is inner else type(model)(inner, model.dynamo_ctx)
     while isinstance(model, DistributedDataParallel | DataParallel):
         model = model.module
@@ -62,7 +62,7 @@ def keep_compiled(model: Module, inner: Module) -> Module:
 
 
 def is_compiled_module(module: Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` returned.
+    """Return whether ``module`` is what ``torch.compile`` returned.
 
     >>> layer = torch.nn.Linear(1, 1)
     >>> is_compiled_module(layer), is_compiled_module(torch.compile(layer, backend="eager"))
@@ -105,10 +105,10 @@ def _is_quantised(model: Module) -> bool:
 
 
 def _devices(model: Module) -> set[str]:
-    """Where the model lies: by transformers' map if it has one, else by its parameters.
+    """Return the devices of the model: by transformers' map if it has one, else by its parameters.
 
-    Parameters that were left on the CPU beside those on one device are an oversight, which moving the model mends;
-    in a map they are meant so.
+    Parameters on the CPU beside others on one device are taken for an oversight, which moving the model corrects;
+    in a map they are intended.
     """
     mapped = getattr(without_compile(model), "hf_device_map", None)
     if isinstance(mapped, dict):

@@ -1,7 +1,7 @@
 """Optimizers and schedulers that step only when gradients are synchronised. Run in ranks.
 
-Both are thin: whatever they do not override, the wrapped object answers. They decide nothing; the window of
-accumulation says whether this batch ends a step, the strategy and the precision how the step is taken.
+Both are thin: the wrapped object answers everything that they do not override. They decide nothing: the accumulation
+window says whether this batch ends a step, the strategy and the precision how the step is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["SKIPS_IN_A_ROW", "PreparedOptimizer", "PreparedScheduler", "follow_p
 _TORCHS_ZERO_GRAD = Optimizer.zero_grad
 
 SKIPS_IN_A_ROW = 50
-"""After so many skipped steps in a row the user hears of it. A sound fp16 training skips a handful at its start."""
+"""Skipped steps in a row after which the user is warned. A sound fp16 training skips a handful at its start."""
 
 
 class PreparedOptimizer(Optimizer):
@@ -54,16 +54,16 @@ class PreparedOptimizer(Optimizer):
         self._watch = watch
         self._raw_steps = raw_steps
         self._freshness = Freshness()
-        self._backwards = accumulation.backwards  # those of ours that had run at its last step
+        self._backwards = accumulation.backwards  # our backwards that had run at its last step
         self._was_skipped = False
         self._skips_in_a_row = 0
-        self._tells: Callable[[], bool] | None = None  # whether the last step was taken, if that has not been read
+        self._tells: Callable[[], bool] | None = None  # returns whether the last step was taken, if not read yet
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out: its gradients were infinite (fp16) or not finite (on_nan).
+        """True if the last step was left out: its gradients were infinite (fp16) or not finite (on_nan).
 
-        Waits for the device where the optimizer is fused, and skips by itself.
+        Reading it waits for the device where the optimizer is fused and skips by itself.
         """
         if self._tells is not None:
             self._note(self._tells())
@@ -71,7 +71,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """That of the Accelerator, with ``mixed_precision="fp16"``; trainers put its state into files of their own."""
+        """The Accelerator's scaler, with ``mixed_precision="fp16"``; trainers put its state into files of their own."""
         return getattr(self._precision, "scaler", None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -80,7 +80,7 @@ class PreparedOptimizer(Optimizer):
             if window.comes_in_parts:
                 window.withheld_step(closure)
             return None
-        if self._tells is not None:  # the step before: read only now, the device is in the next one already
+        if self._tells is not None:  # the step before: read only now, when the device already computes the next one
             self._note(self._tells())
         is_ours = self.accumulation.backwards != self._backwards
         if is_ours and self.accumulation.block is not None:
@@ -108,12 +108,12 @@ class PreparedOptimizer(Optimizer):
         return value
 
     def refuse_unscaled(self) -> None:
-        """Refuse to bring gradients to true size that were never scaled: of the program's own ``loss.backward()``."""
+        """Refuse to unscale gradients that were never scaled: those of the program's own ``loss.backward()``."""
         if self.accumulation.backwards == self._backwards and self._freshness.has_new(self.optimizer):
             self._raw_steps.refuse_unscaled(self.optimizer)
 
     def _end_without_ours(self, closure: Callable[[], Any] | None) -> None:
-        """A step is over before which no backward of ours has run; one may have run in it, in its closure."""
+        """Finish a step without a backward of ours before it; one may have run inside it, in its closure."""
         ran_ours = self.accumulation.backwards != self._backwards
         if closure is not None and not ran_ours and self._freshness.has_new(self.optimizer):
             self._raw_steps.enter(self.optimizer)
@@ -127,7 +127,7 @@ class PreparedOptimizer(Optimizer):
         return guarded_step(self.optimizer, take, place, self.accumulation.clock.step)
 
     def _note(self, taken: bool) -> None:
-        """The last step was `taken`, or skipped. Called by what the program calls."""
+        """Record whether the last step was `taken` or skipped. Called by methods that the program calls."""
         self._tells = None
         self._was_skipped = not taken
         self._skips_in_a_row = 0 if taken else self._skips_in_a_row + 1
@@ -148,7 +148,7 @@ class PreparedOptimizer(Optimizer):
         if not set_to_none or getattr(optimizer.zero_grad, "__func__", None) is not _TORCHS_ZERO_GRAD:
             optimizer.zero_grad(set_to_none)
             return
-        # What torch's own does; it also opens a record for the profiler, which takes longer than all the rest.
+        # As torch's own does, without its record for the profiler, which takes longer than all the rest.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -181,7 +181,7 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.register_step_post_hook(hook)
 
     def __nbaccel_unwrap__(self) -> Optimizer:
-        """What travels from a rank to the notebook in this object's place."""
+        """Return what is sent from a rank to the notebook in place of this object."""
         return self.optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -202,17 +202,17 @@ class PreparedOptimizer(Optimizer):
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Bring the state of `optimizer` to the devices of its parameters, as loading it would; types stay what they are.
+    """Move the state of `optimizer` to the devices of its parameters, as loading it would; types do not change.
 
-    What was pickled in a notebook arrives on the CPU, and preparing a model moves its parameters alone. Counters of
-    steps stay on the CPU where torch keeps them there, and so does what an optimizer has put there on purpose, in
-    pinned or paged memory.
+    State that was pickled in a notebook arrives on the CPU, and preparing a model moves its parameters alone. Step
+    counters stay on the CPU where torch keeps them there, and so does state that an optimizer has put there on
+    purpose, in pinned or paged memory.
     """
     for group in optimizer.param_groups:
         counts_on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             entries = optimizer.state.get(parameter)
-            if not isinstance(entries, dict) or parameter.is_meta:  # nothing would be left of it there
+            if not isinstance(entries, dict) or parameter.is_meta:  # moving it there would lose the values
                 continue
             for name, value in entries.items():
                 if name != "step" or not counts_on_host:
@@ -228,16 +228,16 @@ def _brought(device: torch.device, value: Any) -> Any:
 
 
 class PreparedScheduler:
-    """A learning-rate scheduler that moves when its optimizer really stepped.
+    """A learning-rate scheduler that moves only when its optimizer really stepped.
 
     One optimizer step on n ranks consumes n batches, so a schedule that was counted in batches of one process
-    is moved n times; not when the loader split its batches among the ranks (Accelerate's rule).
+    is moved n times per step, unless the loader split its batches among the ranks (Accelerate's rule).
     """
 
     def __init__(
         self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], accumulation: Accumulation, moves_per_step: int
     ) -> None:
-        """moves_per_step: ranks, or 1 with split batches; 0 to follow the user's calls whatever happens."""
+        """moves_per_step: ranks, or 1 with split batches; 0 to follow the user's calls in any case."""
         own = [prepared for prepared in optimizers if prepared.optimizer is getattr(scheduler, "optimizer", None)]
         self.scheduler = scheduler
         self.optimizers = own or list(optimizers)
@@ -268,7 +268,7 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __nbaccel_unwrap__(self) -> Any:
-        """What travels from a rank to the notebook in this object's place."""
+        """Return what is sent from a rank to the notebook in place of this object."""
         return self.scheduler
 
     def __getattr__(self, name: str) -> Any:

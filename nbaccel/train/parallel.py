@@ -1,4 +1,4 @@
-"""Parallel wrappers: taking a model out of what training put around it. Runs in ranks, and wherever a model ends up."""
+"""Parallel wrappers: gets a model out of the wrappers of training. Runs in ranks, and wherever such a model is used."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["extract_model_from_parallel"]
 def extract_model_from_parallel(
     model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Module:
-    """The user's own module, out of DDP, ``nn.DataParallel`` and ``torch.compile``.
+    """Return the user's own module, out of DDP, ``nn.DataParallel`` and ``torch.compile``.
 
-    keep_fp32_wrapper: False also takes autocast off its forward, and puts the one back that the program (or Accelerate)
-        has kept as ``_original_forward``.
-    keep_torch_compile: a compiled model stays compiled; False gives the module below.
-    recursive: accepted; every layer is taken off in any case.
+    keep_fp32_wrapper: False also removes autocast from the module's forward, and restores the forward that the program
+        (or Accelerate) has kept as ``_original_forward``.
+    keep_torch_compile: a compiled model stays compiled; False returns the module below.
+    recursive: accepted; every layer is removed in any case.
 
     >>> import torch
     >>> layer = torch.nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Plugins of Accelerate that have no counterpart here: which arguments they are, and what works instead."""
+"""Plugins of Accelerate that have no counterpart here: their arguments, and what works instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PluginsNotHere", "refuse_plugins", "refuse_plugins_of_the_environmen
 
 
 class PluginsNotHere(TypedDict, total=False):
-    """Arguments of Accelerate's constructor that are accepted as None alone."""
+    """Arguments of Accelerate's constructor that are accepted only as None."""
 
     fsdp_plugin: Any
     deepspeed_plugin: Any
@@ -45,17 +45,17 @@ _BY_VARIABLE = {
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
-"""How `accelerate launch` tells a program which of them it was asked for."""
+"""Variables by which `accelerate launch` tells a program to use one of them."""
 
 
 def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Check the constructor arguments that are none of ours.
+    """Check the constructor arguments that are not nbaccel's.
 
-    known: the names of ours, for one that was mistyped.
+    known: the names of nbaccel's arguments, to suggest one for a mistyped name.
 
     Raises:
-        NotImplementedError: Accelerate knows it, and here is no such thing.
-        TypeError: nobody knows it.
+        NotImplementedError: an argument of Accelerate that has no counterpart here.
+        TypeError: neither library has such an argument.
 
     >>> refuse_plugins({"fsdp_plugin": None}, ())
     """
@@ -69,10 +69,10 @@ def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def refuse_plugins_of_the_environment() -> None:
-    """Check what `accelerate launch` has chosen for this program: it would train by DDP without a word.
+    """Check what `accelerate launch` has chosen for this program, which would otherwise silently train by DDP.
 
     Raises:
-        NotImplementedError: a plugin that is not here, or a device.
+            NotImplementedError: a plugin that has no counterpart here, or a device.
     """
     for variable, name in _BY_VARIABLE.items():
         if parse_flag_from_env(variable):

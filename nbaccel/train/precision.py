@@ -1,4 +1,4 @@
-"""Precision: in which number format a step computes. Runs in ranks; knows tensors and optimizers, no processes.
+"""Precision: the number format in which a step computes. Runs in ranks; knows tensors and optimizers, no processes.
 
 `Precision` itself is "no": full precision, nothing to do. `Bf16` adds autocast, `Fp16` a gradient scaler too.
 """
@@ -23,24 +23,24 @@ from nbaccel.train.talk.nested import map_children
 __all__ = ["Bf16", "Fp16", "Precision", "Taken", "make_precision", "restore_forward", "to_fp32"]
 
 Taken = bool | Callable[[], bool]
-"""Whether a step was taken; a function that waits for the device, where nobody else knows."""
+"""Whether a step was taken: a bool, or a function that reads this from the device and waits for it."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class Precision:
-    """Full precision: every method is the honest nothing."""
+    """Full precision: every method does nothing beyond plain torch."""
 
     name = "no"
 
     scales = False
-    """Whether `scale` changes a loss, so that it is called."""
+    """True if `scale` changes a loss, so that it is called."""
 
     expects_scaled = False
-    """Whether gradients of a loss that was not scaled would train wrongly, and the program scales none itself."""
+    """True if gradients of a loss that was not scaled would train wrongly, and the program itself scales none."""
 
     skips_infinite = False
-    """Whether `step` itself leaves out a step whose gradients are not finite."""
+    """True if `step` itself leaves out a step whose gradients are not finite."""
 
     def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
         self.device = device
@@ -50,27 +50,27 @@ class Precision:
         self.device = device
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The context that chooses number formats; by the handler that the run was given, or by `options`."""
+        """Return the context that chooses number formats; by the handler that the run was given, or by `options`."""
         return nullcontext()
 
     def wrap_forward(self, model: torch.nn.Module) -> None:
-        """Let `model` compute under autocast and answer in fp32."""
+        """Make `model` compute under autocast and return fp32."""
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
     def unscale(self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor] | None = None) -> None:
-        """Bring the gradients of `optimizers` to true size, once per step.
+        """Divide the gradients of `optimizers` by the loss scale, once per step.
 
         parameters: only of the optimizers that own one of these.
         """
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
-        """Step `optimizer`: what it returned, and whether it took the step."""
+        """Step `optimizer`; return its result, and whether it took the step."""
         return (optimizer.step() if closure is None else optimizer.step(closure)), True
 
     def forget(self) -> None:
-        """The step under way is given up, and its gradients are dropped."""
+        """Give up the current step; its gradients are dropped."""
 
     def take_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         """Scale losses by the program's own `scaler` from now on; without fp16 only a disabled one is taken.
@@ -88,10 +88,10 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state to restore."""
 
     def explain_skips(self) -> str:
-        """Why steps were skipped, and what to do: the end of a warning's sentence."""
+        """Return why steps were skipped, and what to do: the end of a warning's sentence."""
         return "their gradients were not finite. Lower the learning rate, clip gradients, or look at the data."
 
 
@@ -167,11 +167,11 @@ class Fp16(Bf16):
         return torch.amp.GradScaler.scale(self.scaler, loss)
 
     def _begin_step(self) -> None:
-        """Have gradients that no step has used up scaled like those that are about to be added to them."""
+        """Scale gradients that no step has used yet like those that are about to be added to them."""
         left = [reference() for key, reference in self._unscaled.items() if key not in self._stepped]
         if self._stepped:
             self._update()
-        else:  # an error came between, or the program went on to another loss
+        else:  # an error came between, or the program continued with another loss
             self.forget()
         gradients = [
             parameter.grad
@@ -186,7 +186,7 @@ class Fp16(Bf16):
                 gradient.mul_(scale)
 
     def scale_by_hand(self, losses: Any) -> Any:
-        """The program calls its `Accelerator.scaler`, and ``backward`` of what that returns."""
+        """Scale `losses` for a program that calls `Accelerator.scaler` and then ``backward`` of the result."""
         self._is_scaled_by_hand = True
         return self.scale(losses)
 
@@ -205,13 +205,13 @@ class Fp16(Bf16):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
         if closure is not None:
             raise ValueError("fp16 cannot step with a closure (LBFGS): use mixed_precision='bf16' or 'no'")
-        if not _has_gradients(optimizer):  # torch's scaler refuses what plain torch takes as a step of nothing
+        if not _has_gradients(optimizer):  # torch's scaler refuses what plain torch accepts as a step that does nothing
             return optimizer.step(), True
         if id(optimizer) in self._stepped:
             self._update()
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if not is_fused and id(optimizer) not in self._unscaled:  # a fused one unscales in its kernel
-            self.scaler.unscale_(optimizer)  # as its `step` would, of which nobody knew after an error there
+            self.scaler.unscale_(optimizer)  # as its `step` would; after an error there nothing would record it
             self._unscaled[id(optimizer)] = weakref.ref(optimizer)
         taken: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
@@ -242,7 +242,7 @@ class Fp16(Bf16):
         found, self._found = self._found, []
         self.scaler.update()
         min_scale = self.handlers.scaler.min_scale
-        if found:  # on the device, which need not be waited for
+        if found:  # on the device, without waiting for it
             scale = torch.amp.GradScaler.scale(self.scaler, torch.ones((), device=self.device))
             flags = [flag.to(scale.device, non_blocking=True).reshape(()) for flag in found]
             has_skipped = torch.stack(flags).any() | self._has_skipped
@@ -266,7 +266,7 @@ class Fp16(Bf16):
             self._update()
         self.forget()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False) if scaler is None else scaler
-        self._is_scaled_by_hand = True  # its `scale` is the program's to call, and nobody hears of it
+        self._is_scaled_by_hand = True  # the program calls its `scale`, and we do not see that
 
     def state_dict(self) -> dict[str, Any]:
         if self._stepped:
@@ -290,7 +290,7 @@ class Fp16(Bf16):
 
 
 class _Scaler(torch.amp.GradScaler):
-    """The scaler as programs see it, who may scale losses themselves."""
+    """The scaler as programs see it; a program may scale losses itself with it."""
 
     def __init__(self, precision: Fp16, device_type: str, **options: Any) -> None:
         super().__init__(device_type, **options)
@@ -301,7 +301,7 @@ class _Scaler(torch.amp.GradScaler):
 
 
 def _waits(flag: Tensor) -> bool:
-    """Whether reading `flag` waits for what was computed before."""
+    """Return whether reading `flag` waits for what was computed before."""
     return flag.is_cuda
 
 
@@ -314,7 +314,7 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 class _Casting:
-    """What the forwards of one precision share: their autocast. Copies of a model take this along, and no scaler."""
+    """Autocast that all forwards of one precision share. Copies of a model copy this along, and no scaler."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, options: AutocastKwargs) -> None:
         self.device = device
@@ -343,13 +343,13 @@ class _AutocastForward:
         self.casting = casting
 
     def __nbaccel_unwrap__(self) -> Callable[..., Any]:
-        """What travels from a rank to the notebook in this object's place."""
+        """Return what is sent from a rank to the notebook in place of this object."""
         return self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         casting = self.casting
-        # Making an autocast asks the device what it can do, each time: one serves all forwards. It remembers what it
-        # found where it was entered, so a forward inside of another one gets its own.
+        # Making an autocast asks the device for its features each time, so one serves all forwards. It stores the state
+        # that it found when it was entered, so a forward inside of another one gets its own.
         was_in_forward, casting.is_in_forward = casting.is_in_forward, True
         context = None if was_in_forward else casting.forwards
         if context is None:
@@ -367,7 +367,7 @@ class _AutocastForward:
 
 
 def to_fp32(value: Any) -> Any:
-    """Half-precision tensors anywhere in `value` as fp32; everything else unchanged."""
+    """Return `value` with half-precision tensors anywhere in it as fp32; everything else is unchanged."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALF else value
     return map_children(to_fp32, value)
@@ -383,10 +383,10 @@ _KINDS: dict[str, type[Precision]] = {"no": Precision, "fp16": Fp16, "bf16": Bf1
 
 
 def make_precision(name: str, device: torch.device, handlers: Handlers | None = None) -> Precision:
-    """The precision called `name`.
+    """Return the precision called `name`.
 
     Raises:
-        ValueError: no such precision; the message names the choices.
+            ValueError: there is no such precision; the message names the choices.
     """
     if name not in _KINDS:
         raise ValueError(wrong_precision(name))

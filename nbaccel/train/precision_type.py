@@ -8,7 +8,7 @@ __all__ = ["PrecisionType"]
 
 
 class PrecisionType(StrEnum):
-    """What ``Accelerator(mixed_precision=…)`` takes; plain strings do as well.
+    """Values that ``Accelerator(mixed_precision=…)`` takes; plain strings work as well.
 
     >>> PrecisionType.BF16 in PrecisionType.list()
     True

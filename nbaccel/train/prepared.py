@@ -1,7 +1,7 @@
-"""What one Accelerator prepared: models, optimizers, schedulers, loaders. Runs in ranks.
+"""Objects that one Accelerator prepared: models, optimizers, schedulers, loaders. Runs in ranks.
 
-It remembers them in the order of `prepare`, moves them, and gives and takes their state; how each of them is
-prepared is not its business.
+`Prepared` stores them in the order of `prepare`, moves them, and reads and loads their state; it does not prepare
+them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Prepared:
         return [*self.models, *self.optimizers, *self.schedulers, *self.loaders]
 
     def keep(self, known: Sequence[Any]) -> None:
-        """Forget all but what is in `known`."""
+        """Forget everything except what is in `known`."""
         ids = set(map(id, known))
         for entries in self._kinds:
             entries[:] = [thing for thing in entries if id(thing) in ids]
 
     def drop(self, things: Sequence[Any], strategy: Strategy) -> bool:
-        """Forget `things`, by their prepared names or by the program's own; whether any of them was known."""
+        """Forget `things`, given as prepared objects or as the program's own; return whether any of them was known."""
         ids = set(map(id, things))
         dropped = False
         for entries in self._kinds:
@@ -68,7 +68,7 @@ class Prepared:
         self.loaders.clear()
 
     def move_to(self, device: torch.device) -> None:
-        """Follow into another process, whose device differs or whose pickled tensors arrived on the CPU."""
+        """Move to the device of another process, or move pickled tensors that arrived on the CPU."""
         for model in self.models:
             model.to(device)
         for optimizer in self.optimizers:
@@ -77,7 +77,7 @@ class Prepared:
             loader.move_to(device)
 
     def is_one_training(self, models: Sequence[Module], strategy: Strategy) -> bool:
-        """Whether `models`, or where none are named the whole program, would train as one on all ranks."""
+        """Return whether `models`, or without models the whole program, would train as one on all ranks."""
         known = {id(strategy.unwrap(model)) for model in self.models}
         if models:
             return all(strategy.keeps_together(model) or id(strategy.unwrap(model)) in known for model in models)
@@ -87,7 +87,7 @@ class Prepared:
         return [strategy.state_dict(model) for model in self.models]
 
     def frozen(self, strategy: Strategy) -> list[frozenset[str]]:
-        """For each model the names of its parameters that need no gradient."""
+        """Return for each model the names of its parameters that need no gradient."""
         modules = [strategy.unwrap(model) for model in self.models]
         return [
             frozenset(
@@ -97,10 +97,10 @@ class Prepared:
         ]
 
     def loader_states(self, window: Window, since: int | None = None) -> list[dict[str, Any]]:
-        """Where each loader stands; the batches of an open accumulation `window` count as not yet handed out.
+        """Return the position of each loader; batches of an open accumulation `window` count as not yet handed out.
 
         Their gradients are in no checkpoint, so they are read again.
-        since: the program is inside an epoch that began after so many passes; see `PreparedLoader.state_in_epoch`.
+        since: the program is inside an epoch that began after that many passes; see `PreparedLoader.state_in_epoch`.
         """
         source = getattr(window.source, "loader", None)  # of this loader, or of what skip_first_batches made of it
         unseen = [window.unfinished if source is loader.loader else 0 for loader in self.loaders]
@@ -109,7 +109,7 @@ class Prepared:
         return [loader.state_in_epoch(since, count) for loader, count in zip(self.loaders, unseen, strict=True)]
 
     def reorders(self, content: Content) -> bool:
-        """Whether a loader that stood in the middle of an epoch has its order from elsewhere now.
+        """Return whether a loader saved in the middle of an epoch now gets its order in another way.
 
         One process has plain PyTorch's order, several have one that follows from a shared seed.
         """
@@ -119,11 +119,11 @@ class Prepared:
         )
 
     def load(self, content: Content, models: Sequence[Module], strategy: Strategy, options: Mapping[str, Any]) -> None:
-        """Take what `model_states`, `loader_states` and the other objects' ``state_dict`` gave.
+        """Load what `model_states`, `loader_states` and the other objects' ``state_dict`` returned.
 
         models: those that the content's model states belong to.  options: for their ``load_state_dict``.
         Raises:
-            ValueError: it was another number of objects.
+            ValueError: the number of objects differs.
         """
         for kind, prepared, states in (
             ("model", models, content.models),
@@ -147,7 +147,7 @@ class Prepared:
 
 
 def _inner(prepared: Any, strategy: Strategy) -> Any:
-    """The program's own object in a prepared one."""
+    """Return the program's own object in a prepared one."""
     if isinstance(prepared, Module):
         return strategy.unwrap(prepared)
     if isinstance(prepared, PreparedOptimizer):
@@ -156,7 +156,7 @@ def _inner(prepared: Any, strategy: Strategy) -> Any:
 
 
 def remembered(thing: _T, among: list[_T]) -> _T:
-    """`thing`, which is `among` what is prepared from now on."""
+    """Return `thing`, and add it to the prepared objects in `among` if it is new."""
     if not any(thing is known for known in among):
         among.append(thing)
     return thing

@@ -1,7 +1,7 @@
 """Raw: steps of a prepared optimizer whose gradients come from the program's own ``loss.backward()``. Runs in ranks.
 
-Such a loop trains rightly: the model synchronises its gradients by itself. Its steps are counted here, where an
-optimizer takes them, because no backward of ours was there to count; the user is told once what that leaves out. What
+Such a loop trains correctly: the model synchronises its gradients by itself. Its steps are counted here, where an
+optimizer takes them, because there was no backward of ours to count; the user is told once what that leaves out. What
 would train something else than the program says is refused, before a weight changes.
 """
 
@@ -29,11 +29,11 @@ _LINE = "accelerator.backward(loss)"
 class Freshness:
     """Tells whether an optimizer has other gradients than at its last step.
 
-    Asked only where no backward of ours has run since: an optimizer that is told to step twice has the old ones, and
+    Called only where no backward of ours has run since: an optimizer that is told to step twice has the old ones, and
     one whose program calls ``loss.backward()`` has new ones.
 
 
-    is_cleared: the gradients of the last step were dropped, so any that is there is new.
+    is_cleared: the gradients of the last step were dropped, so any existing gradient is new.
     stepped_with: one of them, and its version; None after a backward of ours.
     """
 
@@ -53,13 +53,13 @@ class Freshness:
         return known() is not gradient or gradient._version != version
 
     def note(self, optimizer: Optimizer) -> None:
-        """`optimizer` has stepped with the gradients that it has."""
+        """Record that `optimizer` has stepped with its present gradients."""
         self.is_cleared = False
         gradient = _a_gradient(optimizer)
         self.stepped_with = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def __reduce__(self) -> tuple[type[Freshness], tuple[()]]:
-        """A weak reference does not travel; in another process the gradients are other ones anyway."""
+        """Return an empty object: a weak reference cannot be pickled, and another process has other gradients."""
         return Freshness, ()
 
 
@@ -76,7 +76,7 @@ def _a_gradient(optimizer: Optimizer) -> Tensor | None:
 
 
 class RawSteps:
-    """Counts the raw steps of one Accelerator's optimizers, and says once what is missed."""
+    """Counts the raw steps of one Accelerator's optimizers, and warns once of what is missed."""
 
     def __init__(self, accumulation: Accumulation, precision: Precision, strategy: Strategy) -> None:
         self._accumulation = accumulation
@@ -84,16 +84,16 @@ class RawSteps:
         self._strategy = strategy
         self._has_told = False
         self._checked_in: int | None = None  # the process in which the model was found to be one for all ranks
-        self._took_part: set[int] = set()  # ids of the optimizers of the step under way, where no loader tells its end
+        self._took_part: set[int] = set()  # ids of the optimizers of the current step, where no loader marks its end
 
     def enter(self, optimizer: Optimizer) -> None:
-        """`optimizer` is about to take a raw step.
+        """Prepare a raw step that `optimizer` is about to take.
 
         Raises:
-            CannotCut: batches come in parts, and each would weigh like a whole one.
-            RuntimeError: fp16, and the loss was not scaled.
-            NotPrepared: every rank would train a model of its own.
-            RunStopped: the run ends before this step.
+                CannotCut: batches come in parts, and each part would weigh like a whole batch.
+                RuntimeError: fp16, and the loss was not scaled.
+                NotPrepared: every rank would train a model of its own.
+                RunStopped: the run ends before this step.
         """
         window = self._accumulation.window
         if window.comes_in_parts:
@@ -109,10 +109,10 @@ class RawSteps:
                 warn_user(self._what_is_missed())
 
     def refuse_unscaled(self, optimizer: Optimizer) -> None:
-        """Under fp16: `optimizer` has gradients of a loss that was not scaled, and they would be divided by the scale.
+        """Refuse, under fp16, gradients of a loss that was not scaled, since they would be divided by the scale.
 
         Raises:
-            RuntimeError: it is so.
+            RuntimeError: the precision is fp16, and it expects scaled losses.
         """
         if self._precision.expects_scaled:
             raise RuntimeError(
@@ -124,7 +124,7 @@ class RawSteps:
     def _count(self, optimizer: Any) -> None:
         accumulation, clock = self._accumulation, self._accumulation.clock
         if accumulation.window is accumulation.outside and not clock.is_inside:
-            # No loader tells where a step begins: it does where an optimizer steps again.
+            # No loader marks the beginning of a step: it begins where an optimizer steps again.
             if id(optimizer) in self._took_part or not clock.trained:
                 self._took_part.clear()
                 clock.enter()

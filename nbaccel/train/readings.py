@@ -1,6 +1,6 @@
-"""Readings: the values of one `log` on their way from the device to plain numbers. Runs in ranks.
+"""Readings: copy the values of one `log` from the device to plain numbers. Runs in ranks.
 
-Reading a number from a GPU waits until the GPU has computed it, so what lies there is copied in the stream, beside
+Reading a number from a GPU waits until the GPU has computed it, so values on a GPU are copied in the stream, beside
 the step, and read when the copy has arrived. Each tensor is read once, however many trackers there are.
 """
 
@@ -17,11 +17,11 @@ from nbaccel.train.talk.nested import map_children
 __all__ = ["Reading", "is_plain"]
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})
-"""Types that need no look inside, as most values are: looking for containers in them costs a microsecond each."""
+"""Types that contain no tensors, as most values are: looking for containers in them costs a microsecond each."""
 
 
 def is_plain(values: Mapping[str, Any]) -> bool:
-    """Whether `values` are numbers and strings, all of them: nothing to wait for, and nothing to look into."""
+    """Return whether all `values` are numbers or strings, so that nothing has to be waited for or searched."""
     return _PLAIN.issuperset(map(type, values.values()))
 
 
@@ -45,7 +45,7 @@ class Reading:
         return all(arrival.query() for arrival in self._arrivals.values())
 
     def values(self) -> dict[str, Any]:
-        """Tensors of one element as numbers, other tensors on the CPU; waits for those that have not arrived."""
+        """Return tensors of one element as numbers, other tensors on the CPU; wait for those that have not arrived."""
         for arrival in self._arrivals.values():
             arrival.synchronize()
         return {name: value if type(value) in _PLAIN else _number(value) for name, value in self._values.items()}

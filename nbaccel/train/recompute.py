@@ -1,7 +1,7 @@
 """Gradient checkpointing: activations computed again in the backward instead of kept. Runs in ranks.
 
-Less memory for one more forward. torch's own non-reentrant checkpoint does the work, the only kind that goes with
-DDP, accumulation and frozen inputs; this file finds where to put it.
+It saves memory at the cost of one more forward. torch's own non-reentrant checkpoint does the work, the only kind that
+works with DDP, accumulation and frozen inputs; this file finds the blocks to apply it to.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _OWN = {
     "activation_checkpointing_enable": "activation_checkpointing_kwargs",
     "gradient_checkpointing_enable": "gradient_checkpointing_kwargs",
 }
-"""Methods of models that can do it themselves, newest spelling first, and their argument for torch's checkpoint."""
+"""Methods of models that do it themselves, newest spelling first, and their argument for torch's checkpoint."""
 
 
 def recompute_activations(model: Module, blocks: Iterable[Module] | None = None) -> None:
-    """Recompute each of `blocks`, or where none are named those that `model` is visibly made of.
+    """Recompute each of `blocks`, or without `blocks` the members of the outermost lists of `model`.
 
     Raises:
         ValueError: no blocks were given, and none were found.
@@ -45,7 +45,7 @@ def recompute_activations(model: Module, blocks: Iterable[Module] | None = None)
 
 
 def _members(module: Module) -> Iterator[Module]:
-    """What the outermost lists of `module` hold, where it has parameters (an activation is cheap to keep)."""
+    """Yield the members of the outermost lists of `module` that have parameters (an activation is cheap to keep)."""
     if isinstance(module, ModuleList | Sequential):
         yield from (member for member in module if any(True for _ in member.parameters()))
         return
@@ -62,7 +62,7 @@ class _Recomputed:
         self.forward = forward
 
     def __nbaccel_unwrap__(self) -> Callable[..., Any]:
-        """What travels from a rank to the notebook in this object's place."""
+        """Return what is sent from a rank to the notebook in place of this object."""
         return self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Resuming: which epoch a program goes on with, and what it remembers between its steps. Runs in ranks.
+"""Resuming: the epoch with which a program continues, and values it keeps between its steps. Runs in ranks.
 
-Both are saved with every checkpoint and restored with it. Where inside the epoch the data go on is the loaders'
-business, and what files it all comes from the checkpoint's.
+Both are saved with every checkpoint and restored with it. The position inside the epoch is the loaders' part, and the
+files are the checkpoint's.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Epochs", "Remembered", "in_words"]
 
 
 def in_words(step: int, loaders: Sequence[PreparedLoader]) -> str:
-    """Where a training goes on, as the panel will say it: "step 92, epoch 3, batch 28/32".
+    """Return where a training continues, as the panel shows it: "step 92, epoch 3, batch 28/32".
 
-    Epochs are counted from 1, and batches are those of one rank: of the loader whose epoch is under way. With several
-    loaders that is the one that has come furthest in its epoch; an evaluation begins anew.
+    Epochs are counted from 1, and batches are those of one rank: of the loader whose epoch is in progress. With several
+    loaders that is the one that has come furthest in its epoch; an evaluation starts from its beginning.
     """
     if not loaders:
         return f"step {step:,}"
@@ -41,7 +41,7 @@ class Remembered(SimpleNamespace):
     """
 
     def keep(self, **defaults: Any) -> None:
-        """Hold `defaults` where no value of that name is held yet, from a checkpoint or an earlier call."""
+        """Set `defaults` where there is no value of that name yet, from a checkpoint or an earlier call."""
         for name, value in defaults.items():
             if not hasattr(self, name):
                 setattr(self, name, value)
@@ -54,7 +54,7 @@ class Remembered(SimpleNamespace):
 
 
 class Epochs:
-    """The epochs of a program that can be resumed: the loop's number, and whether its training is done.
+    """Epochs of a program that can be resumed: the loop's number, and whether its training is done.
 
     under_way: the epoch that the loop is in, or will begin with.
     is_used: the program has such a loop.
@@ -68,9 +68,9 @@ class Epochs:
         self.passes_before = 0
 
     def run(self, count: int, accumulation: Accumulation) -> Iterator[int]:
-        """0, 1, ... `count` - 1; after `load` from the epoch that was under way when the checkpoint was written.
+        """Yield 0, 1, ... `count` - 1; after `load` begin with the epoch in which the checkpoint was written.
 
-        Loops over prepared loaders report these epochs until it is through, or left.
+        Loops over prepared loaders report these epochs until this loop ends or is left.
         """
         self.is_used = True
         clock = accumulation.clock
@@ -87,7 +87,7 @@ class Epochs:
         self.passes_before = clock.passes
 
     def next(self, clock: StepClock) -> int:
-        """Where a resumed program begins: an epoch whose training is over is done."""
+        """Return the epoch with which a resumed program begins: an epoch whose training is over is done."""
         return self.under_way + int(clock.passes > self.passes_before)
 
     def load(self, epoch: int, clock: StepClock) -> None:

@@ -19,7 +19,7 @@ __all__ = ["load", "save", "write_object"]
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """``torch.save(obj, f)`` on the main process only; a path is written beside its name and renamed.
+    """Call ``torch.save(obj, f)`` on the main process only; a path is written under a temporary name and renamed.
 
     save_on_each_node: on the first rank of each node.
     safe_serialization: `obj` is a dict of tensors; write it as safetensors.
@@ -39,9 +39,9 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """``torch.load`` of tensors and plain data. A file that holds other objects is refused, as torch does.
+    """Call ``torch.load`` for tensors and plain data. A file that holds other objects is refused, as torch does.
 
-    kwargs: for `torch.load`; ``weights_only=False`` runs what the file says, so do that with files of your own.
+    kwargs: for `torch.load`; ``weights_only=False`` runs code from the file, so use that only with files of your own.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
@@ -55,7 +55,7 @@ def write_object(obj: Any, f: Any, safe_serialization: bool = False) -> None:
             save_file(packed.tensors, file, metadata={"format": "pt", **packed.aliases})
         else:
             torch.save(obj, file)
-        refuse_if_aborted(f"the file {f}")  # only now: what is copied from a device waits for what is queued there
+        refuse_if_aborted(f"the file {f}")  # only now: a copy from a device waits for what is queued there
 
     if isinstance(f, (str, os.PathLike)):
         with sayable(Path(f)):

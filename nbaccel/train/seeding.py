@@ -1,6 +1,6 @@
-"""Seeding: the random generators of a process, set from one number or taken from rank 0. Runs in ranks.
+"""Seeding: sets the random generators of a process from one number, or takes them from rank 0. Runs in ranks.
 
-The generators are Python's, NumPy's and torch's (of every device). What a loader draws its order from is `data`'s.
+The generators are Python's, NumPy's and torch's (of every device). The order of a loader is drawn in `data`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["RNGType", "set_seed", "synchronize_rng_state", "synchronize_rng_stat
 
 
 class RNGType(StrEnum):
-    """Generators that `synchronize_rng_states` knows; plain strings do as well."""
+    """Generators that `synchronize_rng_states` knows; plain strings work as well."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -29,7 +29,7 @@ class RNGType(StrEnum):
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python's, NumPy's and torch's generators. Every rank calls it; nobody waits.
+    """Seed Python's, NumPy's and torch's generators. Every rank calls it; no rank waits.
 
     device_specific: add this process's rank, so that ranks draw different numbers (dropout, augmentation).
     deterministic: also refuse operations whose result depends on their timing. They raise in torch, and some are
@@ -59,19 +59,19 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
-    """Continue each of the generators from the state that rank 0's is in. Collective.
+    """Set each of these generators to the state of rank 0's generator. Collective.
 
     rng_types: "torch" (the CPU's), "cuda" (this rank's device's), "generator" (the one that is given).
 
     Raises:
-        ValueError: another name, or "generator" without a generator.
+            ValueError: an unknown name, or "generator" without a generator.
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
 
 
 def synchronize_rng_state(rng_type: str | RNGType, generator: torch.Generator | None = None) -> None:
-    """One of `synchronize_rng_states`. Collective."""
+    """Set one of the generators of `synchronize_rng_states` to rank 0's state. Collective."""
     kinds = [kind.value for kind in RNGType]
     if rng_type not in kinds:
         raise ValueError(f"rng_types must be of {', '.join(map(repr, kinds))}, got {rng_type!r}")
@@ -91,7 +91,7 @@ def _of_rank_0(rng_state: torch.Tensor) -> torch.Tensor:
 
 
 def warn_of_rng_types(rng_types: Any) -> None:
-    """Say that a program's choice of generators changes nothing."""
+    """Warn that a program's choice of generators changes nothing."""
     warn_user(
         f"rng_types={rng_types!r} has no effect: the order of samples is the same on all ranks in any case, and no "
         "other generator is touched. synchronize_rng_states takes rank 0's for all ranks where a program wants that."

@@ -1,6 +1,7 @@
-"""Setup: what a launcher runs in every rank before the user's code. It names `setup_rank` by a string.
+"""Setup: the steps that a launcher runs in every rank before the user's code. It names `setup_rank` by a string.
 
-It is imported before ranks are forked, and so is what else each of them would import by itself: all of them share it.
+This module is imported before ranks are forked, and so are other modules that every rank would import by itself, so
+that all ranks share them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def setup_rank(
 ) -> ImplicitTraining | LoneTraining | None:
     """Seed this rank's generators, and give a cell its `accelerator`, process group included. Collective then.
 
-    Returns what trains loops that nobody prepared, or watches them where there is one rank; None where they are not to
-    be trained so.
+    Return the object that trains loops that prepare nothing, or watches them where there is one rank; None where they
+    must not be trained so.
 
     namespace: the cell's names; None for a function. A name `accelerator` that the user defined is left alone:
     an Accelerator made in the kernel finds this rank's world at its first use.

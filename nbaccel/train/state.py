@@ -1,4 +1,4 @@
-"""PartialState: who this process is among the ranks, on which device, and in which process group. Runs in ranks.
+"""PartialState: the rank, the device and the process group of this process. Runs in ranks.
 
 It works under our launcher, under torchrun, alone in a script and in a notebook kernel. In a process without
 peers nothing is touched until it is used, so a state that was made in a kernel may be forked or pickled into a
@@ -25,11 +25,11 @@ __all__ = ["AcceleratorState", "PartialState", "current_world", "is_initialized"
 
 
 class PartialState(Exchange):
-    """This process's place in a run.
+    """The place of this process in a run.
 
     cpu: stay on the CPU although there are devices; by default as the process group, or as the launcher was told.
     backend, timeout, init_method: of the process group, if it is formed here, as ``init_process_group`` takes them;
-    by default what fits the device, torch's, and where the launcher lets the ranks meet.
+    by default the backend that fits the device, torch's timeout, and the rendezvous of the launcher.
 
     In a rank the process group is formed here, by all ranks together; a group that the program made itself is
     used, and left alone at the end.
@@ -62,7 +62,7 @@ class PartialState(Exchange):
         pid = os.getpid()
         if self._pid != pid:  # first use, or the first one after a fork or a pickle
             self._world = current_world()
-            self._chosen = RunSettings.from_env()  # once: a run in this process puts the environment back
+            self._chosen = RunSettings.from_env()  # once: a run in this process restores the environment
             self._device = None
             self._pid = pid
         return self._world
@@ -78,7 +78,7 @@ class PartialState(Exchange):
 
     @property
     def default_device(self) -> torch.device:
-        """The device that this process would compute on if nobody had asked for the CPU."""
+        """The device that this process would use without a choice of the CPU."""
         return _choose_device(self.world)
 
     def set_device(self) -> None:
@@ -88,12 +88,12 @@ class PartialState(Exchange):
 
     @property
     def initialized(self) -> bool:
-        """Always true; for programs that ask."""
+        """Always True; for programs that read it."""
         return True
 
     @property
     def collectives(self) -> Collectives:
-        """How this process talks to its peers; forms the process group where there is none. Collective then."""
+        """The collectives of this process; forms the process group where there is none. Collective then."""
         talk = process_group.talk
         if talk is not None:
             return talk
@@ -101,7 +101,7 @@ class PartialState(Exchange):
         return process_group.join(world, self.device, self._options) if world.is_distributed else _ALONE
 
     def look_again(self) -> None:
-        """Find out anew who this process is: the program may have made a process group since."""
+        """Find out again who this process is, since the program may have made a process group in the meantime."""
         if self._world != current_world():
             self._pid = 0
 
@@ -121,7 +121,10 @@ class PartialState(Exchange):
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Nothing: states share nothing that could be reset. Notebooks for Accelerate call it before a new start."""
+        """Do nothing: states share nothing that could be reset.
+
+        Notebooks for Accelerate call this before a new start.
+        """
 
     def __repr__(self) -> str:
         world = self.world
@@ -129,9 +132,9 @@ class PartialState(Exchange):
 
 
 class AcceleratorState(PartialState):
-    """A `PartialState` that also knows the precision; what ``accelerator.state`` is.
+    """A `PartialState` that also knows the precision; available as ``accelerator.state``.
 
-    mixed_precision: "no", "fp16" or "bf16"; by default what the launch was told, else "no".
+    mixed_precision: "no", "fp16" or "bf16"; by default the launch's choice, else "no".
     The other arguments are `PartialState`'s.
 
     >>> AcceleratorState(mixed_precision="bf16").mixed_precision
@@ -147,7 +150,7 @@ class AcceleratorState(PartialState):
         _ = self.world
         return self._asked.over(self._chosen).mixed_precision or "no"
 
-    # What programs ask before they take a way that is not here: `None` sends them the other way.
+    # Programs read these before they take a way that does not exist here; `None` sends them the other way.
 
     deepspeed_plugin: None = None
     fsdp_plugin: None = None
@@ -159,12 +162,12 @@ class AcceleratorState(PartialState):
 
 
 def is_initialized() -> bool:
-    """Always true: an `AcceleratorState` needs no Accelerator before it."""
+    """Return True: an `AcceleratorState` needs no Accelerator before it."""
     return True
 
 
 def current_world() -> World:
-    """The world of this process: of the process group if there is one, else as the environment says."""
+    """Return the world of this process: that of the process group if there is one, else that of the environment."""
     world = World.from_env()
     if not (dist.is_available() and dist.is_initialized()):
         return world
@@ -178,7 +181,7 @@ _ALONE = Collectives()
 
 
 def _choose_device(world: World) -> torch.device:
-    """CUDA by local rank, else MPS, else the plain CPU (never ``cpu:0``, which differs from a tensor's device)."""
+    """Return CUDA by local rank, else MPS, else plain CPU (never ``cpu:0``, which differs from a tensor's device)."""
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         if not world.is_distributed:

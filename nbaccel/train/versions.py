@@ -1,4 +1,4 @@
-"""Versions: of installed packages against each other, for programs that ask. Runs anywhere."""
+"""Versions: comparisons of the versions of installed packages, for programs. Runs anywhere."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _RELATIONS = {
 
 
 def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
-    """Whether the installed version of a package stands in that relation to another one.
+    """Return whether the installed version of a package stands in that relation to `requirement_version`.
 
     library_or_version: a package, or a version itself.  operation: one of ``<``, ``<=``, ``==``, ``!=``, ``>=``, ``>``.
 
     Raises:
-        ValueError: another relation.
-        importlib.metadata.PackageNotFoundError: no such package is installed.
+            ValueError: an unknown relation.
+            importlib.metadata.PackageNotFoundError: no such package is installed.
 
     >>> compare_versions("torch", ">=", "2.0"), compare_versions("1.10.0", "<", "1.9")
     (True, False)
@@ -40,7 +40,7 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version stands in that relation to ``version``; local parts such as ``+cpu`` do not count.
+    """Return whether torch's version stands in that relation to ``version``; local parts such as ``+cpu`` are ignored.
 
     >>> is_torch_version(">=", "2.0")
     True

@@ -1,4 +1,4 @@
-"""Warnings that stand at the user's line, by whichever way they were reached. Runs in ranks."""
+"""Warnings that point at the user's line, however that called this package. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PASSED_BY = (
 
 
 def warn_user(message: str) -> None:
-    """A `UserWarning` at the line that called this package, whatever the program's filters ignore.
+    """Emit a `UserWarning` at the line that called this package, whatever the program's filters ignore.
 
-    A depth that is counted holds for one way alone.
+    The depth is searched, since a fixed stacklevel would be right for one chain of calls only.
     """
     depth = _callers()[1]
     with unignored():
@@ -30,13 +30,13 @@ def warn_user(message: str) -> None:
 
 
 def users_line() -> str:
-    """The line that called this package, ``train:12``, without a path, which may differ between ranks."""
+    """Return the line that called this package, ``train:12``, without a path, which may differ between ranks."""
     frame = _callers()[0]
     return f"{frame.f_code.co_name}:{frame.f_lineno}"
 
 
 def _callers() -> tuple[FrameType, int]:
-    """The first frame outside of this package, and its depth as the caller of this function counts."""
+    """Return the first frame outside of this package, and its depth as seen from the caller of this function."""
     frame, depth = sys._getframe(2), 2
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PASSED_BY):
         frame, depth = frame.f_back, depth + 1

@@ -1,7 +1,7 @@
-"""Weakly: a method that does not keep its object alive. Runs in ranks and scripts.
+"""Weakly: a method reference that does not keep its object alive. Runs in ranks and scripts.
 
-A part that calls back into the Accelerator which owns it would make a circle: a dropped Accelerator would keep its
-models, and the worker processes of its loaders, until the garbage collector comes by.
+A part that calls back into the Accelerator which owns it would make a reference cycle: a dropped Accelerator would
+keep its models, and the worker processes of its loaders, until the next garbage collection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Weakly(Generic[_P, _T]):
-    """`method`, to be called while its object is there. It travels by pickle if the method does.
+    """A callable `method` that works while its object exists. It can be pickled if the method can.
 
     >>> class Owner:
     ...     def greet(self) -> str:

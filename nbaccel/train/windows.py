@@ -1,7 +1,7 @@
 """The contexts of a step: `accumulate`, `no_sync` and `hold_gradients`. Run in ranks, entered for every batch.
 
-They bring three parts together for the length of a block: the accumulation that decides, the strategy that can
-hold gradients back, and the models it is about.
+For the length of a block they combine three parts: the accumulation that decides, the strategy that can
+hold gradients back, and the models that it concerns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Accumulating", "Local", "NoSync"]
 
 
 class NoSync:
-    """Gradients of some models unsynchronised, while entered."""
+    """Keeps the gradients of some models unsynchronised while entered."""
 
     __slots__ = ("_accumulation", "_models", "_stack", "_strategy", "_was_held")
 
@@ -43,7 +43,7 @@ class NoSync:
 
 
 class Local:
-    """Gradients of a model each rank's own, while entered: steps count as steps, and nobody waits for anybody."""
+    """Keeps a model's gradients in their rank while entered: steps count as steps, and no rank waits for another."""
 
     __slots__ = ("_accumulation", "_held", "_was_local")
 
@@ -62,12 +62,12 @@ class Local:
 
 
 class Accumulating:
-    """What `accumulate` returns: one object for the whole training, because it is entered for every batch.
+    """The object that `accumulate` returns: one for the whole training, because it is entered for every batch.
 
-    A block decides as it is entered, by the batch in hand. If a batch is handed out inside of it, before its first
-    backward, that is what it trains on, and it decides anew.
+    A block decides when it is entered, by the current batch. If a batch is handed out inside of the block, before its
+    first backward, the block trains on that batch, and decides again.
 
-    models: those of the block about to be entered. They are let go of as it is left.
+    models: those of the block about to be entered. They are dropped when it is left.
     is_settled: the first backward of the block needs nothing more.
     """
 
@@ -88,7 +88,7 @@ class Accumulating:
         self._has_peers = strategy.has_peers
         self._held: list[Sequence[AbstractContextManager[Any]]] = []  # one entry per block that is entered
         self._before = (0, 1, True)  # position, divisor and sync of the window, before the block
-        self._factor = 1.0  # what gradients are multiplied with at the first backward
+        self._factor = 1.0  # factor for the gradients at the first backward
         self.is_settled = True
         self.models: Sequence[Module] = ()
 
@@ -167,7 +167,7 @@ class Accumulating:
     # -- the parts of a decision
 
     def _count_on(self, window: Window) -> None:
-        """Count on `window` from now on; what another one has begun with the same models goes on there."""
+        """Count on `window` from now on; a window that another one began with the same models continues there."""
         accumulation = self._accumulation
         last, accumulation.counted = accumulation.counted, window
         if accumulation.may_go_on(last) and last.about == tuple(map(id, self.models)):
