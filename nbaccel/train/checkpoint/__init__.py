@@ -1,7 +1,7 @@
-"""Checkpoints: a training in a folder that is whole or not there, and that no bit may change unseen. In ranks.
+"""Checkpoints: a training in a folder that is either complete or absent, and whose damage is detected. In ranks.
 
     checkpoint_3/
-      model.safetensors  model.json          weights under their own names; what of a state dict is no tensor
+      model.safetensors  model.json          weights under their own names; parts of a state dict that are no tensors
       model.frozen.safetensors               weights that need no gradient, if any; checkpoints share this file
       optimizer.json     optimizer.safetensors     structure, and tensors by dotted name; scheduler, custom_0 alike
       training.json                          step, seed, gradient scaler, positions of loaders
@@ -10,8 +10,8 @@
 
 Nothing in it is a pickle, unless a registered object's state is more than data. Other files in it are those of the
 program's hooks. The modules from bottom to top: `files` (sealed JSON), `manifest`, `folder` (atomic replacement),
-`place` (other people's files stay), `recycling` (what becomes of old folders), `frozen` (weights that do not change),
-`packing` and `parts` (states to files), `content` (what a checkpoint holds),
+`place` (other people's files stay), `recycling` (deletes or reuses old folders), `frozen` (weights that do not change),
+`packing` and `parts` (states to files), `content` (the states in a checkpoint),
 `generators`, `foreign` (Accelerate's folders), `shelf` (names, choice, limits), `training` (the parts of an
 Accelerator). `weights` is the other format, one model for Hugging Face's libraries.
 """

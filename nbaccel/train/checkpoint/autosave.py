@@ -1,7 +1,7 @@
-"""Autosave: a training that saves itself, and continues from what it saved. Runs in ranks; no collective.
+"""Autosave: saves a training automatically at step boundaries. Runs in ranks; no collective.
 
-It decides when and under which name; how a checkpoint is written and read is the Accelerator's business, which hands
-in the two functions for it.
+It decides when to save and under which name. The Accelerator writes and reads checkpoints, and passes in the two
+functions for that.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Save = Callable[[Path, bool], None]
 
 
 class Autosave(Saver):
-    """Saves at a step boundary, when that is due.
+    """Saves at a step boundary, when a checkpoint is due.
 
-    save: writes the training to a folder, waiting for the disk or not.  keep: takes this process's random states.
+    save: writes the training to a folder, waiting for the disk or not.  keep: returns this process's random states.
     """
 
     def __init__(self, policy: CheckpointPolicy, world: World, save: Save, keep: Callable[[], State]) -> None:
@@ -44,7 +44,7 @@ class Autosave(Saver):
         return self._keep()
 
     def stop(self, step: int) -> Path | None:
-        """The session ends, or the user ends the run: what was trained since the last checkpoint is kept."""
+        """Save what was trained since the last checkpoint, since the session ends or the user ends the run."""
         if self._schedule is None:
             return None
         if step > self._saved_step:
@@ -57,5 +57,5 @@ class Autosave(Saver):
         return self.timeline.folder
 
     def resumed(self, step: int) -> None:
-        """The training continues from a checkpoint of `step`."""
+        """Note that the training continues from a checkpoint of `step`."""
         self._saved_step = step

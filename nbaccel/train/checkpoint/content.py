@@ -1,7 +1,7 @@
-"""Content: what one checkpoint holds, between the prepared objects and the files. Runs in ranks.
+"""Content: the states in one checkpoint, between the prepared objects and the files. Runs in ranks.
 
-It is only data: state dicts, and `progress`, which says where the training stood. Which objects they belong to,
-and whether their numbers fit, is `Prepared`'s and `Checkpointing`'s business.
+It is only data: state dicts, and `progress`, the position of the training. `Prepared` and `Checkpointing` decide to
+which objects the states belong, and whether their numbers fit.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Content:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all plain tensors, which is nearly all that is going to be written."""
+        """Bytes of all plain tensors, which are nearly all of the bytes that will be written."""
         sizes = {tensor.data_ptr(): tensor.nbytes for _, state in self._named() for tensor in _tensors(state)}
         return sum(sizes.values())
 
     def ready(self, staging: Staging | None = None) -> Iterator[Part]:
-        """Part by part, ready to be written. The tensors of one part at a time are brought to the host.
+        """Yield the parts, ready to be written. The tensors of one part at a time are copied to the host.
 
-        staging: holds copies of all of them, so that the training may go on before they are written; they are there
-            once the last part has been given.
+        staging: holds copies of all of them, so that the training may continue before they are written; the copies are
+            complete after the last part.
         """
         is_complete = len(self.frozen) == len(self.models)  # hooks may have taken some of them out
         frozen = {numbered("model", index): names for index, names in enumerate(self.frozen) if is_complete}
@@ -68,7 +68,7 @@ class Content:
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest, trust: bool) -> Content:
-        """What was written into `folder`: the parts that its manifest names, from files that are verified already.
+        """Read the parts that the manifest of `folder` names, from files that are verified already.
 
         Raises:
             UntrustedPickle: a part is a pickle, and `trust` was not given.
@@ -100,7 +100,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """How many objects of each kind a checkpoint holds, or a program has prepared and registered."""
+    """Numbers of objects of each kind in a checkpoint, or prepared and registered in a program."""
 
     models: int
     optimizers: int
@@ -110,7 +110,7 @@ class Holdings:
 
     @classmethod
     def in_checkpoint(cls, folder: Path, manifest: Manifest | None) -> Holdings | None:
-        """Those of the checkpoint in `folder`, whose weights are not read; None for a folder of Accelerate's."""
+        """Return those of the checkpoint in `folder`, without reading weights; None for a folder of Accelerate's."""
         if manifest is None:
             return None
         progress = read_part(folder, _PROGRESS, manifest, trust=False)

@@ -1,7 +1,7 @@
-"""Files that are on the disk when we say so, and whose damage shows. Run in ranks; know nothing of checkpoints.
+"""Files that are known to be on the disk, and whose damage is detected. Run in ranks; know nothing of checkpoints.
 
-A *sealed* JSON file carries the CRC32 of its own content. CRC32 finds damage, not malice: that is what never
-loading pickles is for (6.8 GiB/s here, SHA-256 1.9).
+A *sealed* JSON file contains the CRC32 of its own content. CRC32 detects damage, not malice: against malice,
+pickles are never loaded (6.8 GiB/s here, SHA-256 1.9).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _T = TypeVar("_T")
 _CHUNK_BYTES = 1 << 20
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""How file systems that cannot sync a folder (FUSE, network drives) say so; the rename is all there is then."""
+"""Errors of file systems that cannot sync a folder (FUSE, network drives); there only the rename is possible."""
 
 
 class SideThread(ThreadPoolExecutor):
-    """One thread that works beside its maker; where no thread can be had any more, the maker does the work.
+    """One thread that works beside the thread that made it; where no thread can be started, the caller does the work.
 
     Python 3.12.0 and 3.12.1 start none once a program is at its end, where its last checkpoint may still be written.
     """
@@ -54,12 +54,12 @@ class SideThread(ThreadPoolExecutor):
 
 
 def aside(target: Path, pattern: str) -> Iterator[Path]:
-    """What stands beside `target` under names such as ``.<name>.tmp-17``; `pattern` is the part after the name."""
+    """Yield paths beside `target` with names such as ``.<name>.tmp-17``; `pattern` is the part after the name."""
     return target.parent.glob(f".{glob.escape(target.name)}.{pattern}")
 
 
 def checksum(path: Path) -> str:
-    """CRC32 of the file, eight hexadecimal digits."""
+    """Return the CRC32 of the file, eight hexadecimal digits."""
     crc, buffer = 0, bytearray(_CHUNK_BYTES)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -68,7 +68,7 @@ def checksum(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Return once the disk has the file, or the folder's list of names."""
+    """Wait until the disk has the file, or the folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,11 +86,11 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What `write_sealed` was given.
+    """Read what `write_sealed` was given.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointCorrupt: it is damaged.
+            CheckpointCorrupt: the file is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,9 @@
-"""Folders that are whole or not there, whenever the process is killed. Runs in rank 0.
+"""Folders that are complete or absent, whenever the process is killed. Runs in rank 0.
 
-A folder is written beside its name as ``.<name>.tmp-<pid>``, brought to the disk and renamed; the older folder of
-that name steps aside as ``.<name>.old-<pid>`` and is disposed of after that, as `recycling` says. What a killed
-process left behind is put right by the next save: a complete folder whose name is free gets it, everything else of a
+A folder is written beside its name as ``.<name>.tmp-<pid>``, flushed to the disk and renamed; the older folder of
+that name is first renamed to ``.<name>.old-<pid>`` and then disposed of, as `recycling` describes. The next save
+cleans up what a killed process left behind: a complete folder whose name is free gets it, everything else of a
+dead process is deleted.
 dead process goes.
 
 Not covered: two programs that save under one name at the same time (the later one wins), and file systems whose
@@ -38,19 +39,19 @@ __all__ = [
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How safetensors, which writes from Rust, ends the text of an operating system's error."""
+"""Pattern of an operating system's error at the end of a text of safetensors, which writes from Rust."""
 
 _RESERVE_BYTES = 1 << 20
-"""For what has no size before it is written: JSON, folders, the file system's own blocks."""
+"""Reserve for data whose size is not known before it is written: JSON, folders, the file system's own blocks."""
 
 
 @contextmanager
 def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
-    """An empty folder that becomes `target` when the block ends; an older `target` is deleted after that.
+    """Yield an empty folder that becomes `target` when the block ends; an older `target` is deleted after that.
 
-    needed_bytes: what the block is going to write, about.
+    needed_bytes: about how much the block is going to write.
     Raises:
-        CannotSave: no space, or no right to write here; before the first byte where that can be known.
+            CannotSave: no space, or no right to write here; raised before the first byte where that can be known.
     """
     unfinished = _own_name(target, "tmp")
     with sayable(target, needed_bytes):
@@ -58,7 +59,7 @@ def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
         _put_right(target)
         disposal = disposal_in(target.parent)
         try:
-            disposal.make(unfinished)  # which may free the space that is asked for next
+            disposal.make(unfinished)  # may free space, which is checked next
             _refuse_full_disk(target, needed_bytes)
             yield unfinished
             _take_name(target, unfinished)
@@ -67,12 +68,12 @@ def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def may_write_below(folder: Path) -> bool:
-    """Whether this process may make `folder`, or write into it; nothing is made."""
+    """Return whether this process may make `folder`, or write into it; nothing is made."""
     return os.access(_existing(folder), os.W_OK | os.X_OK)
 
 
 def free_bytes(folder: Path) -> int:
-    """What the disk of `folder`, which may not exist yet, has left."""
+    """Return the free bytes of the disk of `folder`, which may not exist yet."""
     return shutil.disk_usage(_existing(folder)).free
 
 
@@ -91,17 +92,17 @@ def delete_dead(leftovers: Iterable[Path]) -> None:
 
 
 def complete_leftovers(target: Path) -> list[Path]:
-    """Complete folders that a killed process did not get to rename to `target`, or to put back; newest first."""
+    """Return complete folders that a killed process did not get to rename to `target`, or to put back; newest first."""
     found = [*aside(target, "tmp-*"), *aside(target, "old-*")]
     return sorted((path for path in found if _is_whole(path)), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 @contextmanager
 def sayable(target: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Full disks and forbidden folders as one error that a person can act on.
+    """Turn errors of full disks and forbidden folders into one error that a person can act on.
 
     Raises:
-        CannotSave: naming `target`, and the bytes.
+            CannotSave: names `target`, and the bytes.
     """
     try:
         yield
@@ -179,7 +180,7 @@ def _take_name(target: Path, complete: Path) -> None:
 
 
 def _put_right(target: Path) -> None:
-    """Undo what a killed process left half done around `target`."""
+    """Finish or undo what a killed process left around `target`."""
     if not target.exists():
         for complete in complete_leftovers(target)[:1]:
             os.rename(complete, target)
@@ -188,7 +189,7 @@ def _put_right(target: Path) -> None:
 
 
 def is_alive(pid: str) -> bool:
-    """Whether another process of this number runs. One of ours that still has a leftover failed earlier."""
+    """Return whether another process of this number runs. For our own number: False, since an earlier save failed."""
     if not pid.isdigit() or int(pid) == os.getpid():
         return False
     try:

@@ -1,7 +1,7 @@
-"""Accelerate's own checkpoint folders, read as ours. Runs in ranks; writes nothing.
+"""Readers of Accelerate's own checkpoint folders. Runs in ranks; writes nothing.
 
-Models, optimizers, schedulers, the gradient scaler, registered objects and random states are taken over. Not the
-position inside an epoch, which Accelerate does not save for ordinary loaders, nor its `step`, which counts batches
+They load models, optimizers, schedulers, the gradient scaler, registered objects and random states. They do not load
+the position inside an epoch, which Accelerate does not save for ordinary loaders, nor its `step`, which counts batches
 and not optimizer steps. All but the models are pickles: they are read as data only, unless `trust`.
 """
 
@@ -26,15 +26,15 @@ _SIGNS = ("optimizer.bin", "scheduler.bin", "pytorch_model.bin", "random_states_
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether `folder` looks like what ``accelerate.Accelerator.save_state`` writes."""
+    """Return whether `folder` looks like one that ``accelerate.Accelerator.save_state`` writes."""
     return not (folder / MANIFEST).exists() and any((folder / name).exists() for name in _SIGNS)
 
 
 def read_foreign(folder: Path, trust: bool) -> Content:
-    """The content of a folder that Accelerate wrote.
+    """Return the content of a folder that Accelerate wrote.
 
     Raises:
-        UntrustedPickle: a file asks for more than data, and `trust` was not given.
+            UntrustedPickle: a file contains more than data, and `trust` was not given.
         CheckpointCorrupt: a file cannot be read.
     """
 
@@ -59,7 +59,7 @@ def read_foreign(folder: Path, trust: bool) -> Content:
 
 
 def restore_foreign_generators(folder: Path, rank: int, device: torch.device, trust: bool) -> str:
-    """Continue `rank`'s random numbers; the reason where that cannot be, else an empty text."""
+    """Restore `rank`'s random states; return the reason where that is impossible, else an empty text."""
     import numpy as np
 
     path = folder / f"random_states_{rank}.pkl"

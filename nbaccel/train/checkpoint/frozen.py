@@ -1,12 +1,13 @@
-"""Frozen weights: what needs no gradient is on the disk once, however many checkpoints hold it. Runs in rank 0.
+"""Frozen weights: stores weights without gradient on the disk once, however many checkpoints hold them. In rank 0.
 
-Adapters are trained on a base that stays as it is, and is most of the bytes. Its tensors have a file of their own,
-``model.frozen.safetensors``. When the checkpoint before has the very same file, by size and checksum, it gets a second
-name in the new folder (a hard link): each folder is whole by itself, may be copied or deleted alone, and is verified
-by its manifest like any other. Where links do not work (another disk, a mounted drive) the file is written again.
+Adapters are trained on a base that does not change, and is most of the bytes. Its tensors have a file of their own,
+``model.frozen.safetensors``. When the checkpoint before has the very same file, by size and checksum, the file gets a
+second name in the new folder (a hard link): each folder is complete by itself, may be copied or deleted alone, and is
+verified by its manifest like any other. Where links do not work (another disk, a mounted drive) the file is written
+again.
 
-Not covered: damage to the shared file is damage to all folders that share it. The next save finds it, since it reads
-what it is about to link, and writes a good one.
+Not covered: damage to the shared file is damage to all folders that share it. The next save detects it, since it reads
+the file before it links it, and writes a good one.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _SUFFIX = ".frozen.safetensors"
 
 
 def frozen_file(part: str) -> str:
-    """The name of the file with the frozen tensors of `part`."""
+    """Return the name of the file with the frozen tensors of `part`."""
     return part + _SUFFIX
 
 
 def write_once(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], earlier: Path | None
 ) -> FileRecord:
-    """As `write_tensors`; but where the checkpoint `earlier` holds the same file, `path` becomes a link to it."""
+    """Write as `write_tensors` does; but if the checkpoint `earlier` has the same file, make `path` a link to it."""
     if earlier is not None and (earlier / path.name).is_file():
         record = record_of(tensors, metadata)
         with suppress(CheckpointCorrupt, OSError):  # other content, or a file system without links
@@ -46,7 +47,7 @@ def write_once(
 
 
 def shareable_bytes(earlier: Path | None, folder: Path) -> int:
-    """Bytes of the frozen files in the checkpoint `earlier` that a new one in `folder` may need no space for."""
+    """Return the bytes of frozen files in `earlier` for which a new checkpoint in `folder` may need no space."""
     if earlier is None or not (earlier.is_dir() and folder.is_dir()) or earlier.stat().st_dev != folder.stat().st_dev:
         return 0
     return sum(path.stat().st_size for path in earlier.glob(f"*{_SUFFIX}"))

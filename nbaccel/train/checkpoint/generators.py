@@ -1,10 +1,10 @@
-"""Random states: python's, NumPy's and torch's generators of each rank, in a checkpoint. Runs in every rank.
+"""Random states: Python's, NumPy's and torch's generators of each rank, in a checkpoint. Runs in every rank.
 
-`read` and `restore` are about this process; `add` and `find` about one sealed JSON file per rank.
+`read` and `restore` handle this process; `add` and `find` one sealed JSON file per rank.
 
-How ranks meet without waiting for each other. Rank 0 commits the folder; rank r may be earlier or later. It first
-writes its file beside the folder's name, then looks: has the folder been committed by this very save (equal
-stamps)? Then it moves its file in. Rank 0, after its commit, moves in what it finds beside. Whichever comes
+The ranks do not wait for each other. Rank 0 commits the folder; rank r may be earlier or later. Rank r first
+writes its file beside the folder's name, then checks whether the folder has been committed by this very save (equal
+stamps); if so, it moves its file in. Rank 0, after its commit, moves in the files that it finds beside. Whichever is
 second sees the other's work. A file with another stamp belongs to another save and is not used.
 """
 
@@ -37,7 +37,7 @@ _WAITING = re.compile(r"\.rank(?P<rank>\d+)\.step(?P<step>\d+)$")
 
 
 def read(device: torch.device) -> State:
-    """This process's generators as they are now."""
+    """Return the present states of this process's generators."""
     version, words, gauss = random.getstate()
     state: State = {"python": [version, list(words), gauss], "torch": _text(torch.get_rng_state())}
     if "numpy" in sys.modules:
@@ -51,7 +51,7 @@ def read(device: torch.device) -> State:
 
 
 def restore(state: State, device: torch.device) -> None:
-    """Let this process's generators continue from `state`; those that it does not know stay as they are."""
+    """Set this process's generators to `state`; those that are not in `state` do not change."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(_bytes(state["torch"]))
@@ -64,7 +64,7 @@ def restore(state: State, device: torch.device) -> None:
 
 
 def derive(seed: int, step: int, rank: int) -> None:
-    """Start generators that no file was found for; they differ between ranks, steps and seeds."""
+    """Seed generators for which no file was found; the seeds differ between ranks, steps and seeds."""
     mixed = zlib.crc32(f"{seed} {step} {rank}".encode())
     random.seed(mixed)
     torch.manual_seed(mixed)
@@ -74,10 +74,10 @@ def derive(seed: int, step: int, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Names one save, equally on all ranks that take part in it without having spoken.
+    """The name of one save, equal on all ranks that take part, without communication.
 
     step: optimizer steps done.  position: batches of an open accumulation window.  run: the name of the run.
-    save: tells it from other saves at that moment, where the folder's name does not.
+    save: distinguishes it from other saves at that moment, where the folder's name does not.
     """
 
     step: int
@@ -91,12 +91,12 @@ class Stamp:
 
 
 def write(folder: Path, rank: int, stamp: str, state: State) -> None:
-    """`rank`'s file inside `folder`, which is only being written yet."""
+    """Write `rank`'s file into `folder`, which is still being written."""
     write_sealed(folder / _name(rank), {"stamp": stamp, "rank": rank, **state})
 
 
 def carry(target: Path, folder: Path, stamp: str) -> None:
-    """Keep in `folder`, about to replace `target`, what ranks have put into the wrong one of two with equal stamps.
+    """Copy into `folder`, about to replace `target`, the files that ranks added to `target` when the stamps are equal.
 
     A program that was started again and saves at the same step as before has such a `target`.
     """
@@ -113,9 +113,9 @@ def add(
     state: State,
     committed: Callable[[str], Path | None] = lambda stamp: None,
 ) -> None:
-    """`rank`'s file for the checkpoint `target`, which rank 0 commits earlier or later, or never.
+    """Add `rank`'s file to the checkpoint `target`, which rank 0 commits earlier or later, or never.
 
-    committed: finds the checkpoint of a stamp under another name, where the name is rank 0's choice.
+    committed: finds the checkpoint of a stamp under another name, where rank 0 chooses the name.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     waiting = _waiting(target, rank, stamp.step)
@@ -129,9 +129,10 @@ def add(
 
 
 def adopt(target: Path, stamp: Stamp) -> None:
-    """In rank 0, after its commit: move in the files that wait for it, and delete those of earlier saves.
+    """Move in the files that wait for the commit, and delete those of earlier saves. Runs in rank 0, after its commit.
 
-    A stamp that names the save finds its files beside other names, too: another rank may have expected another one.
+    With a stamp that names the save, files beside other names are found too: another rank may have expected another
+    name.
     """
     elsewhere = target.parent.glob(f".*.rank*.step{stamp.step}") if stamp.save else ()
     for waiting in {*aside(target, "rank*.step*"), *elsewhere}:
@@ -146,7 +147,7 @@ def adopt(target: Path, stamp: Stamp) -> None:
 
 
 def drop_outdated(place: Path, step: int) -> None:
-    """In rank 0: delete files of saves before `step` whose checkpoint is gone: their ranks came too late."""
+    """Delete files of saves before `step` whose checkpoint is gone, since their ranks came too late. Runs in rank 0."""
     for waiting in place.glob(".*.rank*.step*"):
         said = _WAITING.search(waiting.name)
         if said is not None and int(said["step"]) < step and not (place / waiting.name[1 : said.start()]).exists():
@@ -154,7 +155,7 @@ def drop_outdated(place: Path, step: int) -> None:
 
 
 def find(target: Path, rank: int, manifest: Manifest) -> tuple[State | None, str]:
-    """The state of `rank` at that save; or None and the reason."""
+    """Return the state of `rank` at that save; or None and the reason."""
     inside = target / _name(rank)
     for path in (inside, _waiting(target, rank, manifest.step)):
         try:

@@ -1,8 +1,8 @@
-"""Manifest: what makes a folder a checkpoint. Written last, by rank 0; read by all.
+"""Manifest: the file that makes a folder a checkpoint. Written last, by rank 0; read by all.
 
-It lists every file with its size and CRC32, and says in plain JSON where the training stood. A folder without a
-whole manifest was never finished. The random states of ranks are not listed: a rank adds its own whenever it gets
-there, and they are sealed themselves.
+It lists every file with its size and CRC32, and the position of the training, in plain JSON. A folder without a
+complete manifest was never finished. The random states of ranks are not listed: a rank adds its own at any time,
+and they are sealed themselves.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MANIFEST = "manifest.json"
 _SEALED_THEMSELVES = "generators_*.json"
 
 _LAYOUT = 2
-"""Raised when an older nbaccel could no longer read what this one writes."""
+"""Version of the layout; increased when an older nbaccel could no longer read what this one writes."""
 
 _READABLE = (1, 2)
-"""1: without the names of runs."""
+"""Layouts that can be read. 1: without the names of runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file as it was written.  size: bytes.  crc32: eight hexadecimal digits."""
+    """Size and checksum of one file as it was written.  size: bytes.  crc32: eight hexadecimal digits."""
 
     size: int
     crc32: str
@@ -46,9 +46,10 @@ class FileRecord:
         return cls(path.stat().st_size, checksum(path))
 
     def verify(self, path: Path) -> None:
-        """
+        """Compare the file at `path` with this record.
+
         Raises:
-            CheckpointCorrupt: the file is gone, or is not what was written.
+            CheckpointCorrupt: the file is missing, or is not what was written.
         """
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing ({self.size} bytes)", str(path), f"{self.size} bytes", "none")
@@ -80,15 +81,15 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Where the training stood, and which files hold it.
+    """Position of the training, and the files that hold it.
 
     stamp: names the moment of the save, equal on all ranks that took part.
     step: optimizer steps done.  epoch: iterations of the first prepared loader that are done.
-    batch: batches of the epoch under way that are done, of all ranks together.
+    batch: batches of the current epoch that are done, of all ranks together.
     parts: names of the states that are in the files: "model", "optimizer", "custom_1".
     files: by path inside the folder; those of hooks are among them.
     saved_at: seconds since 1970, by the clock of the machine that wrote it.
-    run, ancestors: as `Lineage` has them; empty where an older nbaccel wrote it. The parent is the last ancestor.
+    run, ancestors: as in `Lineage`; empty where an older nbaccel wrote it. The parent is the last ancestor.
     """
 
     stamp: str
@@ -105,9 +106,9 @@ class Manifest:
     ancestors: dict[str, float] = field(default_factory=dict)
 
     def seal(self, folder: Path, records: Mapping[str, FileRecord] = MappingProxyType({})) -> None:
-        """Bring every file in `folder` to the disk, list those that are not sealed, and write the manifest.
+        """Flush every file in `folder` to the disk, list those that are not sealed, and write the manifest.
 
-        records: those of files that were checksummed while they were written, by name.
+        records: records of files that were checksummed while they were written, by name.
         """
         paths = sorted(folder.rglob("*"))
         with SideThread("nbaccel-sync") as disk:  # checksums are computed while the disk writes
@@ -122,7 +123,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of `folder`; the files it lists are not looked at.
+        """Read the manifest of `folder`; the files that it lists are not read.
 
         Raises:
             CheckpointCorrupt: there is none, it is damaged, or a newer nbaccel wrote it.
@@ -151,7 +152,7 @@ class Manifest:
         """Compare every listed file with its record, the smallest first.
 
         Raises:
-            CheckpointCorrupt: naming the first file that differs.
+                CheckpointCorrupt: names the first file that differs.
         """
         for name, record in sorted(self.files.items(), key=lambda item: item[1].size):
             record.verify(folder / name)

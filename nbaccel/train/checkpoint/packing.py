@@ -1,7 +1,8 @@
-"""Packing: a nested state as JSON plus flat, named tensors, and back. Pure; knows no files.
+"""Packing: converts a nested state to JSON plus flat, named tensors, and back. Pure; knows no files.
 
 Every value that is not a JSON scalar becomes ``{kind: [children]}``, so unpacking only ever builds the kinds of one
-table: reading a checkpoint runs no code that its writer chose. What is not in the table is refused, with its place.
+table: reading a checkpoint runs no code that its writer chose. A value that is not in the table is refused, and the
+error names its place.
 
 Not kept: ``requires_grad`` and the device of tensors (they come back on the CPU), and views as views. A tensor
 that occurs twice is stored once, so tied weights cost nothing.
@@ -22,18 +23,18 @@ from torch import Tensor
 __all__ = ["CannotPack", "Packed", "ToHost", "on_host", "pack", "unpack"]
 
 ToHost = Callable[[str, Tensor], Tensor]
-"""Gives a tensor of that name as one on the CPU, and no view of a larger one."""
+"""Function that returns the tensor of that name on the CPU, not as a view of a larger one."""
 
 _SCALARS = (bool, int, float, str, type(None))
 
 
 class CannotPack(TypeError):
-    """The state holds something that is neither data nor a plain container; the message says what and where."""
+    """The state holds a value that is neither data nor a plain container; the message names it and its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A state ready for the disk.
+    """A state that is ready to be written.
 
     structure: JSON.  tensors: by dotted name, on the CPU, in any layout, none of them a view of a larger one.
     aliases: second and further names of a tensor in the state's first level, as tied weights have.
@@ -46,7 +47,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How values of one exact type are taken apart into children, and put together again."""
+    """Functions that split values of one exact type into children, and rebuild them."""
 
     take_apart: Callable[[Any], Iterable[Any]]
     put_together: Callable[[list[Any]], Any]
@@ -84,17 +85,17 @@ _MAPPING_BY_NAME = {kind.__name__: build for kind, build in _MAPPINGS.items()}
 
 
 def on_host(name: str, tensor: Tensor) -> Tensor:
-    """`tensor` itself where it lies on the CPU already, else a copy there."""
+    """Return `tensor` itself if it is on the CPU already, else a copy there."""
     plain = tensor.detach().cpu().contiguous()
     is_view = plain.untyped_storage().nbytes() != plain.numel() * plain.element_size()
     return plain.clone() if is_view else plain
 
 
 def pack(state: Any, to_host: ToHost = on_host) -> Packed:
-    """`state` as JSON and tensors, which `to_host` brings to the CPU.
+    """Return `state` as JSON and tensors, which `to_host` brings to the CPU.
 
     Raises:
-        CannotPack: it holds an object of another kind.
+            CannotPack: `state` holds an object of another kind.
 
     >>> packed = pack({"weight": torch.ones(2), "steps": (1, 2)})
     >>> packed.structure
@@ -108,7 +109,7 @@ def pack(state: Any, to_host: ToHost = on_host) -> Packed:
 
 
 def unpack(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given.
+    """Return the state that `pack` was given.
 
     Raises:
         KeyError, ValueError: `structure` was not made by `pack`, or not with these tensors.
@@ -129,7 +130,7 @@ def unpack(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class _Packer:
-    """One state on its way into JSON; its tensors are put aside under dotted names."""
+    """Converts one state to JSON; its tensors are collected under dotted names."""
 
     def __init__(self, to_host: ToHost) -> None:
         self._to_host = to_host
@@ -178,7 +179,7 @@ class _Packer:
             kept = self._places[place]
             self.aliases[name] = kept
             return kept
-        while name in self.tensors:  # {"a": {"b": …}} and {"a.b": …} meet here
+        while name in self.tensors:  # {"a": {"b": …}} and {"a.b": …} have the same name
             name += "'"
         self._places[place] = name
         self.tensors[name] = self._to_host(name, tensor)
@@ -201,7 +202,7 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _numpy() -> Any:
-    """NumPy, which torch can live without; imported where a state brings an array."""
+    """Return NumPy, which is optional for torch; imported only where a state has an array."""
     if "numpy" not in sys.modules:
         import numpy  # noqa: F401
     return sys.modules["numpy"]

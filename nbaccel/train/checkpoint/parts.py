@@ -1,4 +1,4 @@
-"""Parts: one object's state in a folder, as safetensors and JSON. Written by rank 0, read by all.
+"""Parts: the state of one object in a folder, as safetensors and JSON. Written by rank 0, read by all.
 
 ``optimizer`` is two files: `optimizer.json`, its structure, and `optimizer.safetensors`, its tensors (where it has
 any); frozen ones of a model have a file of their own, see `frozen`. A state that is more than data (an object of the
@@ -28,20 +28,20 @@ from nbaccel.train.checkpoint.tensors import knows_dtypes_of, write_tensors
 __all__ = ["Part", "load_pickle", "load_tensors", "numbered", "read_part"]
 
 _MODEL = "model"
-"""How the names of parts begin that hold weights; see `numbered`."""
+"""Prefix of the names of parts that hold weights; see `numbered`."""
 
 
 def numbered(name: str, index: int) -> str:
-    """Accelerate's way to count: model, model_1, model_2, ..."""
+    """Return a name with a number as Accelerate counts: model, model_1, model_2, ..."""
     return f"{name}_{index}" if index else name
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One object's state, ready to be written.
+    """The state of one object, ready to be written.
 
     packed: its structure and tensors; None where only a pickle can hold it.
-    pickled: that pickle.  reason: why it has to be one.
+    pickled: that pickle.  reason: why a pickle is needed.
     frozen: names of tensors that need no gradient.
     """
 
@@ -61,7 +61,7 @@ class Part:
             return cls(name, None, pickled.getvalue(), str(error))
 
     def write(self, folder: Path, earlier: Path | None = None) -> dict[str, FileRecord]:
-        """Write it, not brought to the disk yet; the records of files that are checksummed already, by name.
+        """Write the part, without flushing; return the records of files that are checksummed already, by name.
 
         earlier: the checkpoint before, which may hold the frozen tensors already.
         """
@@ -86,16 +86,16 @@ class Part:
 
 
 def _metadata(packed: Packed, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What the header of a file with `tensors` says: names of tied weights too, where safetensors looks for them."""
+    """Return the header of a file with `tensors`: it also names tied weights, where safetensors looks for them."""
     return {"format": "pt", **{alias: kept for alias, kept in packed.aliases.items() if kept in tensors}}
 
 
 def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
-    """The state that a `Part` was made of, from files that `manifest` lists.
+    """Read the state that a `Part` was made of, from files that `manifest` lists.
 
     Raises:
         CheckpointCorrupt: a file of the part is missing or cannot be read.
-        UntrustedPickle: it is a pickle that could run code, without `trust`.
+            UntrustedPickle: the part is a pickle that could run code, without `trust`.
     """
     if f"{name}.json" not in manifest.files:
         return load_pickle(folder / f"{name}.pkl", trust)
@@ -112,21 +112,21 @@ def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
 
 
 def _move_into_torchs_memory(tensors: dict[str, torch.Tensor]) -> None:
-    """Copy each tensor, which lies in the mapped file at any address, to one that torch has chosen.
+    """Copy each tensor, which is in the mapped file at any address, to an address that torch has chosen.
 
-    An optimizer keeps the very tensors that it is given. torch's lie at multiples of 64 bytes, and on some processors
-    MKL computes other bits for others (https://www.intel.com, "Getting reproducible results with Intel MKL"): a
-    training that is continued would drift from one that never stopped. Weights are copied into the model's own.
+    An optimizer keeps the very tensors that it is given. torch's are at multiples of 64 bytes, and on some processors
+    MKL computes other bits for other addresses (https://www.intel.com, "Getting reproducible results with Intel MKL"):
+    a resumed training would differ from one that never stopped. Weights are copied into the model's own tensors.
     """
     for key, tensor in tensors.items():
         tensors[key] = tensor.clone()
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, on the CPU.
+    """Read the tensors of a safetensors file by name, on the CPU.
 
     Raises:
-        CheckpointCorrupt: it is no whole safetensors file.
+        CheckpointCorrupt: the file is no complete safetensors file.
     """
     try:
         return load_file(path)
@@ -135,11 +135,11 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_pickle(path: Path, trust: bool) -> Any:
-    """What ``torch.save`` wrote to `path`, tensors on the CPU; data only, unless `trust`.
+    """Load what ``torch.save`` wrote to `path`, tensors on the CPU; data only, unless `trust`.
 
     Raises:
-        UntrustedPickle: it asks for more than tensors and plain containers.
-        CheckpointCorrupt: it cannot be read.
+        UntrustedPickle: the file contains more than tensors and plain containers.
+        CheckpointCorrupt: the file cannot be read.
     """
     try:
         with torch.serialization.safe_globals(_harmless()):
@@ -157,7 +157,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 
 def _harmless() -> list[Any]:
-    """What torch does not allow by itself and only builds data: NumPy's arrays, as random states hold them."""
+    """Return types that only build data and that torch does not allow by default: NumPy's arrays of random states."""
     try:
         import numpy as np
     except ImportError:

@@ -1,7 +1,7 @@
-"""Place: where in the folder that a program names its checkpoint stands. Runs in ranks; writes nothing.
+"""Place: finds the folder of a checkpoint inside the folder that a program names. Runs in ranks; writes nothing.
 
 A checkpoint replaces its folder as a whole, so that folder must hold nothing else: ``save_state("checkpoints/")``
-may not delete ``checkpoints/epoch_0`` or somebody's notes. In a folder with other things in it, and in one
+may not delete ``checkpoints/epoch_0`` or the user's notes. In a folder with other things in it, and in one
 that cannot be renamed, the checkpoint is a subfolder; `load_state` looks there too.
 """
 
@@ -23,14 +23,14 @@ OURS = re.compile(
     r"(model|optimizer|scheduler|custom)(_\d+)?(\.frozen)?\.(json|safetensors|pkl)|(training|remembered|manifest|generators_\d+)\.json"
     rf"|\.{SUBFOLDER}\..*"
 )
-"""Names of what a checkpoint's folder holds, without the files of hooks."""
+"""Names of files in a checkpoint's folder, without the files of hooks."""
 
 _NOBODYS = re.compile(r"\.ipynb_checkpoints|\.DS_Store|__pycache__")
-"""What Jupyter and systems put into any folder that somebody has looked into."""
+"""Names that Jupyter and operating systems create in any folder that was opened."""
 
 
 def place_for(folder: str | os.PathLike[str]) -> Path:
-    """The folder to replace by a checkpoint when the program says `folder`. Links and ``~`` are followed."""
+    """Return the folder that a checkpoint replaces when the program names `folder`. Links and ``~`` are followed."""
     named = Path(folder).expanduser().resolve()
     if (named / SUBFOLDER).exists() or os.path.ismount(named) or _holds_other_things(named):
         return named / SUBFOLDER
@@ -38,7 +38,7 @@ def place_for(folder: str | os.PathLike[str]) -> Path:
 
 
 def place_of(folder: str | os.PathLike[str]) -> Path:
-    """The folder to load from when the program says `folder`."""
+    """Return the folder to load from when the program names `folder`."""
     named = Path(folder).expanduser()
     return named / SUBFOLDER if (named / SUBFOLDER).exists() else named
 
@@ -53,7 +53,7 @@ def _holds_other_things(folder: Path) -> bool:
 
 
 def _listed(folder: Path) -> set[str]:
-    """What a checkpoint in `folder` holds by its own account, files of hooks included."""
+    """Return the names that the manifest of a checkpoint in `folder` lists, files of hooks included."""
     for _ in range(2):  # rank 0 may be replacing the folder right now
         with suppress(CheckpointCorrupt):
             return {Path(name).parts[0] for name in Manifest.read(folder).files}

@@ -1,4 +1,4 @@
-"""CheckpointPolicy: when a training saves itself, where to, and what it continues from. Pure; opens no file."""
+"""CheckpointPolicy: when a training saves automatically, where, and what it resumes. Pure; opens no file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """What was asked for; by default nothing happens by itself.
+    """The user's choices; by default nothing is saved automatically.
 
     every: when to save.  folder: where checkpoints go.  keep: how many of them.
-    resume: the checkpoint, or the folder of checkpoints, to continue from; None to start anew.
+    resume: the checkpoint, or the folder of checkpoints, to continue from; None to start from the beginning.
 
     >>> CheckpointPolicy.of(RunSettings(checkpoint_every="10min")).keep
     3
@@ -31,9 +31,10 @@ class CheckpointPolicy:
 
     @classmethod
     def of(cls, settings: RunSettings) -> CheckpointPolicy:
-        """
+        """Return the policy that `settings` describe.
+
         Raises:
-            ValueError: a choice means nothing.
+            ValueError: a value is not valid.
         """
         folder = Path(settings.checkpoint_dir or CHECKPOINT_DIR).expanduser()
         keep = _KEPT if settings.keep is None else settings.keep

@@ -1,10 +1,10 @@
-"""Disposal: what becomes of a checkpoint's folder that is no longer needed. Runs in rank 0.
+"""Disposal: deletes or reuses a checkpoint's folder that is no longer needed. Runs in rank 0.
 
-On a disk it is deleted. On a mounted drive, such as Google Drive on Colab, deleted files go to a trash that counts
-as used space, so a rotation would fill the drive: there one outdated folder stays beside the checkpoints as
-``.nbaccel_spare``, and the next checkpoint is written over its files. It is no checkpoint, and none is read from it.
+On a disk the folder is deleted. On a mounted drive, such as Google Drive on Colab, deleted files go to a trash that
+counts as used space, so a rotation would fill the drive: there one outdated folder stays beside the checkpoints as
+``.nbaccel_spare``, and the next checkpoint is written over its files. That folder is no checkpoint and is never loaded.
 
-Not covered: other files than those of a checkpoint's own parts, which hooks have written; they are deleted there too.
+Not covered: files that hooks have written, other than a checkpoint's own parts; they are deleted there too.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ SPARE = ".nbaccel_spare"
 
 
 class Disposal:
-    """A disk: folders are made, and deleted."""
+    """Disposal on a disk: folders are made, and deleted."""
 
     def make(self, folder: Path) -> None:
         """Make `folder`, for a checkpoint that is going to be written."""
         folder.mkdir()
 
     def clear(self, folder: Path) -> None:
-        """Do away with what no longer has a checkpoint's name, if it is there.
+        """Delete a folder that no longer has a checkpoint's name, if it exists.
 
-        What cannot be deleted now (NFS keeps open files) goes later.
+        What cannot be deleted now (NFS keeps open files) is deleted later.
         """
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class Recycling(Disposal):
-    """A drive with a trash: the files of one outdated folder are overwritten by the next checkpoint."""
+    """Disposal on a drive with a trash: the next checkpoint overwrites the files of one outdated folder."""
 
     def make(self, folder: Path) -> None:
         spare = folder.with_name(SPARE)
         try:
-            # Emptied under its own name: under that of an unfinished checkpoint it would look like a complete one.
+            # Emptied under its own name: under the name of an unfinished checkpoint it would look like a complete one.
             for path in spare.iterdir():
                 _empty(path)
             os.rename(spare, folder)
-        except FileNotFoundError:  # there is none yet, or another program took it
+        except FileNotFoundError:  # none exists yet, or another program took it
             super().make(folder)
 
     def clear(self, folder: Path) -> None:
         try:
             os.rename(folder, folder.with_name(SPARE))
-        except OSError:  # there is one already, or nothing to clear
+        except OSError:  # one exists already, or there is nothing to clear
             super().clear(folder)
 
 
 def disposal_in(folder: Path) -> Disposal:
-    """How folders in `folder` are done away with."""
+    """Return the disposal for folders inside `folder`."""
     return Recycling() if Storage.of(folder).is_drive else Disposal()
 
 
 def sweep(folder: Path) -> None:
-    """Delete from a folder that was just written what a recycled one held beyond that: by now, empty files."""
+    """Delete from a newly written folder the files that remain of the recycled one: they are empty by now."""
     for path in folder.iterdir():
         is_own = OURS.fullmatch(path.name) and path.name != MANIFEST  # which is written last
         if is_own and path.is_file() and not path.stat().st_size:
@@ -71,7 +71,7 @@ def sweep(folder: Path) -> None:
 
 
 def _empty(path: Path) -> None:
-    """Keep the file without its content, if it is one of a checkpoint's own and in no other folder too."""
+    """Keep the file without its content, if it is one of a checkpoint's own and linked in no other folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif path.is_symlink() or not OURS.fullmatch(path.name) or path.stat().st_nlink > 1:

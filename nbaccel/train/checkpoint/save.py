@@ -1,7 +1,7 @@
-"""Save: one checkpoint from the moment it is about to the folder on the disk. Runs in rank 0.
+"""Save: writes one checkpoint to its folder on the disk. Runs in rank 0.
 
-What it holds does not change any more once it is made with staged tensors, so a thread may write it while the
-training goes on.
+Its content does not change any more once it is made with staged tensors, so a thread may write it while the
+training continues.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["Save", "Writer"]
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Everything that goes into one checkpoint.
+    """The content and the place of one checkpoint.
 
     target: its folder.  parts: made one after the other while they are written, where they are not staged.
     nbytes: of all tensors.  generators: random states of this rank, whose number is `rank`.
-    manifest: where the training stands; the names of the parts are added to it.
-    earlier: the checkpoint before, in which frozen weights may be already.
+    manifest: the position of the training; the names of the parts are added to it.
+    earlier: the checkpoint before, which may hold the frozen weights already.
     """
 
     target: Path
@@ -47,11 +47,11 @@ class Save:
     earlier: Path | None = None
 
     def write(self, into_folder: Callable[[Path], None] = lambda folder: None) -> list[str]:
-        """Bring it to the disk; for each part that only a pickle can hold, the reason.
+        """Write the checkpoint to the disk; return, for each part that only a pickle can hold, the reason.
 
         into_folder: adds files of its own to the unfinished folder.
         Raises:
-            CannotSave: no space, or no right to write there. The older checkpoint is as it was.
+                CannotSave: no space, or no right to write there. The older checkpoint does not change.
         """
         began = time.monotonic()
         names: list[str] = []
@@ -75,9 +75,9 @@ class Save:
 
 
 class Writer:
-    """Does one piece of work at a time in the background; who hands in the next waits for the one before.
+    """Runs one piece of work at a time in the background; a new one waits until the one before has ended.
 
-    A process that ends regularly waits for its last checkpoint, and says what that has met. A pickled copy is idle.
+    A process that ends regularly waits for its last checkpoint, and warns of its error. A pickled copy is idle.
     """
 
     def __init__(self) -> None:
@@ -86,9 +86,10 @@ class Writer:
         self._pid = 0  # of the process that waits at its end
 
     def start(self, work: Callable[[], object]) -> None:
-        """
+        """Start `work` in the background, after waiting for the work before.
+
         Raises:
-            What the work before has raised; `work` is not begun then.
+            The error of the work before; `work` is not started then.
         """
         self.join()
 
@@ -103,9 +104,9 @@ class Writer:
         self._thread.start()
 
     def _wait_at_the_end(self) -> None:
-        """Let the process wait before it shuts the thread pools down, with which a checkpoint is written.
+        """Make the process wait before it shuts down the thread pools with which a checkpoint is written.
 
-        It joins threads that are no daemons only after that, and ``atexit`` comes later still.
+        Python joins threads that are no daemons only after that, and ``atexit`` comes later still.
         """
         if self._pid != os.getpid():
             self._pid = os.getpid()
@@ -115,7 +116,7 @@ class Writer:
         """Wait until nothing is being written.
 
         Raises:
-            What the work has raised, once.
+                The error of the work, once.
         """
         if self._thread is not None:
             self._thread.join()

@@ -1,7 +1,7 @@
-"""Schedule: before which steps a training is saved by itself. Runs in ranks, asked at step boundaries.
+"""Schedule: decides before which steps a training is saved automatically. Runs in ranks, called at step boundaries.
 
-All ranks have to answer alike without waiting for each other, because each adds its own random numbers to a
-checkpoint. Counting steps they do. Time is kept by rank 0, which tells the others one step ahead: none of them can
+All ranks must give the same answer without waiting for each other, because each adds its own random states to a
+checkpoint. For step counts they do. For times rank 0 decides and tells the others one step ahead: none of them can
 be further than inside the step that rank 0 is about to enter, since its gradients need rank 0's.
 """
 
@@ -18,14 +18,14 @@ __all__ = ["Schedule", "schedule"]
 
 
 class Schedule(Protocol):
-    """When to save."""
+    """Decides when to save."""
 
     def is_due(self, step: int) -> bool:
-        """Whether to save before optimizer step `step`; asked once per step, with rising numbers."""
+        """Return whether to save before optimizer step `step`; called once per step, with rising numbers."""
 
 
 def schedule(every: Steps | Period, world: World) -> Schedule:
-    """The schedule of one rank."""
+    """Return the schedule of one rank."""
     if isinstance(every, Steps):
         return _EverySteps(every.count)
     if not world.is_distributed:
@@ -34,7 +34,7 @@ def schedule(every: Steps | Period, world: World) -> Schedule:
 
 
 class _EverySteps:
-    """At each multiple of `steps` optimizer steps, or at the next boundary where one may save: not between epochs."""
+    """Saves at each multiple of `steps` optimizer steps, or at the next allowed boundary: not between epochs."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -47,7 +47,7 @@ class _EverySteps:
 
 
 class _Alone:
-    """One process: the moment the time is over."""
+    """Saves as soon as the time is over, in one process."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -62,7 +62,7 @@ class _Alone:
 
 
 class _Leading(_Alone):
-    """Rank 0: the step after, which it announces."""
+    """Schedule of rank 0: saves one step after the time is over, and announces that step."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -76,9 +76,10 @@ class _Leading(_Alone):
 
 
 class _Following:
-    """Other ranks: the step that rank 0 has announced. Without a launcher nobody carries the announcement.
+    """Schedule of the other ranks: saves at the step that rank 0 has announced.
 
-    Then rank 0 saves alone, and the random numbers of the others are derived at load.
+    Without a launcher nothing transmits the announcement: rank 0 then saves alone, and the random states of the others
+    are derived at load.
     """
 
     def __init__(self) -> None:

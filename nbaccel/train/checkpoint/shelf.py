@@ -1,8 +1,8 @@
-"""Shelf: which checkpoints there are, which one is next, which one to load, and which ones go. Runs in ranks.
+"""Shelf: a folder of checkpoints; chooses names, the checkpoint to load, and those to delete. Runs in ranks.
 
-It names and judges folders. Only rank 0 asks it to load or to delete; every rank asks it for the next name. That of
-rank 0 is the one that counts: the others add their random states to the checkpoint with the stamp of their save,
-whatever its name, and expect the name that follows from the first number, on which all agreed.
+Only rank 0 calls it to load or to delete; every rank calls it for the next name. Rank 0's name is the one that is
+used: the others add their random states to the checkpoint with the stamp of their save, whatever its name, and expect
+the name that follows from the first number, on which all agreed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 _STEP = re.compile(r"checkpoint_(\d+)(?:_\d+)?")
 
 _TAKEN = re.compile(r"(?:checkpoint_(\d+)|\.checkpoint_(\d+)\.(?:tmp|old)-(\d+))")
-"""Names that have a number, and the process: what a killed one left gets its name back when that is saved to."""
+"""Names that have a number, and the process: a leftover of a killed process gets its name back at the next save."""
 
 _FEWEST = 3
-"""Checkpoints for which there should be room where no limit was set."""
+"""Number of checkpoints that should fit on the disk where no limit was set."""
 
 _LOOK_BACK = 100
-"""How many of the newest checkpoints a rank looks through for that of its own save: so far it may be behind rank 0."""
+"""How many of the newest checkpoints a rank searches for that of its own save: it may be that far behind rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The checkpoint to load.
+    """A checkpoint to load.
 
     manifest: None for a folder of Accelerate's, which has none.
-    passed_over: for each newer one that is damaged, what is wrong with it.
+    passed_over: the errors of newer checkpoints that are damaged.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class Choice:
 class Shelf:
     """The checkpoints of one project.
 
-    latest: what this process has written or loaded last, if anything.
+    latest: the checkpoint that this process has written or loaded last, if any.
     lineage: of the run that saves here.
     """
 
@@ -69,16 +69,16 @@ class Shelf:
         self.lineage = Lineage()
 
     def begin(self, lineage: Lineage) -> None:
-        """Another run saves here from now on."""
+        """Start saving for another run."""
         self.lineage = lineage
         self._has_told = False
 
     # -- names
 
     def label(self, moment: tuple[int, int], line: str) -> str:
-        """What tells a numbered save from others of this run at the same `moment`, equally on all ranks.
+        """Return a text that tells a numbered save from others of this run at the same `moment`, equal on all ranks.
 
-        line: that of the program. It tells a save on the main process only from the next one, by all.
+        line: the program's line. It distinguishes a save on the main process only from the next one, by all ranks.
         """
         if moment != self._saves_of:
             self._saves_of = moment
@@ -87,11 +87,11 @@ class Shelf:
         return f"save {self._saves[line]} at {line}"
 
     def next_folder(self, output_dir: str | os.PathLike[str] | None, stamp: str, writes: bool = True) -> Path:
-        """Where the next checkpoint goes: `output_dir`, or the next number in the project's folder.
+        """Return the folder of the next checkpoint: `output_dir`, or the next number in the project's folder.
 
-        writes: this rank makes it; the others look for what that one has made of this save.
+        writes: this rank makes it; the other ranks look for the folder that it has made of this save.
         Raises:
-            ValueError: neither was given, or there is a checkpoint of the number that was set by hand.
+            ValueError: neither was given, or a checkpoint with the number that was set by hand exists.
         """
         if output_dir is not None:
             return place_for(output_dir)
@@ -99,7 +99,7 @@ class Shelf:
         folder = self._numbered("save_state", "output_dir") / f"checkpoint_{number}"
         is_taken, is_counted = folder.exists(), isinstance(number, Counted)
         expected = folder.with_name(f"checkpoint_{self.free()}") if is_taken and is_counted else folder
-        # Looked for last: what rank 0 commits from here on has the name that is expected.
+        # Looked for last: what rank 0 commits after this has the expected name.
         if not writes and (committed := self.committed(stamp)) is not None:
             return committed
         if is_taken and not is_counted:
@@ -111,12 +111,12 @@ class Shelf:
         return expected
 
     def committed(self, stamp: str) -> Path | None:
-        """The checkpoint that rank 0 has made of the save `stamp`, if it is there already."""
+        """Return the checkpoint that rank 0 has made of the save `stamp`, if it exists already."""
         found = (folder for _, folder in reversed(self._all()[-_LOOK_BACK:]) if _is_of(folder, stamp))
         return next(found, None)
 
     def free(self) -> int | None:
-        """The number behind the newest that is there; None where checkpoints are not numbered."""
+        """Return the number after the newest existing one; None where checkpoints are not numbered."""
         if not self.project.automatic_checkpoint_naming or self.project.project_dir is None:
             return None
         place = self._numbered("save_state", "output_dir")
@@ -125,18 +125,18 @@ class Shelf:
         return 1 + max(taken, default=-1)
 
     def go_on_at(self, number: int | None) -> None:
-        """Let the numbering go on at `number`, unless one was set by hand."""
+        """Continue the numbering at `number`, unless one was set by hand."""
         if number is not None and isinstance(self.project.iteration, Counted):
             self.project.iteration = Counted(number)
 
     def count_on(self, folder: Path) -> None:
-        """Let the numbering go on behind `folder`, the numbered checkpoint that was made last."""
+        """Continue the numbering after `folder`, the numbered checkpoint that was made last."""
         said = _NAME.fullmatch(folder.name)
         assert said is not None, folder
         self.project.iteration = Counted(int(said[1]) + 1)
 
     def news(self, folder: Path) -> str:
-        """Once: that other runs have saved here before, as a person should know; else an empty text.
+        """Return, once, a message that other runs have saved here before; otherwise an empty text.
 
         folder: the checkpoint that is about to be made.
         """
@@ -152,9 +152,9 @@ class Shelf:
         )
 
     def shortage(self, folder: Path, nbytes: int) -> str:
-        """Once: that the disk has no room for as many checkpoints as are kept; else an empty text.
+        """Return, once, a message that the disk has not enough space for the checkpoints to keep; else an empty text.
 
-        folder: the checkpoint that is about to be made.  nbytes: of it.
+        folder: the checkpoint that is about to be made.  nbytes: its size.
         """
         if self._has_weighed or not nbytes:
             return ""
@@ -174,7 +174,7 @@ class Shelf:
     # -- limits
 
     def tidy(self) -> None:
-        """Delete what killed processes left, and this run's oldest numbered checkpoints beyond `total_limit`.
+        """Delete leftovers of killed processes, and this run's oldest numbered checkpoints beyond `total_limit`.
 
         The newest checkpoint is complete by now.
         """
@@ -191,7 +191,7 @@ class Shelf:
         drop_outdated(place, min((Manifest.read(folder).step for folder in own[-limit:]), default=0))
 
     def _is_own(self, folder: Path) -> bool:
-        """Whether `folder` is of this run, or of those that led to it; a damaged one is nobody's."""
+        """Return whether `folder` is of this run, or of those that led to it; False for a damaged one."""
         try:
             return self.lineage.holds(Manifest.read(folder))
         except (CheckpointCorrupt, TypeError):
@@ -200,11 +200,11 @@ class Shelf:
     # -- choice
 
     def choose(self, input_dir: str | os.PathLike[str] | None) -> Choice:
-        """The checkpoint in `input_dir`; without one, the newest numbered checkpoint that is whole.
+        """Return the checkpoint in `input_dir`; without one, the newest numbered checkpoint that is complete.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            CheckpointCorrupt: there is none that is whole.
+            CheckpointCorrupt: none is complete.
             ValueError: no folder was given, and checkpoints are not numbered.
         """
         if input_dir is not None:
@@ -239,16 +239,16 @@ class Shelf:
         return Path(project.project_dir) / "checkpoints"
 
     def _all(self) -> list[tuple[int, Path]]:
-        """Numbered checkpoints, the oldest first."""
+        """Return the numbered checkpoints, the oldest first."""
         place = self._numbered("load_state", "input_dir")
         found = [(_NAME.fullmatch(path.name), path) for path in place.glob("checkpoint_*")]
         return sorted((int(said[1]), path) for said, path in found if said)
 
 
 class Timeline(Shelf):
-    """The checkpoints that a training makes by itself: named by their step, in the order in which they were written.
+    """The automatic checkpoints of a training: named by their step, in the order in which they were written.
 
-    A run that begins anew in the folder of another has smaller steps than that one, and the newer checkpoints. A name
+    A run that starts again in the folder of another has smaller steps than that one, and the newer checkpoints. A name
     that another run has taken gets a number behind it: ``checkpoint_500_2``.
     """
 
@@ -257,7 +257,7 @@ class Timeline(Shelf):
         self.folder = folder
 
     def folder_for(self, step: int) -> Path:
-        """Where this run's checkpoint of `step` goes."""
+        """Return the folder for this run's checkpoint of `step`."""
         folder = self.folder / f"checkpoint_{step}"
         for again in count(2):
             if not folder.exists() or self._is_own(folder):
@@ -266,7 +266,7 @@ class Timeline(Shelf):
         raise AssertionError("unreachable")
 
     def choose_from(self, place: Path) -> Choice:
-        """The checkpoint `place`, or the newest whole one in the folder `place`.
+        """Return the checkpoint `place`, or the newest complete one in the folder `place`.
 
         Raises:
             FileNotFoundError, CheckpointCorrupt: see `choose`.
@@ -292,7 +292,7 @@ def _saved_at(folder: Path) -> float:
 
 
 def _is_of(folder: Path, stamp: str) -> bool:
-    """Whether rank 0 has committed this very save already: then the folder's existence is no surprise."""
+    """Return whether rank 0 has committed this very save already; then it is expected that the folder exists."""
     try:
         return Manifest.read(folder).stamp == stamp
     except CheckpointCorrupt:
@@ -300,10 +300,10 @@ def _is_of(folder: Path, stamp: str) -> bool:
 
 
 def _judge(folder: Path) -> Choice:
-    """`folder`, if it is whole; else what a killed process left complete beside it.
+    """Return `folder`, if it is complete; else a complete leftover of a killed process beside it.
 
     Raises:
-        FileNotFoundError, CheckpointCorrupt: neither is there.
+        FileNotFoundError, CheckpointCorrupt: neither exists.
     """
     try:
         return Choice(folder, _verified(folder))

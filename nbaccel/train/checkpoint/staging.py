@@ -1,6 +1,6 @@
-"""Staging: memory of the host that holds a training's state while it is written in the background. Runs in ranks.
+"""Staging: host memory that holds a training's state while it is written in the background. Runs in ranks.
 
-The buffers are kept from save to save: fresh memory would cost as much to be had as the copy into it.
+The buffers are kept from save to save: allocating fresh memory would take as long as the copy into it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nbaccel.hardware import usable_memory
 __all__ = ["Staging"]
 
 _SHARE_OF_HOST = 0.25
-"""Of the host's available memory that may be pinned: what is pinned cannot be swapped out, or given to anybody else."""
+"""Share of the host's available memory that may be pinned: pinned memory cannot be swapped out, or used otherwise."""
 
 
 class Staging:
@@ -40,9 +40,9 @@ class Staging:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def copy(self, part: str, name: str, tensor: Tensor) -> Tensor:
-        """`tensor` as it is now, on the CPU. An earlier copy of that name in that part is overwritten.
+        """Copy `tensor`, as it is now, to the CPU. An earlier copy of that name in that part is overwritten.
 
-        From CUDA it is there after `settle` only.
+        A copy from CUDA is complete only after `settle`.
         """
         source = tensor.detach()
         buffer = self._buffers.get((part, name))
@@ -50,7 +50,7 @@ class Staging:
             self._buffers.pop((part, name), None)
             buffer = self._pinned.like(source) if source.is_cuda else torch.empty_like(source, device="cpu")
             self._buffers[part, name] = buffer
-        # In the same layout it is one piece of memory; any other one takes a copy on the device, which may be full.
+        # In the same layout the copy is one piece; in another one it needs a copy on the device, which may be full.
         if source.is_cuda and buffer.stride() == source.stride():
             buffer.copy_(source, non_blocking=True)
             self._under_way.add(source.device)
@@ -59,12 +59,12 @@ class Staging:
         return buffer
 
     def settle(self) -> None:
-        """Return once all copies are there: one wait for all of them."""
+        """Wait until all copies are complete: one wait for all of them."""
         while self._under_way:
             torch.cuda.current_stream(self._under_way.pop()).synchronize()
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._buffers.clear()
         self._pinned = _Pinned()
 
@@ -76,7 +76,7 @@ class _Pinned:
         self._left_bytes: int | None = None
 
     def like(self, tensor: Tensor) -> Tensor:
-        """On the CPU, in the layout of `tensor`, and pinned if there is room for that."""
+        """Return an empty tensor on the CPU, in the layout of `tensor`, pinned if the share allows it."""
         if self._takes(tensor.nbytes):
             try:
                 return torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -95,7 +95,7 @@ class _Pinned:
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:
-    """Whether `buffer` is what would be made for `tensor`."""
+    """Return whether `buffer` is like one that would be made for `tensor`."""
     if buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
         return False
     if tensor.is_contiguous():  # whatever its strides along dimensions of one element

@@ -26,7 +26,7 @@ __all__ = ["knows_dtypes_of", "record_of", "write_tensors"]
 _ALIGNMENT = 8
 _CHUNK_BYTES = 8 << 20
 _FLUSH_BYTES = 16 << 20
-"""What the disk is asked for at once, at least: each time costs it an entry in its journal."""
+"""Least number of bytes to flush at once: each flush costs an entry in the file system's journal."""
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -40,20 +40,20 @@ _NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-"""In the order in which safetensors lays them out, the last ones first in the file."""
+"""Names of dtypes in the order in which safetensors lays them out, the last ones first in the file."""
 
-_flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
+_flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has only fsync
 
 _ORDER = {dtype: -place for place, dtype in enumerate(_NAMES)}
 
 
 def knows_dtypes_of(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether `write_tensors` can write them; the rarer types are the library's business."""
+    """Return whether `write_tensors` can write `tensors`; rarer types are written by the library."""
     return all(tensor.dtype in _NAMES for tensor in tensors.values())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write `tensors`, which lie on the CPU; size and checksum of the file, not all of which is on the disk yet.
+    """Write `tensors`, which are on the CPU; return size and checksum of the file, which may not be on the disk yet.
 
     metadata: texts for the file's header.
     """
@@ -75,15 +75,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             size += len(chunk)
             if size - flushed_size >= _FLUSH_BYTES and flushed.done():
                 flushed.result()
-                # The disk works while the rest is written: most of the file is there when it is synced in the end.
+                # The disk works while the rest is written: most of the file is there when it is synced at the end.
                 flushed, flushed_size = disk.submit(_flush, file.fileno()), size
         crc = checked.result()
-        flushed.result()  # a failure is told to the first who asks, so a later fsync may not know of it
+        flushed.result()  # an error is reported to the first call only, so a later fsync may not see it
     return FileRecord(size, f"{crc:08x}")
 
 
 def record_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Size and checksum of the file that `write_tensors` would write; nothing is written."""
+    """Return size and checksum of the file that `write_tensors` would write; nothing is written."""
     crc, size = 0, 0
     for chunk in _chunks(tensors, metadata):
         crc = zlib.crc32(chunk, crc)

@@ -1,6 +1,6 @@
 """Training: the parts of one Accelerator that are saved and restored together. Runs in ranks; opens no file.
 
-It takes their state as a `Content` and gives it back, and knows which moment a save is about.
+It collects their state as a `Content` and loads it again, and knows the moment of a save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Training"]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What `prepare` made, the parts that count, scale and spread it, and where the program itself stands."""
+    """Prepared objects, the parts that count, scale and distribute the training, and the position of the program."""
 
     prepared: Prepared
     accumulation: Accumulation
@@ -46,7 +46,7 @@ class Training:
         return self.accumulation.clock.done
 
     def stamp(self, save: str = "") -> Stamp:
-        """The name of a save that is made now, equal on all ranks.  save: see `Stamp`."""
+        """Return the name of a save that is made now, equal on all ranks.  save: see `Stamp`."""
         lineage = self.lineage
         run = lineage.run if lineage.is_agreed else self.world.launch_id
         if lineage.turns:
@@ -54,25 +54,25 @@ class Training:
         return Stamp(self.step, self.accumulation.window.unfinished, run, save)
 
     def weights(self) -> list[dict[str, Any]]:
-        """Each model's state dict, as a single process would save it. Collective with sharded strategies."""
+        """Return each model's state dict, as a single process would save it. Collective with sharded strategies."""
         return self.prepared.model_states(self.strategy)
 
     @property
     def is_inside_epoch(self) -> bool:
-        """Whether a resumed program goes on in the epoch under way, although a training loader of it may be through.
+        """True if a resumed program continues in the current epoch, although its training loader may be exhausted.
 
-        So it is while a loader is iterated; what follows the training, such as an evaluation, comes again then.
+        That is so while a loader is iterated; what follows the training, such as an evaluation, is repeated then.
         """
         return self.epochs.is_used and self.accumulation.is_iterating
 
     def generators(self) -> State:
-        """This process's random states, as they were where a resumed program goes on."""
+        """Return this process's random states, as they were where a resumed program continues."""
         may_come_again = self.epochs.is_used and self.accumulation.is_at_beginning
         kept = self.accumulation.clock.kept if may_come_again else None
         return read(self.device) if kept is None else kept
 
     def content(self, weights: list[dict[str, Any]], customs: Sequence[Any]) -> Content:
-        """Everything but the random states; batches of an open accumulation window count as not yet seen."""
+        """Return all states but the random ones; batches of an open accumulation window count as not yet seen."""
         prepared, epochs, accumulation = self.prepared, self.epochs, self.accumulation
         is_inside = self.is_inside_epoch
         return Content(
@@ -112,7 +112,7 @@ class Training:
         models: those that its model states belong to; a hook may have filled the others already.
         options: for their ``load_state_dict``.
         Raises:
-            ValueError: other things were prepared when it was written.
+            ValueError: other objects were prepared when it was written.
         """
         self.prepared.load(content, models, self.strategy, options)
         progress = content.progress

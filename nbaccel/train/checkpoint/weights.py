@@ -1,8 +1,9 @@
-"""Weights: one model in a folder of Hugging Face's layout, readable without us. Runs in ranks; rank 0 writes.
+"""Weights: one model in a folder of Hugging Face's layout, readable without nbaccel. Runs in ranks; rank 0 writes.
 
-``model.safetensors``, or, where that would be larger than `max_shard_size`, ``model-00001-of-00003.safetensors`` and
-so on with ``model.safetensors.index.json``, which says where each tensor is. With ``safe_serialization=False`` the
-same as ``pytorch_model.bin``. Each file is written beside its name and renamed, the index last.
+The file is ``model.safetensors``, or, where that would be larger than `max_shard_size`,
+``model-00001-of-00003.safetensors`` and so on with ``model.safetensors.index.json``, which says where each tensor is.
+With ``safe_serialization=False`` it is ``pytorch_model.bin``, in the same way. Each file is written under a temporary
+name and renamed, the index last.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}
 
 
 def parse_size(size: int | str) -> int:
-    """A size in bytes; "10GB" is decimal, "10GiB" binary, as Hugging Face reads them.
+    """Return a size in bytes; "10GB" is decimal, "10GiB" binary, as Hugging Face reads them.
 
     >>> parse_size("10GB"), parse_size("1.5KiB"), parse_size(7)
     (10000000000, 1536, 7)
@@ -92,12 +93,12 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The state dict in a folder that `save_weights` or a Hugging Face library wrote, or in one weights file.
+    """Read the state dict in a folder that `save_weights` or a Hugging Face library wrote, or in one weights file.
 
     Raises:
-        FileNotFoundError: no weights there.
+        FileNotFoundError: there are no weights at `path`.
         CheckpointCorrupt: a file is damaged or missing.
-        UntrustedPickle: a .bin file that is more than tensors.
+        UntrustedPickle: a .bin file contains more than tensors.
     """
     if path.is_file():
         return _read_file(path)
@@ -117,7 +118,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: Module, state: dict[str, Tensor], strict: bool = True) -> list[str]:
-    """Fill `model` from `state`; the names that it did not hold.
+    """Load `state` into `model`; return the names of the model that `state` did not hold.
 
     A name that is missing because its weight is tied to another one is filled through that one.
     Raises:
@@ -127,11 +128,11 @@ def load_weights(model: Module, state: dict[str, Tensor], strict: bool = True) -
 
 
 def load_model(model: Module, path: str | os.PathLike[str], strict: bool = True) -> list[str]:
-    """Fill `model` with the weights that `Accelerator.save_model` wrote; on every rank that has the model.
+    """Load the weights that `Accelerator.save_model` wrote into `model`; called on every rank that has the model.
 
     path: the folder, or one .safetensors or .bin file. Returns the names that were not in it.
     Raises:
-        FileNotFoundError: no weights there.
+        FileNotFoundError: there are no weights at `path`.
         RuntimeError: with `strict`, other names or shapes than the model's.
 
     >>> import tempfile
@@ -148,14 +149,14 @@ def load_model(model: Module, path: str | os.PathLike[str], strict: bool = True)
 
 
 def without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state` without DDP's ``module.``, where that is on every name: Accelerate's checkpoints of several ranks."""
+    """Return `state` without DDP's ``module.``, if every name has it: Accelerate's checkpoints of several ranks."""
     if not all(name.startswith("module.") for name in state):
         return state
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
 def with_tied(model: Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with the names that safetensors files leave out, because `model` ties their weights to others."""
+    """Return `state` with the names that safetensors files leave out because `model` ties their weights to others."""
     own = model.state_dict()
     by_place = {_place(own[name]): name for name in state if isinstance(own.get(name), Tensor)}
     tied = {
@@ -167,7 +168,7 @@ def with_tied(model: Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file that becomes `path` once the disk has it."""
+    """Call `write` to make a file that becomes `path` once it is on the disk."""
     unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         write(unfinished)
@@ -186,13 +187,13 @@ def _writer(tensors: dict[str, Tensor], aliases: dict[str, str], safe: bool) -> 
             torch.save(tensors | {alias: tensors[kept] for alias, kept in aliases.items()}, path)
         refuse_if_aborted(
             f"the weights in {path.parent}"
-        )  # only now: what is copied from a device waits for what is queued there
+        )  # only now: a copy from a device waits for what is queued there
 
     return write
 
 
 def _cut(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Shards of at most `limit` bytes, filled in order; a tensor larger than that is a shard of its own."""
+    """Return shards of at most `limit` bytes, filled in order; a tensor larger than that is a shard of its own."""
     shards: list[dict[str, Tensor]] = []
     open_shard: dict[str, Tensor] = {}
     size = 0
