@@ -1,7 +1,7 @@
-"""Data: which rank sees which batch, and what a training loop is told about its loader. Runs in ranks.
+"""Data: distributes batches to ranks, and reports the loader's position to training loops. Runs in ranks.
 
 `prepare` chooses a source (`sources`, `dispatch`), which deals by a shard (`shard`) in an order that all ranks share
-(`order`); `loader` is what the loop iterates, `position` how far it has come, `placement` how batches reach the
+(`order`); the loop iterates a `loader`, `position` is the progress of an epoch, `placement` moves batches to the
 device. `lengths` makes batches for inference, without a loader.
 """
 

@@ -9,20 +9,20 @@ __all__ = ["DataLoaderConfiguration"]
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders that an Accelerator prepares are dealt to the ranks.
+    """Rules by which loaders that an Accelerator prepares are dealt to the ranks.
 
     split_batches: a loader's batch is that of all ranks together and is cut into equal parts; otherwise each rank
         takes whole batches of it. It must divide by the number of ranks.
     dispatch_batches: rank 0 alone reads and sends the others their batches; every batch is then a collective. None:
-        so for an `IterableDataset`, whose ranks need not read the same stream, and not for others.
+        True for an `IterableDataset`, whose ranks need not read the same stream, and False for others.
     even_batches: fill the last round up with the epoch's first samples, so that all ranks see equally many batches.
         Otherwise the last ranks may get fewer, or none.
     use_seedable_sampler: the order of epoch e is that of ``torch.randperm`` after ``manual_seed(seed + e)``, in one
         process too: Accelerate's numbers. Otherwise one process has plain PyTorch's order, and several ranks an order
         that follows from (seed, e).
-    data_seed: that seed; None: what rank 0's generator was seeded with when the loader was prepared.
-    non_blocking: accepted. Copies to CUDA never wait for the host, here; they overlap if the loader pins memory.
-    use_stateful_dataloader: accepted. Every prepared loader has `state_dict`, here; torchdata is not needed.
+    data_seed: that seed; None: the seed of rank 0's generator when the loader was prepared.
+    non_blocking: accepted. Here copies to CUDA never wait for the host; they overlap if the loader pins memory.
+    use_stateful_dataloader: accepted. Here every prepared loader has `state_dict`; torchdata is not needed.
 
     >>> DataLoaderConfiguration(split_batches=True).even_batches
     True
@@ -40,10 +40,10 @@ class DataLoaderConfiguration:
     def chosen(
         cls, configuration: DataLoaderConfiguration | None, split_batches: bool, even_batches: bool
     ) -> DataLoaderConfiguration:
-        """`configuration`, or one of the two choices that an Accelerator also takes by themselves.
+        """Return `configuration`, or one made of the two choices that an Accelerator also takes by themselves.
 
         Raises:
-            ValueError: both say something.
+                ValueError: both were given.
         """
         if configuration is None:
             return cls(split_batches=split_batches, even_batches=even_batches)

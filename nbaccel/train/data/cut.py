@@ -1,7 +1,7 @@
-"""Cut: one collated batch in parts, each with its share of the samples. Runs in ranks; pure, without communication.
+"""Cut: splits one collated batch into parts, each with its share of the samples. Runs in ranks; no communication.
 
-It says which samples are in which part; when parts are handed out, and what waits for the last of them, is the
-gate's business (`nbaccel.train.gate`).
+It decides which samples are in which part. The gate (`nbaccel.train.gate`) decides when parts are handed out, and
+what waits for the last of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Part:
     """Samples `start` to `stop` of a batch of `rows`.
 
     rows: 0 where nothing was cut.
-    is_first, is_last: of its batch.  is_repeated: handed out once more, to make up the number; it weighs nothing.
+    is_first, is_last: of its batch.  is_repeated: handed out again, to make up the number; its weight is zero.
     """
 
     batch: Any
@@ -35,7 +35,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """What part of the batch's samples it holds.
+        """The fraction of the batch's samples in this part.
 
         >>> Part(None, 0, 2, rows=8).share
         0.25
@@ -45,9 +45,9 @@ class Part:
         return (self.stop - self.start) / self.rows if self.rows else 1.0
 
     def real(self, samples: int, world_size: int) -> int:
-        """How many samples of this part of all ranks together are among the first `samples` of all ranks' batches.
+        """Return how many samples of this part, of all ranks, are among the first `samples` of all ranks' batches.
 
-        The ranks' batches are of equal sizes, one behind the other, as in a loader's last round that was filled up.
+        The ranks' batches have equal sizes and follow one another, as in a loader's last round that was filled up.
 
         >>> [Part(None, start, start + 2, rows=4).real(5, world_size=2) for start in (0, 2)]
         [3, 2]
@@ -58,11 +58,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the batches of one loader are cut.
+    """The way in which the batches of one loader are cut.
 
-    parts: how many a whole batch gives.  batch_size: samples in one of this rank; None where that differs.
+    parts: how many a whole batch gives.  batch_size: samples in a batch of this rank; None where that differs.
     is_level: ranks hold equally many samples at the same time. A shorter batch then gives fewer parts, none larger
-    than those of a whole one. Otherwise every batch gives `parts`, so that collectives in a loop meet on all ranks.
+    than those of a whole one. Otherwise every batch gives `parts`, so that all ranks reach the collectives of a loop.
     """
 
     parts: int
@@ -75,10 +75,10 @@ class Cut:
         return None if self.batch_size is None else math.ceil(self.batch_size / self.parts)
 
     def of(self, batch: Any) -> list[Part]:
-        """The parts of `batch`, as equal as can be, in its order.
+        """Return the parts of `batch`, as equal as possible, in its order.
 
         Raises:
-            CannotCut: it is not clear which of it belongs to which sample.
+                CannotCut: it is not clear which values belong to which sample.
 
         >>> [part.batch for part in Cut(2, batch_size=4).of(["a", "b", "c"])]
         [['a', 'b'], ['c']]
@@ -114,5 +114,5 @@ def _samples(batch: Any) -> Samples:
         return Samples.of(batch)
     except CannotSplit as error:
         if type(batch) in (list, tuple) and not any(hasattr(entry, "__array__") for entry in batch):
-            return Samples(batch, len(batch), lambda whole, start, stop: whole[start:stop])  # of texts or objects
+            return Samples(batch, len(batch), lambda whole, start, stop: whole[start:stop])  # texts or objects
         raise CannotCut(f"memory ran out with whole batches, and this one cannot be cut: {error}") from error

@@ -2,7 +2,7 @@
 
 Used where ranks would not read the same stream. Per round there are two collectives: a header of five numbers, and
 one scatter of bytes that holds structure and tensors together, so that mixed dtypes and objects cost no more.
-The loader of the other ranks is never touched.
+The loaders of the other ranks are never used.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ SliceFunction = Callable[..., Any]
 _BATCH, _END, _FAILURE = range(3)
 
 _ALIGNMENT = 16
-"""Bytes; at least any element's size, so that a tensor can be a view of what arrived."""
+"""Bytes; at least any element's size, so that a tensor can be a view of the received bytes."""
 
 
 class DispatchSource(Source):
-    """Batches of rank 0's loader.
+    """A source of the batches of rank 0's loader.
 
     In rounds of one batch per rank, rank r gets batches r, r + n, ...; with `split` every batch is cut into n equal
     parts. The samples of the last, incomplete round are dealt in equal parts, filled up with the epoch's first
-    samples so that n divides them; without `even` the ranks get what there is, and a rank that gets nothing is not told
-    in the round before that its last batch was this one; with `drop_last` it is dropped.
+    samples so that n divides them. Without `even` the ranks get what is left; a rank that gets nothing is not told
+    in the round before that its last batch was this one. With `drop_last` the round is dropped.
 
     length: batches of rank 0's loader; None where unknown.
-    device: where the process group's backend can send from.
-    keeps_on_host: the batches are wanted on the CPU. They arrive there too where the group sends from host to host.
+    device: a device that the process group's backend can send from.
+    keeps_on_host: the batches are wanted on the CPU. They also arrive there where the group sends from host to host.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DispatchSource(Source):
         return self._deal(position) if self._world.is_main_process else self._receive()
 
     def _deal(self, position: Position) -> Iterator[tuple[Any, bool]]:
-        """On rank 0: read, send, and keep the own part."""
+        """Read, send, and yield the own part. Runs on rank 0."""
         if self._order is not None:
             self._order.draw = position.draw
         tell_epoch(position.epoch, self.loader.dataset, self.loader.sampler if self._order is None else self._order)
@@ -130,7 +130,7 @@ class DispatchSource(Source):
             self._wire.send(_END, self._to_everyone(NOTHING))
 
     def _packed(self, position: Position) -> Iterator[tuple[list[Any], list[_Parcel], bool]]:
-        """Each round's parts, and what is sent of them; ranks that wait for a batch hear of a failure to read one."""
+        """Yield each round's parts, and what is sent of them; report a failure to read to the waiting ranks."""
         try:
             for members, first, is_last in self._rounds(position):
                 parts = [self.shard.part(members, first, is_last, rank) for rank in range(self._world.world_size)]
@@ -143,7 +143,7 @@ class DispatchSource(Source):
         return [_Parcel.pack(value)] * (self._world.world_size - 1)
 
     def _rounds(self, position: Position) -> Iterator[tuple[list[Any], list[Any], bool]]:
-        """The rounds from `position` on; what the epoch drew when it began is drawn again."""
+        """Yield the rounds from `position` on; the epoch's random draws are repeated."""
         skip = position.batches
         if position.dataset is not None and self.states:
             self.states.restore(position.dataset)
@@ -208,11 +208,11 @@ class _RoundShard(StreamShard):
 
 
 class _Wire:
-    """Objects with tensors in them, from rank 0 to each rank, over the process group. Collective.
+    """Sends objects with tensors in them from rank 0 to each rank, over the process group. Collective.
 
-    The header is the collective that may wait long, for rank 0 to read: the `Transport` keeps looking up meanwhile,
-    so the rank can be interrupted, and hears of a rank 0 that has left. The bytes follow at once. Where the group can,
-    both go from host to host: no rank waits for what its device has yet to compute, and no device holds the batches of
+    The header is the collective that may wait long, until rank 0 has read: the `Transport` polls meanwhile, so
+    the rank can be interrupted, and learns when rank 0 has left. The bytes follow at once. Where the group can,
+    both go from host to host: no rank waits for its device's pending work, and no device holds the batches of
     all ranks.
     """
 
@@ -223,7 +223,7 @@ class _Wire:
         self._rounds = 0
 
     def send(self, kind: int, packed: list[_Parcel], is_last: bool = False, remainder: int = -1) -> None:
-        """On rank 0: to each other rank its parcel."""
+        """Send each other rank its parcel. Runs on rank 0."""
         head = max(len(parcel.structure) for parcel in packed)
         head += -head % _ALIGNMENT
         size = head + max(parcel.tensor_bytes for parcel in packed)
@@ -232,7 +232,7 @@ class _Wire:
         dist.scatter(own, [torch.empty_like(own), *(parcel.as_bytes(head, size).to(device) for parcel in packed)], 0)
 
     def receive(self) -> tuple[int, Any, bool, int]:
-        """On another rank: kind, part, whether it is the last one, remainder."""
+        """Return kind, part, whether it is the last one, and remainder. Runs on the other ranks."""
         (kind, is_last, remainder, head, size), device = self._header([_BATCH, 0, -1, 0, 0])
         arrived = torch.empty(size, dtype=torch.uint8, device=device)
         dist.scatter(arrived, None, 0)
@@ -240,7 +240,7 @@ class _Wire:
         return kind, part, bool(is_last), remainder
 
     def _header(self, numbers: list[int]) -> tuple[list[int], torch.device]:
-        """Rank 0's numbers, on every rank, and from where the bytes are sent."""
+        """Return rank 0's numbers, on every rank, and the device from which the bytes are sent."""
         self._rounds += 1
         transport = host_transport(Transport(self._world.world_size, self._rank_device))
         transport.call = "the loop over a loader that rank 0 reads for all ranks"
@@ -250,7 +250,7 @@ class _Wire:
 
 
 class _Parcel(pickle.Pickler):
-    """A pickle whose tensors are put aside; it keeps their places among the bytes that follow it."""
+    """A pickle without its tensors; it stores their offsets in the bytes that follow it."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
@@ -260,7 +260,7 @@ class _Parcel(pickle.Pickler):
 
     @classmethod
     def pack(cls, value: Any) -> _Parcel:
-        """`value`, or that there is NOTHING."""
+        """Return a parcel of `value`, which may be NOTHING."""
         buffer = io.BytesIO()
         parcel = cls(buffer)
         parcel.dump(value)
@@ -279,7 +279,7 @@ class _Parcel(pickle.Pickler):
         return offset, flat.numel(), thing.dtype, tuple(thing.shape)
 
     def as_bytes(self, head: int, size: int) -> torch.Tensor:
-        """The structure, tensors from `head` on, `size` bytes in all."""
+        """Return the structure, followed by tensors from offset `head` on, `size` bytes in all."""
         packed = torch.zeros(size, dtype=torch.uint8, device="cpu")
         packed[: len(self.structure)] = torch.frombuffer(bytearray(self.structure), dtype=torch.uint8)
         for offset, flat in self._tensors:

@@ -1,9 +1,9 @@
-"""Draws: how often a loader was begun, and whether the ranks train in the same order. Runs in ranks.
+"""Draws: count how often a loader was begun, and check that the ranks train in the same order. Runs in ranks.
 
-A shuffled loader has a new order every time it is begun. Its number within the epoch, the *draw*, is counted by each
-rank for itself, since nobody may wait for the others where a loader begins: one rank may look at it alone. Loops and
-looks are counted apart, so such a look leaves the order of the training loop as it is. Where ranks count differently
-nonetheless, `Comparison` finds it once they meet in the loop.
+A shuffled loader has a new order every time it is begun. The number of the order within the epoch, the *draw*, is
+counted by each rank for itself, since no rank may wait for the others where a loader begins: one rank may look at it
+alone. Loops and looks are counted separately, so such a look does not change the order of the training loop. If ranks
+count differently nonetheless, `Comparison` detects it once they meet in the loop.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from nbaccel.world import World
 __all__ = ["Comparison", "Meetings", "takes_one_batch"]
 
 _PATIENCE_S = 5.0
-"""How long the draw of a peer is waited for that a collective on a device may have overtaken."""
+"""How long to wait for the draw of a peer that a collective on a device may have overtaken."""
 
 _POLL_S = 0.02
 
 _REMEMBERED = 8
-"""Draws that a rank shows at once: a peer may read them a few iterations later."""
+"""Number of draws that a rank writes down at once: a peer may read them a few iterations later."""
 
 
 def takes_one_batch(frame: FrameType) -> bool:
     """Return whether `frame` is about to call ``next(iter(loader))``: one batch is taken, and the iterator is dropped.
 
-    Known from the code that runs, so it is the same on every rank. False where the code has no positions.
+    Determined from the code that runs, so it is the same on every rank. False where the code has no positions.
     """
     code, at = frame.f_code, frame.f_lasti
     if code.co_code[at] == dis.opmap["GET_ITER"] or "next" not in code.co_names:
@@ -57,7 +57,7 @@ def takes_one_batch(frame: FrameType) -> bool:
 
 
 def _begin(instruction: dis.Instruction) -> tuple[int, int] | None:
-    """Line and column where the source of `instruction` begins."""
+    """Return line and column where the source of `instruction` begins."""
     positions = instruction.positions
     if positions is None or positions.lineno is None or positions.col_offset is None:
         return None
@@ -65,10 +65,10 @@ def _begin(instruction: dis.Instruction) -> tuple[int, int] | None:
 
 
 class Meetings:
-    """Whether the ranks met in a collective since this was made.
+    """Tells whether the ranks met in a collective since this object was made.
 
-    counts_anyway: also if they did not; the others may have, in batches that this rank has none of.
-    are_counted: False alone, and where the backend does not count collectives.
+    counts_anyway: also if they did not; the others may have met in batches that this rank does not have.
+    are_counted: False in one process, and where the backend does not count collectives.
     """
 
     __slots__ = ("_before", "_count", "are_counted", "were_held")
@@ -89,19 +89,19 @@ class Meetings:
 class Comparison:
     """Compares the draws that the ranks train with, through the store of their process group.
 
-    The first loop of an epoch, and the first look, follow from what all ranks have done together, and are not shown to
-    anybody. A rank that is at a later draw writes it down where it begins, without waiting. Once the ranks have met in
-    its loop, by which time the others have written theirs, it looks for its own among them. So of two ranks that differ
-    at least one finds out, and a loader that is gone through as usual never touches the store.
+    The first loop of an epoch, and the first look, follow from what all ranks have done together, and are not
+    compared. A rank that is at a later draw writes it down where it begins, without waiting. Once the ranks have met in
+    its loop, by which time the others have written theirs, it looks for its own draw among them. So of two ranks that
+    differ at least one detects it, and a loader that is iterated as usual never uses the store.
 
     name: of the loader, for the message.
-    is_possible: there are peers, and it can be known whether the ranks have met.
+    is_possible: there are peers, and the backend shows whether the ranks have met.
     """
 
     def __init__(self, name: str, world: World) -> None:
         count = collective_counter() if world.is_distributed else None
         self.is_possible = count is not None
-        # Preparing is collective, so this number is the same on all ranks, and another for each loader.
+        # Preparing is collective, so this number is the same on all ranks, and differs between loaders.
         self._key = f"nbaccel/draws/{-1 if count is None else count()}"
         self._name = name
         self._world = world
@@ -110,7 +110,7 @@ class Comparison:
     def show(self, position: Position) -> None:
         """Write down the draw that begins at `position`, for the peers to find."""
         self._shown.append(_said(position))
-        with suppress(RuntimeError):  # a peer that held the store has left: nobody is there to compare with
+        with suppress(RuntimeError):  # the peer that held the store has left: nothing to compare with
             c10d._get_default_store().set(self._of(self._world.rank), " ".join(self._shown))
 
     def compare(self, position: Position) -> None:
@@ -153,5 +153,5 @@ def _said(position: Position) -> str:
 
 
 def _times(draw: int) -> int:
-    """How often a loader was begun, with the iteration of this draw."""
+    """Return how often a loader was begun, including the iteration of this draw."""
     return draw + 1 if draw >= 0 else -draw

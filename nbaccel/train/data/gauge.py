@@ -1,8 +1,8 @@
-"""LoopGauge: how far one iteration over a prepared loader has come, for whoever looks at it. Runs in ranks.
+"""LoopGauge: measures the progress of one iteration over a prepared loader, for observers. Runs in ranks.
 
-The loop itself reports nothing on its way: a launcher's thread looks at the gauge a few times per second, so that
-telling costs the loop nothing. Whether it trains or evaluates is seen from whether backwards come, and how long it
-waits for data from how often the loader was found at work.
+The loop itself reports nothing: a launcher's thread reads the gauge a few times per second, so that reporting costs
+the loop nothing. The loop trains if backwards come, otherwise it evaluates. How long it waits for data is estimated
+from how often the loader was found busy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ENOUGH_LOOKS = 20  # 5 s: some 10 % of the time, give or take
 
 
 class Fetching:
-    """How much of their time the loops over one loader wait for batches. A loop holds the generator, and this does not.
+    """Estimates how much of their time the loops over one loader wait for batches. Only the loop holds the generator.
 
-    waiting: a part of 1; None before there were looks enough.
+    waiting: a fraction of 1; None before there were enough looks.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Fetching:
         self._looks = self._waits = 0
 
     def __reduce__(self) -> tuple[type[Fetching], tuple[()]]:
-        """A loader that is copied or sent begins to count anew."""
+        """A copied or pickled loader starts to count again."""
         return Fetching, ()
 
     @property
@@ -40,26 +40,26 @@ class Fetching:
         return round(self._waits / self._looks, 2) if self._looks >= _ENOUGH_LOOKS else None
 
     def watch(self, generator: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """The loop that begins takes its batches from `generator`."""
+        """Note that a loop begins which takes its batches from `generator`; return it."""
         self._generator = weakref.ref(generator)
         return generator
 
     def look(self) -> None:
-        """Count whether the generator is at work now. From another thread than the loop's."""
+        """Count whether the generator is running now. Called from another thread than the loop's."""
         generator = None if self._generator is None else self._generator()
         self._looks += 1
         self._waits += generator is not None and inspect.getgeneratorstate(generator) == inspect.GEN_RUNNING
 
 
 class LoopGauge:
-    """One iteration, from its first batch to its end.
+    """Progress of one iteration, from its first batch to its end.
 
-    taken: tells how many batches of the epoch this rank has had, with those that it was to leave out.
-    batches: how many the epoch has for it; None where that is unknown.
+    taken: returns how many batches of the epoch this rank has had, including those that it left out.
+    batches: how many the epoch has for this rank; None where that is unknown.
     samples: in one batch of this rank; None where batches have sizes of their own.
-    epoch: that of the loader; where the program has announced epochs (`Accelerator.epochs`), theirs counts instead.
+    epoch: that of the loader; where the program has announced epochs (`Accelerator.epochs`), theirs is used instead.
     may_train: gradients were enabled when it began.
-    fetching: of its loader.
+    fetching: that of its loader.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class LoopGauge:
         self._end: Progress | None = None
 
     def read(self) -> Progress | None:
-        """Where the loop is now; None once it has ended. From any thread but the loop's."""
+        """Return the present progress; None once the loop has ended. Called from any thread but the loop's."""
         if self._end is not None:
             return None
         self._fetching.look()
         return self._look()
 
     def close(self) -> Progress:
-        """The iteration has ended, or was left: where it was then."""
+        """Note that the iteration has ended, or was left; return its progress at that time."""
         self._end = self._look(is_over=True)
         return self._end
 
     def _look(self, is_over: bool = False) -> Progress:
         steps, taken = self._accumulation.clock.done, self._taken()
         has_trained = steps > self._steps_before
-        # Before the first step is complete a loop that trains and one that evaluates look alike, but for gradients.
+        # Before the first step is complete, loops that train and loops that evaluate differ only in enabled gradients.
         is_first_window = self._may_train and taken <= self._taken_before + self._accumulation.steps and not is_over
         return Progress(
             step=steps,

@@ -1,8 +1,8 @@
-"""Batches of inputs that are about equally long, so that little of a batch is padding. Pure; runs anywhere.
+"""Batches of inputs of about equal lengths, so that little of a batch is padding. Pure; runs anywhere.
 
 For inference over texts, sounds or graphs of very different sizes: each batch is padded to its longest input, and in
-the order in which inputs come that is most of the work. It deals with indices only; who runs which batch is
-`split_between_processes`' business. Training wants its samples in a random order, so this is nothing for that.
+the original order of inputs padding is most of the work. This module handles indices only; `split_between_processes`
+decides which rank runs which batch. It is not for training, which needs its samples in a random order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class LengthBatches(list[list[int]]):
-    """Indices of inputs by batch, and the way back to the order of the inputs.
+    """Indices of inputs by batch; `restore` returns results to the order of the inputs.
 
     lengths: of all inputs, in their own order.
     """
@@ -36,7 +36,7 @@ class LengthBatches(list[list[int]]):
         return 1 - sum(self.lengths) / padded if padded else 0.0
 
     def restore(self, results: Iterable[Iterable[_T]]) -> list[_T]:
-        """The results of the inputs in the order of the inputs.
+        """Return the results of the inputs in the order of the inputs.
 
         results: for every batch, in the order of the batches, one result for each of its inputs: a list, or a tensor
         with the inputs in its first dimension.
@@ -62,13 +62,13 @@ class LengthBatches(list[list[int]]):
 
 
 def batches_by_length(lengths: Iterable[int], batch_size: int, max_tokens: int | None = None) -> LengthBatches:
-    """Batches of indices, each of inputs that are about equally long. Any rank may call it alone; nobody is asked.
+    """Return batches of indices, each of inputs of about equal length. Any rank may call this alone; no communication.
 
     lengths: of the inputs, in any unit, such as tokens.  batch_size: inputs in a batch at most.
-    max_tokens: how long a batch may be altogether, its padding included; short inputs then come in larger batches
+    max_tokens: the largest total length of a batch, its padding included; short inputs then come in larger batches
         than long ones. An input that is longer than that is a batch by itself.
 
-    The longest batch is the first, so that one which does not fit into memory shows at once. Long and short ones
+    The longest batch is the first, so that one which does not fit into memory fails at once. Long and short ones
     alternate after it in such a way that each rank's share of `split_between_processes` takes about as long.
 
     Raises:
@@ -104,9 +104,9 @@ def _padded(batch: list[int], lengths: list[int]) -> int:
 
 
 def _spread(count: int) -> list[int]:
-    """``range(count)`` in an order of which every stretch holds small and large numbers: their bits turned round.
+    """Return ``range(count)`` in an order of which every stretch has small and large numbers: their bits are reversed.
 
-    (Van der Corput's sequence.) Halves are the even and the odd numbers, quarters every fourth one, and so on.
+    (Van der Corput's sequence.) The halves are the even and the odd numbers, the quarters every fourth one, and so on.
 
     >>> _spread(6)
     [0, 4, 2, 1, 5, 3]

@@ -1,7 +1,7 @@
-"""PreparedLoader: what a training loop iterates. Runs in ranks.
+"""PreparedLoader: the loader that a training loop iterates. Runs in ranks.
 
-It takes this rank's batches from its source, on its device, opens a window of accumulation per iteration, counts
-epochs and positions, and can be resumed inside an epoch. Which rank gets which batch is the source's decision.
+It takes this rank's batches from its source to its device, opens an accumulation window per iteration, counts
+epochs and positions, and can be resumed inside an epoch. The source decides which rank gets which batch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = ["PreparedLoader"]
 class PreparedLoader(DataLoader[Any]):
     """A loader whose batches are this rank's, on its device, and whose end the accumulation knows.
 
-    Attributes it does not define are those of the user's loader, which stays reachable as `loader`.
+    Attributes it does not define are those of the user's loader, which is available as `loader`.
 
-    loader: the user's own.  end_of_dataloader: the batch in hand is the last one.
-    iteration: the number of the epoch that is under way, or comes next. With several ranks an iteration counts as an
-    epoch if it trained, or the ranks met in it (a gather, a barrier); in one process if it trained, or went through to
+    loader: the user's own.  end_of_dataloader: the current batch is the last one.
+    iteration: the number of the current epoch, or of the next one. With several ranks an iteration counts as an
+    epoch if it trained, or the ranks met in it (a gather, a barrier); in one process if it trained, or was iterated to
     the end. An epoch that is begun again has another order. Looks, which are ``next(iter(loader))`` and loops without
-    gradients, are counted apart from loops: a look on one rank does not change which samples it trains on.
-    is_bound: it is to be iterated in the world it was prepared for; False for loaders of a made-up rank.
+    gradients, are counted separately from loops: a look on one rank does not change which samples it trains on.
+    is_bound: it must be iterated in the world it was prepared for; False for loaders of a simulated rank.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PreparedLoader(DataLoader[Any]):
         accumulation: Accumulation,
         device: torch.device | None,
     ) -> None:
-        """What is iterated (`source`), and where batches go (None: nowhere)."""
+        """Iterate `source`; batches go to `device` (None: they stay)."""
         # No super().__init__(): this is the user's loader seen from one rank, not a second loader.
         self.loader = loader
         self.world = world
@@ -64,7 +64,7 @@ class PreparedLoader(DataLoader[Any]):
         self.is_bound = True
         self._source = source
         self._progress = Progress()
-        self._origin: PreparedLoader | None = None  # the loader that this one is the rest of
+        self._origin: PreparedLoader | None = None  # the loader of which this one is the rest
         self._resumed: Position | None = None  # the position that the skipped batches replace
         self._comparison = Comparison(self._name(), world)
         self._skip = 0  # this rank's batches that every iteration leaves out
@@ -80,17 +80,17 @@ class PreparedLoader(DataLoader[Any]):
         accumulation: Accumulation,
         device: torch.device | None,
     ) -> Self:
-        """One of a subclass, whose constructor takes what programs give it."""
+        """Make a loader of a subclass, whose constructor takes what programs pass."""
         prepared = cls.__new__(cls)
         PreparedLoader.__init__(prepared, loader, source, world, accumulation, device)
         return prepared
 
     def __nbaccel_unwrap__(self) -> DataLoader[Any]:
-        """What travels from a rank to the notebook in this object's place."""
+        """Return what is sent from a rank to the notebook in place of this object."""
         return self.loader
 
     def move_to(self, device: torch.device | None) -> None:
-        """Where batches go from now on; on the CPU they are there already."""
+        """Set the device for batches from now on; batches for the CPU are not moved."""
         self._device = None if device is None or device.type == "cpu" else device
 
     # -- iterating
@@ -105,7 +105,7 @@ class PreparedLoader(DataLoader[Any]):
         return this.accumulation.gate.over(this, this._fetching.watch(this._iterate(is_look, takes_one)))
 
     def _apart(self) -> PreparedLoader:
-        """This loader for a look while an iteration is under way, which goes on as if there had been none."""
+        """Return a copy for a look during an iteration, which continues as if there had been no look."""
         apart = copy.copy(self)
         apart._origin, apart._source = None, self._source.apart()
         apart._progress, apart._fetching = Progress(), Fetching()
@@ -117,7 +117,7 @@ class PreparedLoader(DataLoader[Any]):
         position = self._next_position(is_look)
         accumulation, clock = self.accumulation, self.accumulation.clock
         source, progress, stride = self._source, self._progress, self._source.stride
-        states = source.states if source.states else None  # asked once: this is the step path
+        states = source.states if source.states else None  # read once: this is the step path
         lengths = source.lengths(position.batches)
         length = None if lengths is None else self._own(lengths)
         joint_ends = frozenset(lengths or ()) if self.is_joined else frozenset()
@@ -125,7 +125,7 @@ class PreparedLoader(DataLoader[Any]):
         resume, is_resumed = progress.resume, progress.resume is position
         progress.begin(position, clock.done)
         if not is_resumed:
-            progress.resume = resume  # of a loop that is still to come: this is a look
+            progress.resume = resume  # of a later loop: this iteration is a look
         may_train = torch.is_grad_enabled()
         is_compared = source.is_drawn_apart and not (position.is_first or takes_one) and self._comparison.is_possible
         if is_compared:
@@ -182,11 +182,11 @@ class PreparedLoader(DataLoader[Any]):
                 is_epoch = has_trained or (has_met if meetings.are_counted else is_whole)
                 progress.end(counts=is_epoch and progress.resume is None)
                 if is_resumed and not (has_trained or has_met or is_whole):
-                    progress.resume = position  # a look: the training that goes on there is still to come
+                    progress.resume = position  # a look: the training that continues there is still to come
             accumulation.close(window, is_whole)
 
     def _next_position(self, is_look: bool) -> Position:
-        """Where an iteration that starts now begins."""
+        """Return the position where an iteration that starts now begins."""
         progress = self._progress
         resumed = progress.resume
         if resumed is not None and not (is_look and self._is_through(resumed)):
@@ -199,14 +199,14 @@ class PreparedLoader(DataLoader[Any]):
         return Position(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size, *counts)
 
     def _is_through(self, position: Position) -> bool:
-        """Whether a loop that may train has nothing left there: it yields nothing, where a look yields what it did."""
+        """Return whether a loop that may train has no batches left at `position`, so that no look may resume there."""
         lengths = self._source.lengths(position.batches)
         return not position.is_look and lengths is not None and not max(lengths)
 
     # -- how long
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch; for a loader without the first `n` batches, of the rest."""
+        """Return this rank's batches in an epoch; for a loader without the first `n` batches, those of the rest."""
         lengths = self._source.lengths(self._skip * self._source.stride)
         if lengths is None:
             raise TypeError(f"this loader has no length: its {type(self.loader.dataset).__name__} has none")
@@ -226,9 +226,9 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.enter_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration the first one of `epoch`; without this they count up from 0. On every rank.
+        """Make the next iteration the first one of `epoch`; without this they count up from 0. Every rank calls it.
 
-        A position inside another epoch, which `load_state_dict` has set, is given up.
+        A position inside another epoch, which `load_state_dict` has set, is dropped.
         """
         progress = self._progress
         progress.enter_epoch(epoch)
@@ -239,12 +239,12 @@ class PreparedLoader(DataLoader[Any]):
         tell_epoch(epoch, loader.dataset, loader.sampler, loader.batch_sampler, inner)
 
     def state_dict(self, unseen: int = 0) -> dict[str, Any]:
-        """Where the loop is: epoch, batches had of it, and what its order follows from. Numbers, texts and tensors.
+        """Return the position of the loop: epoch, its batches had so far, and what its order follows from; plain data.
 
-        The batch in hand counts as had; `unseen` of this rank's last batches do not (those of an accumulation window
-        that is still open, whose gradients are in no checkpoint). The state of rank 0 holds for all ranks, for
+        The current batch counts as had; `unseen` of this rank's last batches do not (those of an accumulation window
+        that is still open, whose gradients are in no checkpoint). The state of rank 0 is valid for all ranks, for
         another number of them, and for another batch size if it divides the samples had so far. Reads nothing and
-        waits for nobody.
+        waits for no rank.
         """
         progress, begun = self._progress, self._progress.begun
         if begun is None:
@@ -260,10 +260,10 @@ class PreparedLoader(DataLoader[Any]):
         return replace(reached, batch_size=self._batch_size).state_dict()
 
     def state_in_epoch(self, since: int, unseen: int) -> dict[str, Any]:
-        """`state_dict` for an epoch of the program that goes on, and began `since` passes after the first.
+        """Return `state_dict` for an epoch of the program that continues, and began `since` passes after the first.
 
-        A loader that has trained in it and is through stands at its end, not before the next epoch. One that is being
-        iterated and has not trained stands at its beginning: an evaluation comes again as a whole.
+        A loader that has trained in it and is exhausted is at its end, not before the next epoch. One that is being
+        iterated and has not trained is at its beginning: an evaluation is repeated as a whole.
         """
         progress = self._progress
         if progress.begun is not None:
@@ -272,12 +272,12 @@ class PreparedLoader(DataLoader[Any]):
         return progress.ended[0] if progress.ended is not None and progress.ended[1] > since else self.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where the loop was that `state_dict` describes. On every rank.
+        """Continue the next iteration at the position that `state_dict` describes. Every rank calls it.
 
-        Samples of a dataset with indices that were had are not read again; a stream goes on from its dataset's own
+        Samples of a dataset with indices that were had are not read again; a stream continues from its dataset's own
         state, or is read again up to there if it has none (`state_dict` and `load_state_dict`, without worker
         processes). An iteration that was at its end yields nothing; the epoch after it is whole again. Random numbers
-        that worker processes draw begin anew.
+        that worker processes draw start again.
 
         >>> from nbaccel import Accelerator
         >>> loader = Accelerator().prepare(DataLoader(range(8), 2))
@@ -306,12 +306,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def is_joined(self) -> bool:
-        """Whether uneven lengths are taken care of; see `Accelerator.join_uneven_inputs`."""
+        """True if uneven lengths are handled; see `Accelerator.join_uneven_inputs`."""
         return self._progress.is_joined
 
     @contextmanager
     def joined(self, even_batches: bool | None = None) -> Iterator[None]:
-        """While entered, ranks may run out of batches one after the other; `even_batches` holds, unless None."""
+        """While entered, ranks may run out of batches one after the other; `even_batches` is applied unless None."""
         even, was_joined = self.even_batches, self._progress.is_joined
         self._progress.is_joined = True
         if even_batches is not None:
@@ -322,9 +322,9 @@ class PreparedLoader(DataLoader[Any]):
             self.even_batches, self._progress.is_joined = even, was_joined
 
     def without_first(self, batches: int) -> PreparedLoader:
-        """This loader without this rank's first `batches`, in every iteration; it counts epochs together with this one.
+        """Return this loader without this rank's first `batches`, in every iteration; both count epochs together.
 
-        A position that `load_state_dict` has set is replaced by it; the order of that epoch stays.
+        It replaces a position that `load_state_dict` has set; the order of that epoch stays.
         """
         if batches < 0:
             raise ValueError(f"num_batches must be at least 0, got {batches}")
@@ -334,7 +334,7 @@ class PreparedLoader(DataLoader[Any]):
         rest._resumed, self._progress.resume = self._progress.resume, None
         return rest
 
-    # -- what programs ask
+    # -- attributes that programs read
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
@@ -342,7 +342,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round is filled up, so that all ranks see equally many batches; may be changed."""
+        """True if the last round is filled up, so that all ranks see equally many batches; may be changed."""
         return self._source.even
 
     @even_batches.setter
@@ -375,7 +375,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._source.may_be_uneven
 
     def lengths(self) -> list[int] | None:
-        """Batches of each rank in an epoch, one number where all have equally many; None where that is unknown."""
+        """Return the batches of each rank in an epoch, one number if all have equally many; None where unknown."""
         return self._source.lengths(self._skip * self._source.stride)
 
     def _name(self) -> str:
@@ -406,10 +406,10 @@ class PreparedLoader(DataLoader[Any]):
             )
 
     def refuse_to_gather(self) -> None:
-        """In each batch, where ranks get different numbers of batches: the last gather would not end.
+        """Refuse a gather in each batch where ranks get different numbers of batches: the last gather would not end.
 
         Raises:
-            ValueError: they do.
+            ValueError: the numbers differ.
         """
         lengths = self.lengths()
         if lengths is not None and len(set(lengths)) > 1:

@@ -1,8 +1,8 @@
-"""Order: samplers that draw alike on every rank, whatever they draw from. Runs in ranks.
+"""Order: samplers that draw the same on every rank, whatever generator they use. Runs in ranks.
 
-A `SharedOrder` stands in for the user's sampler. Torch's samplers get a generator that all ranks seed alike; a
+A `SharedOrder` replaces the user's sampler. Torch's samplers get a generator that all ranks seed alike; a
 sampler of the user's own, which may draw from any global generator, runs with `PrivateRandomness`. The user's
-sampler and the process's generators stay as they are.
+sampler and the process's generators do not change.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from nbaccel.train.data.pieces import in_pieces
 __all__ = ["PrivateRandomness", "SharedOrder", "data_seed", "drawn_seed", "order_states", "replayed", "tell_epoch"]
 
 _EPOCH_STRIDE = 0x9E3779B97F4A7C15
-"""2**64 over the golden ratio: neighbouring epochs of neighbouring seeds do not meet."""
+"""2**64 over the golden ratio: neighbouring epochs of neighbouring seeds do not coincide."""
 
 _DRAW_STRIDE = 0xD1B54A32D192ED03
-"""An odd number near 2**64 times 0.8191: the draws of an epoch meet neither each other nor other epochs."""
+"""An odd number near 2**64 times 0.8191: the draws of an epoch coincide neither with each other nor other epochs."""
 
 _SEEDABLE_STRIDE = 1
 """Accelerate's seedable sampler: epoch e has the order of seed + e."""
@@ -37,7 +37,7 @@ class SharedOrder(Sampler[Any]):
 
     seed: equal on all ranks; the order of epoch e follows from (seed, e, draw) alone.
     draw: which order of an epoch that is begun several times; see `Position.draw`.
-    is_seedable: in the way of Accelerate's seedable sampler.
+    is_seedable: as Accelerate's seedable sampler.
     at_once: how many batches are drawn together from a sampler of the user's own.
     """
 
@@ -54,16 +54,16 @@ class SharedOrder(Sampler[Any]):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether random numbers have a part in it."""
+        """True if the order depends on random numbers."""
         return bool(self._generators) or self._private is not None
 
     def apart(self) -> SharedOrder:
-        """The same order, drawn by generators of its own."""
+        """Return the same order, drawn by separate generators."""
         batches, is_seedable, at_once = self._given
         return SharedOrder(batches, self.seed, is_seedable, at_once)
 
     def set_epoch(self, epoch: int) -> None:
-        # Accelerate does not know looks: there the first one has the order of the first loop.
+        # Accelerate has no looks: there the first one has the order of the first loop.
         draw = max(self.draw, -1 - self.draw) if self._stride == _SEEDABLE_STRIDE else self.draw
         seed = drawn_seed(self.seed + epoch * self._stride, draw)
         for generator in self._generators:
@@ -98,7 +98,7 @@ class SharedOrder(Sampler[Any]):
 
 
 class PrivateRandomness:
-    """Random numbers of python, numpy and torch's CPU, apart from the process's own.
+    """Random numbers of Python, NumPy and torch's CPU, separate from the process's own.
 
     >>> private = PrivateRandomness()
     >>> private.seed(3)
@@ -126,9 +126,9 @@ class PrivateRandomness:
         self._own = _exchange_generators(self._outer)
 
     def over(self, values: Any, at_once: int = 1) -> Iterator[Any]:
-        """Iterate `values`, which draw from these numbers; the code that takes them does not.
+        """Iterate `values`, which draw from these numbers; the code that consumes them does not.
 
-        at_once: so many are drawn before the first of them is handed out.
+        at_once: how many are drawn before the first of them is handed out.
         """
         with self:
             iterator = iter(values)
@@ -149,12 +149,12 @@ class PrivateRandomness:
 
 
 def drawn_seed(seed: int, draw: int) -> int:
-    """The seed of one draw of an epoch; that of draw 0 is the epoch's own."""
+    """Return the seed of one draw of an epoch; that of draw 0 is the epoch's own."""
     return (seed + draw * _DRAW_STRIDE) % 2**63
 
 
 def data_seed(loader: DataLoader[Any]) -> int:
-    """The seed of the loader's order on this rank, without drawing a random number. Rank 0's counts."""
+    """Return the seed of the loader's order on this rank, without drawing a random number. Rank 0's is used."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     generator = getattr(sampler, "generator", None) or loader.generator
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
@@ -162,7 +162,7 @@ def data_seed(loader: DataLoader[Any]) -> int:
 
 
 def tell_epoch(epoch: int, *owners: Any) -> None:
-    """Call the `set_epoch` of those that have one: samplers and datasets that shuffle by the epoch."""
+    """Call `set_epoch` of those `owners` that have it: samplers and datasets that shuffle by the epoch."""
     for owner in owners:
         if hasattr(owner, "set_epoch"):
             owner.set_epoch(epoch)
@@ -170,9 +170,9 @@ def tell_epoch(epoch: int, *owners: Any) -> None:
 
 @contextmanager
 def replayed(states: dict[str, torch.Tensor], loader: DataLoader[Any]) -> Iterator[None]:
-    """While entered, the generators that a loader draws its order from are as `order_states` read them.
+    """While entered, set the generators of a loader's order to the states that `order_states` read.
 
-    Afterwards the process's own generator is what it was; a generator of the loader's own goes on from here.
+    Afterwards the process's own generator has its old state; a generator of the loader's own continues from here.
     """
     outer = torch.default_generator.get_state()
     for name, generator in _order_generators(loader).items():
@@ -185,7 +185,7 @@ def replayed(states: dict[str, torch.Tensor], loader: DataLoader[Any]) -> Iterat
 
 
 def order_states(loader: DataLoader[Any]) -> dict[str, torch.Tensor]:
-    """The states of the generators that the order of the loader's next epoch follows from."""
+    """Return the states of the generators that determine the order of the loader's next epoch."""
     return {name: generator.get_state() for name, generator in _order_generators(loader).items()}
 
 
@@ -197,7 +197,7 @@ def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
 
 
 def _may_draw_anywhere(batches: Any) -> bool:
-    """Whether a sampler that torch did not write is involved."""
+    """Return whether a sampler that torch did not write is involved."""
     while isinstance(batches, Sampler):
         if not type(batches).__module__.startswith("torch.utils.data"):
             return True
@@ -206,7 +206,7 @@ def _may_draw_anywhere(batches: Any) -> bool:
 
 
 def _exchange_generators(states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Set python's, torch's and numpy's generators; returns what they were."""
+    """Set Python's, torch's and NumPy's generators; return their old states."""
     python, torch_state, bits = states
     before: list[Any] = [random.getstate(), torch.default_generator.get_state(), None]
     random.setstate(python)
@@ -214,11 +214,11 @@ def _exchange_generators(states: tuple[Any, ...]) -> tuple[Any, ...]:
     numpy = _numpy_random()
     if numpy is not None and bits is not None:
         before[2] = numpy.get_bit_generator()
-        numpy.set_bit_generator(bits)  # 1 us, where its states take 100 us each
+        numpy.set_bit_generator(bits)  # 1 us; its states would take 100 us each
     return tuple(before)
 
 
 def _numpy_random() -> Any:
-    """``numpy.random`` where somebody uses numpy, 1.24 or later."""
+    """Return ``numpy.random`` if numpy, 1.24 or later, is imported; else None."""
     numpy = sys.modules.get("numpy")
     return numpy.random if numpy is not None and hasattr(numpy.random, "get_bit_generator") else None

@@ -2,7 +2,7 @@
 
 Torch draws the permutation of an epoch and makes a list of Python integers of it before the first index: 40 bytes a
 sample, and seconds for millions of samples. Here the order is a tensor of 4 bytes a sample, a few thousand integers
-exist at a time, and a long permutation is drawn while it is read. Samplers of the user's own classes stay as they are.
+exist at a time, and a long permutation is drawn while it is read. Samplers of the user's own classes do not change.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torch.utils.data import (
 __all__ = ["in_pieces", "iterated_in_pieces", "permutation"]
 
 _PIECE = 8192
-"""Integers at a time, an even number. More of them get into each other's way in `_swap`, fewer cost more calls."""
+"""Integers at a time, an even number. With more of them `_swap` has more conflicts, fewer cost more calls."""
 
 _SHORT = 1 << 22
-"""So many numbers torch permutes in a tenth of a second: nothing is won by drawing them while they are read."""
+"""So many numbers torch permutes in a tenth of a second: drawing them while they are read saves nothing."""
 
 _LONG = (2**32 - 1) // 20
-"""From here on torch takes 64 random bits for a number in place of 32 (`randperm_cpu` in its TensorFactories)."""
+"""From this length on torch takes 64 random bits for a number in place of 32 (`randperm_cpu`, TensorFactories)."""
 
 _SKIPPED_AT_ONCE = 1 << 20
 
 
 def in_pieces(batches: Any) -> Any:
-    """Return a sampler or batch sampler that yields what `batches` yields, in the same order, by less memory.
+    """Return a sampler or batch sampler that yields what `batches` yields, in the same order, with less memory.
 
-    A copy shares the generator of the original, and leaves it in the state in which the original would. What cannot
-    be made smaller is returned itself.
+    A copy shares the generator of the original, and leaves it in the state in which the original would. A sampler for
+    which there is no smaller form is returned itself.
     """
     own = _IN_PIECES.get(type(batches))
     if own is not None:
@@ -58,12 +58,12 @@ def in_pieces(batches: Any) -> Any:
 
 
 def iterated_in_pieces(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Iterate `loader` with its sampler read in pieces; persistent workers stay the loader's own."""
+    """Iterate `loader` with its sampler read in pieces; persistent workers remain the loader's own."""
     batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     lean = in_pieces(batches)
     if lean is batches or not _iterates_as_torch(loader):
         return iter(loader)
-    again = copy.copy(loader)  # a loader refuses another sampler by assignment
+    again = copy.copy(loader)  # a loader refuses assignment of another sampler
     again.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = lean
     iterator = iter(again)
     if loader.persistent_workers:
@@ -121,7 +121,7 @@ class _DistributedInPieces(DistributedSampler[Any]):
         order: Iterator[int] = iter(range(count))
         if self.shuffle:
             order = permutation(count, torch.Generator().manual_seed(self.seed + self.epoch))
-        first = list(itertools.islice(order, max(0, total - count)))  # they fill the replicas up in the end
+        first = list(itertools.islice(order, max(0, total - count)))  # they fill the replicas up at the end
         return itertools.islice(
             itertools.chain(first, order, itertools.cycle(first)), self.rank, total, self.num_replicas
         )
@@ -145,13 +145,13 @@ def _is_on_cpu(generator: torch.Generator | None) -> bool:
 
 
 def _first(count: int, order: Iterator[int]) -> Iterator[int]:
-    """The first `count` of `order`, which is begun also if there are none."""
+    """Yield the first `count` of `order`, which is begun even if `count` is 0."""
     begun = list(itertools.islice(order, 1))
     return itertools.islice(itertools.chain(begun, order), count)
 
 
 def _seeded_by_the_process() -> torch.Generator:
-    """A generator for one epoch, with the draw that torch's sampler makes from the process's own."""
+    """Return a generator for one epoch, with the draw that torch's sampler makes from the process's own."""
     return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
 
 
@@ -160,18 +160,18 @@ def _pieces(order: torch.Tensor) -> Iterator[list[int]]:
         yield order[start : start + _PIECE].tolist()
 
 
-# -- permutations. Torch's is Fisher and Yates's: step i swaps place i with one of the places from i on.
+# -- permutations. Torch's is that of Fisher and Yates: step i swaps place i with one of the places from i on.
 
 
 def _drawn_at_once(count: int, generator: torch.Generator | None) -> Iterator[list[int]]:
-    """The dtype changes neither the order nor what is drawn."""
+    """Yield a permutation in pieces. Its dtype changes neither the order nor the draws."""
     dtype = torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64
     device = "cpu" if generator is None else generator.device
     yield from _pieces(torch.randperm(count, generator=generator, dtype=dtype, device=device))
 
 
 def _drawn_while_read(count: int, generator: torch.Generator | None, rest: int) -> Iterator[list[int]]:
-    """After i steps the first i places have their numbers: these can be read.  rest: so many are drawn at once."""
+    """Yield the first i places after i steps, when they are final.  rest: how many numbers are drawn at once."""
     visible = torch.default_generator if generator is None else generator
     generator = torch.Generator().set_state(visible.get_state())
     _skip_draws(visible, count - 1)
@@ -183,7 +183,7 @@ def _drawn_while_read(count: int, generator: torch.Generator | None, rest: int) 
         _swap(order, start, _draws(stop - start, generator).remainder_(count - places).add_(places))
         yield order[start:stop].tolist()
         start = stop
-    # The steps that are left are those of a permutation of what is left.
+    # The remaining steps are those of a permutation of the remaining numbers.
     yield from _pieces(
         order[start:][torch.randperm(count - start, generator=generator, dtype=torch.int32, device="cpu")]
     )
@@ -192,7 +192,7 @@ def _drawn_while_read(count: int, generator: torch.Generator | None, rest: int) 
 def _swap(order: torch.Tensor, start: int, partners: torch.Tensor) -> None:
     """Swap the places from `start` on with their `partners`, as if one after the other.
 
-    All at once, but for the few that meet: a partner that is one of these places, or that of two of them.
+    All are swapped at once, except the few that conflict: a partner that is one of these places, or that of two.
     """
     mine = order[start : start + len(partners)]
     ascending, by_partner = partners.sort()
@@ -213,13 +213,13 @@ def _swap(order: torch.Tensor, start: int, partners: torch.Tensor) -> None:
 
 
 def _draws(count: int, generator: torch.Generator) -> torch.Tensor:
-    """The next `count` draws of 32 bits; of an odd number, one more is lost."""
+    """Return the next `count` draws of 32 bits; for an odd number, one more draw is lost."""
     pairs = torch.empty((count + 1) // 2, dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
     return torch.stack((pairs >> 32, pairs), 1).flatten()[:count].bitwise_and_(2**32 - 1)
 
 
 def _skip_draws(generator: torch.Generator, count: int) -> None:
-    """Leave `generator` as `count` draws of 32 bits would, at 2 ns each."""
+    """Leave `generator` in the state after `count` draws of 32 bits, at 2 ns each."""
     pairs = torch.empty(min(count // 2, _SKIPPED_AT_ONCE), dtype=torch.int64, device="cpu")
     for done in range(0, count // 2, _SKIPPED_AT_ONCE):
         pairs[: count // 2 - done].random_(-(2**63), None, generator=generator)
@@ -228,7 +228,7 @@ def _skip_draws(generator: torch.Generator, count: int) -> None:
 
 @functools.cache
 def _draws_as_torch() -> bool:
-    """Whether this torch permutes in the way that `_drawn_while_read` knows."""
+    """Return whether this torch permutes in the way that `_drawn_while_read` implements."""
     count = 2 * _PIECE + 4
     ours, torchs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     order = list(itertools.chain.from_iterable(_drawn_while_read(count, ours, rest=_PIECE)))

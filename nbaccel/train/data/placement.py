@@ -1,7 +1,7 @@
-"""Placement: batches on their way to the device. Runs in ranks.
+"""Placement: moves batches to the device. Runs in ranks.
 
-On CUDA the next batch is copied on a side stream while the program computes on the one in hand; elsewhere a batch
-is moved when it is handed out, and on the CPU it is there already.
+On CUDA the next batch is copied on a side stream while the program computes on the current one; elsewhere a batch
+is moved when it is handed out, and on the CPU it is not moved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nbaccel.train.talk.nested import children, map_children
 __all__ = ["Copier", "CudaCopier", "place", "prefetched", "to_device"]
 
 _MOST_STAGED_BYTES = 256 << 20
-"""Of one tensor. Pinned memory cannot be swapped out, and torch keeps it for the next batch."""
+"""Limit for one tensor. Pinned memory cannot be swapped out, and torch keeps it for the next batch."""
 
 _POLL_S = 0.0005
 
@@ -31,24 +31,24 @@ class Copier(Protocol):
     """Copies batches in two steps."""
 
     def start(self, batch: Any) -> Any:
-        """Begin to copy; returns without waiting what `finish` takes."""
+        """Begin a copy; return, without waiting, the argument for `finish`."""
 
     def finish(self, started: Any) -> Any:
-        """The copied batch, for whoever computes from now on."""
+        """Return the copied batch, ready for computation."""
 
     def settle(self) -> None:
-        """Return once the last copy that was started has read its batch, which may be overwritten then."""
+        """Wait until the last started copy has read its batch, whose memory may then be overwritten."""
 
 
 class CudaCopier:
     """Copies to `device` on a stream beside the one that computes; the copy overlaps with the step in between.
 
-    A batch lies in memory of the computing stream, as if the program had moved it there: it is given back and used
-    again in that stream's order, so there is nothing to record. It may be memory that the step before has just given
-    back, hence a copy begins when the steps that are queued by then are over. When batch n + 1 is begun, step n is not
+    A batch is in memory of the computing stream, as if the program had moved it there: the memory is freed and reused
+    in that stream's order, so there is nothing to record. It may be memory that the step before has just freed,
+    hence a copy begins when the steps that are queued by then are over. When batch n + 1 is begun, step n is not
     queued yet.
 
-    What cannot be taken apart, values of a class of their own with a `to`, is moved in the computing stream itself.
+    A value that cannot be taken apart, of a class of its own with a `to`, is moved in the computing stream itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class CudaCopier:
         copies: list[tuple[Tensor, Tensor]] = []
         self._is_lent = False
         moved = self._place(batch, copies)
-        self._beside.wait_stream(computing)  # after all memory was had: another thread may have given it back just now
+        self._beside.wait_stream(computing)  # after all memory was allocated: another thread may have freed it just now
         with torch.cuda.stream(self._beside):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
@@ -82,20 +82,20 @@ class CudaCopier:
         return batch
 
     def settle(self) -> None:
-        """It is a step old: the one that was queued since keeps the device at work meanwhile."""
+        """Wait for a copy that is a step old: the step that was queued since keeps the device busy meanwhile."""
         while self._reading is not None and not self._reading.query():
-            time.sleep(_POLL_S)  # torch's own wait would not hear an interrupt, and a step may wait for a lost peer
+            time.sleep(_POLL_S)  # torch's own wait would ignore interrupts, and a step may wait for a lost peer
         self._reading = None
 
     def _place(self, value: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
-        """`value` on the device; tensors without their contents, which are noted in `copies`."""
+        """Return `value` on the device; tensors without their contents, whose copies are noted in `copies`."""
         if _is_plain(value):
             source = self._staged(value)
             self._is_lent |= source is value
             target = torch.empty_like(value, device=self._device)
             copies.append((target, source))
             return target
-        # transformers' BatchEncoding has a `to`, which would copy from unpinned memory and hold the host for a step.
+        # transformers' BatchEncoding has a `to`, which would copy from unpinned memory and block the host for a step.
         is_whole = isinstance(value, Tensor) or (hasattr(value, "to") and not isinstance(value, UserDict))
         if is_whole:
             self._is_lent |= not (isinstance(value, Tensor) and value.device.type == self._device.type)
@@ -103,7 +103,7 @@ class CudaCopier:
         return map_children(lambda child: self._place(child, copies), value)
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        """`tensor` in pinned memory: copying from any other holds the host until the copy begins, for a whole step."""
+        """Return `tensor` in pinned memory: a copy from other memory blocks the host for a step, until it begins."""
         if self._can_pin and 0 < tensor.nbytes <= _MOST_STAGED_BYTES and not tensor.is_pinned():
             try:
                 return tensor.pin_memory()
@@ -114,12 +114,12 @@ class CudaCopier:
 
 @functools.cache
 def _stream_beside(pid: int, index: int) -> torch.cuda.Stream:
-    """One for all loops of this process over batches for that device. A forked child must not use its parent's."""
+    """Return the stream for all loops of this process with batches for that device. A forked child needs its own."""
     return torch.cuda.Stream(index)
 
 
 def place(batches: Iterator[tuple[Any, bool]], device: torch.device | None) -> Iterator[tuple[Any, bool]]:
-    """`batches`, each with its flag, on `device`; None and the CPU: as they are."""
+    """Return `batches`, each with its flag, on `device`; for None and the CPU they are not moved."""
     if device is None or device.type == "cpu":
         return batches
     if device.type == "cuda":
@@ -128,7 +128,7 @@ def place(batches: Iterator[tuple[Any, bool]], device: torch.device | None) -> I
 
 
 def prefetched(batches: Iterator[tuple[Any, bool]], copier: Copier) -> Iterator[tuple[Any, bool]]:
-    """Each batch copied; the copy of the next one has been started when a batch is handed out."""
+    """Yield each batch copied; the copy of the next one has been started when a batch is handed out."""
     ahead: tuple[Any, bool] | None = None
     try:
         for batch, is_last in batches:
@@ -136,18 +136,18 @@ def prefetched(batches: Iterator[tuple[Any, bool]], copier: Copier) -> Iterator[
             if done is not None:
                 yield copier.finish(done[0]), done[1]
                 del done
-            copier.settle()  # before the loader is asked, which may fill the same memory again
+            copier.settle()  # before the loader is called, which may fill the same memory again
         if ahead is not None:
             done, ahead = ahead, None
             yield copier.finish(done[0]), done[1]
     finally:
-        if ahead is not None:  # its memory may be given back only behind its copy
-            with suppress(RuntimeError):  # of a device that failed; what brought us here says so
+        if ahead is not None:  # its memory may be freed only after its copy
+            with suppress(RuntimeError):  # of a device that failed; the original error reports it
                 copier.finish(ahead[0])
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Everything in `value` that has a `to`, on `device`. Copies to CUDA do not wait for the host."""
+    """Return `value` with everything in it that has a `to` on `device`. Copies to CUDA do not wait for the host."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=device.type == "cuda")
     if hasattr(value, "to"):
@@ -156,7 +156,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def _to_cuda(value: Any, device: torch.device) -> Any:
-    """By its own `to`, which may know how not to wait (PyG's ``Data``) or not (DETR's ``NestedTensor``)."""
+    """Move `value` by its own `to`, which may accept non_blocking (PyG's ``Data``) or not (DETR's ``NestedTensor``)."""
     try:
         return value.to(device, non_blocking=True)
     except TypeError:
@@ -164,7 +164,7 @@ def _to_cuda(value: Any, device: torch.device) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `value` is a tensor on the host that is nothing but its elements."""
+    """Return whether `value` is a tensor on the host that is nothing but its elements."""
     return (
         type(value) is Tensor
         and value.device.type == "cpu"
@@ -175,7 +175,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _hand_over(value: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of each tensor from being given away before `stream` has used it."""
+    """Keep the memory of each tensor from being reused before `stream` has used it."""
     if isinstance(value, Tensor):
         if value.is_cuda:
             value.record_stream(stream)

@@ -1,7 +1,7 @@
-"""Position: how far an epoch of one loader has come, and what it takes to go on there. Runs in ranks.
+"""Position: the progress of an epoch of one loader, and what is needed to continue there. Runs in ranks.
 
-Positions count the batches of the user's loader that all ranks together have had, so they hold for another number
-of ranks. Nothing here iterates a loader.
+Positions count the batches of the user's loader that all ranks together have had, so they are valid for another
+number of ranks. Nothing here iterates a loader.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["DatasetStates", "Position", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where an iteration begins, or how far it has come.
+    """The position where an iteration begins, or that it has reached.
 
-    epoch: the iteration's number.  batches: those of the user's loader that go before, for all ranks together.
+    epoch: the iteration's number.  batches: those of the user's loader before it, for all ranks together.
     seed: of the data order; None where the order is that of plain PyTorch.
-    order: states of the generators that this order followed from when the epoch began.
+    order: states of the generators that determined this order when the epoch began.
     dataset: state of the dataset, or of a loader that has one, after those batches; None where there is none.
     batch_size: of the user's loader; None where batches have sizes of their own.
     loops, looks: how often the epoch was begun before, by loops that may train and by looks.
     is_look: this iteration is a look: gradients are disabled, or it is a ``next(iter(loader))``.
-    goes_on: this is an epoch that began before, so what it drew is to be drawn again.
+    goes_on: this epoch began before, so its random draws are repeated.
     """
 
     epoch: int = 0
@@ -49,7 +49,7 @@ class Position:
 
     @property
     def is_first(self) -> bool:
-        """Whether the epoch had no such iteration before."""
+        """True if the epoch had no such iteration before."""
         return not (self.looks if self.is_look else self.loops)
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Position:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], batch_size: int | None) -> Position:
-        """What `state_dict` gave, for a loader with batches of `batch_size`.
+        """Return the position that `state_dict` gave, for a loader with batches of `batch_size`.
 
         Raises:
             ValueError: the position falls inside one of this loader's batches.
@@ -80,11 +80,11 @@ class Position:
 class Progress:
     """The position of one prepared loader; shared with loaders that `skip_first_batches` made of it.
 
-    epoch: of the iteration under way, or of the next one.
+    epoch: of the current iteration, or of the next one.
     loops, looks: how often that epoch was begun; see `Position`.
-    begun: where the iteration under way began; None outside of one.  steps: training steps done by then.
+    begun: where the current iteration began; None outside of one.  steps: training steps done by then.
     taken: batches of the user's loader since then, for all ranks together.
-    resume: where the next iteration is to begin; None for the epoch's first batch.
+    resume: where the next iteration must begin; None for the epoch's first batch.
     is_joined: ranks may run out of batches one after the other.
     datasets: the dataset's state before the open accumulation window, and after each of its batches.
     ended: where the last iteration ended, if it trained, and how many such passes the program had made by then.
@@ -113,21 +113,21 @@ class Progress:
         self.datasets = [position.dataset]
 
     def enter_epoch(self, epoch: int, loops: int = 0, looks: int = 0) -> None:
-        """The next iteration is one of `epoch`, which was begun so often."""
+        """Make the next iteration one of `epoch`, which was begun that often."""
         self.epoch, self.loops, self.looks = epoch, loops, looks
 
     def note(self, dataset: Any, window_position: int) -> None:
-        """The state after the batch that is handed out now, as number `window_position` of its window."""
+        """Add the state after the batch that is handed out now, as number `window_position` of its window."""
         if window_position == 0:
             del self.datasets[:-1]
         self.datasets.append(dataset)
 
     def dataset_before(self, unseen: int) -> Any:
-        """The state before the last `unseen` batches, which belong to the open window."""
+        """Return the state before the last `unseen` batches, which belong to the open window."""
         return self.datasets[max(0, len(self.datasets) - 1 - unseen)]
 
     def end(self, counts: bool) -> None:
-        """The iteration is over; it was an epoch if it `counts`."""
+        """End the iteration; it was an epoch if it `counts`."""
         if self.begun is not None and counts and self.epoch == self.begun.epoch:
             self.enter_epoch(self.epoch + 1)
         self.begun = None
@@ -148,7 +148,7 @@ class DatasetStates:
         return self.owner is not None
 
     def noted(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """`rounds`, with the state noted after each was read; as they are where there is no state."""
+        """Return `rounds`, noting the state after each was read; unchanged where there is no state."""
         self._states.clear()
         return rounds if self.owner is None else self._noted(rounds)
 
@@ -158,7 +158,7 @@ class DatasetStates:
             yield round_
 
     def take(self) -> Any:
-        """The state after the oldest round that was not taken yet."""
+        """Return the state after the oldest round that was not taken yet."""
         return self._states.popleft()
 
     def restore(self, state: Any) -> None:
@@ -166,7 +166,7 @@ class DatasetStates:
 
 
 def _stateful(loader: DataLoader[Any]) -> Any:
-    """What can say where it is. In worker processes there are copies of the dataset, and this one stands still."""
+    """Return the object whose state gives the position, or None. Worker processes have copies that advance instead."""
     is_read_here = isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0
     candidates = [loader, *([loader.dataset] if is_read_here else [])]
     for candidate in candidates:

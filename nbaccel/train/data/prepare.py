@@ -1,6 +1,6 @@
-"""Prepare: from the user's loader to this rank's. Runs in ranks; chooses the source, and refuses what cannot work.
+"""Prepare: makes this rank's loader of the user's. Runs in ranks; chooses the source, and refuses what cannot work.
 
-The choices are those of a `DataLoaderConfiguration`; what the ranks must agree on travels in a `Facts` each.
+The choices are those of a `DataLoaderConfiguration`; each rank sends a `Facts` with what the ranks must agree on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "Facts", "prepare_loader",
 
 
 class DataLoaderShard(PreparedLoader):
-    """A prepared loader whose ranks read for themselves; by hand, one process's loader over `dataset`.
+    """A prepared loader whose ranks read for themselves; made directly, one process's loader over `dataset`.
 
     device: where batches go.  skip_batches: left out by every iteration.  iteration: the number of the first epoch.
     options: of the `DataLoader`.
-    The other arguments are accepted as Accelerate does, and mean nothing here.
+    The other arguments are accepted as by Accelerate, and have no effect here.
 
     >>> loader = DataLoaderShard(range(4), batch_size=2)
     >>> [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
@@ -57,11 +57,11 @@ class DataLoaderShard(PreparedLoader):
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A prepared loader whose rank 0 reads for all; by hand, one over `dataset` in this run. Collective then.
+    """A prepared loader whose rank 0 reads for all; made directly, one over `dataset` in this run. Collective then.
 
     split_batches: a batch is that of all ranks together.  skip_batches: left out by every iteration.
     slice_fn: cuts a round's batch for one rank, see `Accelerator.prepare_data_loader`.  options: of the `DataLoader`.
-    The other arguments are accepted as Accelerate does, and mean nothing here.
+    The other arguments are accepted as by Accelerate, and have no effect here.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one rank knows about its loader; -1 for what has no length.
+    """Facts of one rank about its loader; -1 for a missing length.
 
     seed: of the data order.  samples: in the dataset.  batches: of the user's loader.
     """
@@ -102,7 +102,7 @@ class Facts:
         return cls(data_seed(loader), -1 if samples is None else samples, -1 if batches is None else batches)
 
     def as_tensor(self) -> torch.Tensor:
-        """One row, to be gathered."""
+        """Return one row, to be gathered."""
         return torch.tensor([astuple(self)], dtype=torch.int64, device="cpu")
 
     @classmethod
@@ -121,9 +121,9 @@ def prepare_loader(
     moves: bool = True,
     slice_function: SliceFunction | None = None,
 ) -> PreparedLoader:
-    """The loader as this rank of `world` sees it.
+    """Return the loader as this rank of `world` sees it.
 
-    facts: of every rank, in their order.  device: of the rank, where its process group can send from.
+    facts: of every rank, in their order.  device: of the rank, from which its process group can send.
     moves: batches go to that device.  slice_function: how rank 0 cuts the batches it sends, if it does.
     Raises:
         ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
@@ -172,7 +172,7 @@ class _Choice:
 
     @property
     def dispatches(self) -> bool:
-        """Whether rank 0 reads for all, also where it is alone."""
+        """True if rank 0 reads for all, also where it is alone."""
         chosen = self.configuration.dispatch_batches
         return isinstance(self.loader.dataset, IterableDataset) if chosen is None else chosen
 
@@ -196,7 +196,7 @@ class _Choice:
             )
 
     def _refuse_different_datasets(self) -> None:
-        """Each rank deals by its own count: with different ones they would train different numbers of steps."""
+        """Refuse datasets of different lengths: each rank deals by its own count, so step counts would differ."""
         samples = [fact.samples for fact in self.facts]
         if len(set(samples)) == 1:
             return
@@ -208,7 +208,7 @@ class _Choice:
         )
 
     def _warn_of_little_data(self) -> None:
-        """Of fewer samples than one round takes."""
+        """Warn of fewer samples than one round takes."""
         samples, size, ranks = self.facts[0].samples, self.loader.batch_size, self.world.world_size
         if size is None or samples < 0 or self.configuration.split_batches or samples >= ranks * size:
             return
@@ -228,10 +228,10 @@ class _Choice:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """`dataloader` without the first `num_batches` of every iteration; its length shrinks by as many.
+    """Return `dataloader` without the first `num_batches` of every iteration; its length shrinks by as many.
 
-    Of a prepared loader it is this rank's batches that are left out, in the same order as without, and its epochs
-    count on in the original. Datasets with indices do not read what is left out; streams do.
+    For a prepared loader they are this rank's batches, in the same order as without, and its epochs are counted in the
+    original. Datasets with indices do not read what is left out; streams do.
 
     >>> [batch.tolist() for batch in skip_first_batches(DataLoader(range(6), 2), 2)]
     [[4, 5]]
@@ -269,7 +269,7 @@ class _Rest(DataLoader[Any]):
     """A loader over a stream without its first batches, which are read."""
 
     def __init__(self, loader: DataLoader[Any], skip: int) -> None:
-        self._loader = loader  # no super().__init__(): it is the user's loader, seen from its middle
+        self._loader = loader  # no super().__init__(): this is the user's loader, without its beginning
         self._skip = skip
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -296,5 +296,5 @@ def _is_dealt_already(loader: DataLoader[Any], world: World) -> bool:
 
 
 def _iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Whether it is a subclass with an iteration of its own, which dealing indices would pass by."""
+    """Return whether the class of `loader` has its own iteration, which would not use dealt indices."""
     return type(loader).__iter__ is not DataLoader.__iter__

@@ -1,7 +1,7 @@
-"""Shards: which rank gets which batch of an iterable of batches. Run in ranks; pure, without communication.
+"""Shards: deal an iterable of batches to ranks. Run in ranks; pure, without communication.
 
-A `BatchShard` deals batches of indices before anything is read; a `StreamShard` deals collated batches. How a
-rank comes by its share otherwise (rank 0 sends it) is `dispatch`'s business.
+A `BatchShard` deals batches of indices before anything is read; a `StreamShard` deals collated batches. In `dispatch`
+rank 0 reads and sends the shares.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ __all__ = ["NOTHING", "BatchShard", "Shard", "StreamShard", "look_ahead", "unsha
 _T = TypeVar("_T")
 
 NOTHING: Any = object()
-"""What a rank gets where an uneven last round has no batch for it."""
+"""The share of a rank for which an uneven last round has no batch."""
 
 
 class Shard(Iterable[Any]):
     """One rank's share of an iterable of batches.
 
     In rounds of one batch per rank, rank r takes batches r, r + n, r + 2n, ...; with `split` every batch is cut into n
+    In rounds of one batch per rank, rank r takes batches r, r + n, r + 2n, ...; with `split` every batch is cut into n
     equal parts instead. In the last, incomplete round
-      - `drop_last` drops it;
-      - `even` fills it up with the epoch's first samples, so that every rank has equally many full batches;
-        `remainder` then says how many samples of that round were real (they come first);
-      - otherwise the ranks get what there is, the last ones nothing.
+    - `drop_last` drops it;
+    - `even` fills it up with the epoch's first samples, so that every rank has equally many full batches;
+      `remainder` then says how many samples of that round were real (they come first);
+    - otherwise the ranks get what is left, the last ones nothing.
     Batches without a known size are repeated whole where the round is filled.
 
-    skip: how many of the batches (not of this rank's alone) the next iteration leaves out.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class Shard(Iterable[Any]):
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether ranks may hold batches of different sizes at the same time."""
+        """True if ranks may hold batches of different sizes at the same time."""
         return self.batch_size is None or not (self.even or self.drop_last)
 
     def __len__(self) -> int:
-        """How many batches this rank gets; TypeError where the batches themselves have no length."""
+        """Return how many batches this rank gets; TypeError where the batches themselves have no length."""
         return self.lengths(self.skip)[self.rank]
 
     def lengths(self, skip: int = 0) -> list[int]:
-        """How many batches each rank gets without the first `skip`; TypeError where the batches have no length."""
+        """Return how many batches each rank gets without the first `skip`; TypeError if the batches have no length."""
         return self.lengths_of(len(self.batches) - skip)  # type: ignore[arg-type]
 
     def lengths_of(self, batches: int) -> list[int]:
-        """How many batches each rank gets of so many."""
+        """Return how many of `batches` batches each rank gets."""
         rounds, extra = divmod(max(0, batches), self.stride)
         if self.split:
             return [rounds - (rounds > 0 and self._is_left_out(rank)) for rank in range(self.world_size)]
@@ -89,20 +89,20 @@ class Shard(Iterable[Any]):
         rank, is_whole = self.rank, not self.split
         for members, first, is_last in self.rounds():
             if is_whole and not is_last:
-                yield members[rank]  # nearly always, and a call less
+                yield members[rank]  # nearly always, and saves a call
             else:
                 batch = self.part(members, first, is_last, rank)
                 if batch is not NOTHING:
                     yield batch
 
     def deal(self) -> Iterator[tuple[Any, bool]]:
-        """This rank's batches, and whether each is its last one."""
+        """Yield this rank's batches, and whether each is its last one."""
         if self.even or self.drop_last:
             return ((self.part(*round_, self.rank), round_[2]) for round_ in self.rounds())
         return look_ahead(self)  # a rank that gets nothing in the last round must know in the one before
 
     def rounds(self) -> Iterator[tuple[list[Any], list[Any], bool]]:
-        """Each round's batches, those that fill up, and whether it is the last round, which may be incomplete."""
+        """Yield each round's batches, those that fill up, and whether it is the last round, which may be incomplete."""
         self.remainder = -1
         batches = self._begin()
         # The fill is the epoch's first round, also when the epoch is resumed after it.
@@ -122,7 +122,7 @@ class Shard(Iterable[Any]):
             yield members, first, following is None
 
     def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
-        """What `rank` gets of a round; NOTHING where it gets none."""
+        """Return the share of `rank` of a round; NOTHING where it gets none."""
         if not is_last or self._is_complete(members):
             return self._piece(members[0], rank) if self.split else members[rank]
         return self._fill(members, first, rank) if self.even else self._leftover(members, rank)
@@ -133,12 +133,12 @@ class Shard(Iterable[Any]):
         return self.batch_size is None or self._size(members[-1]) == self.batch_size
 
     def _count(self, members: list[Any]) -> int:
-        """The samples in `members`; -1 where they cannot be counted, or nothing is filled up."""
+        """Return the number of samples in `members`; -1 where they cannot be counted, or nothing is filled up."""
         sizes = [self._size(batch) for batch in members]
         return -1 if not self.even or None in sizes else sum(size for size in sizes if size is not None)
 
     def _fill(self, members: list[Any], first: list[Any], rank: int) -> Any:
-        """A batch of the last round, completed from the `first` round."""
+        """Return a batch of the last round, completed from the `first` round."""
         have = self._count(members)
         if self.batch_size is None or have < 0:
             return [*members, *itertools.islice(itertools.cycle(first), self.world_size)][rank]
@@ -167,20 +167,20 @@ class Shard(Iterable[Any]):
         return self._cut(batch, length * rank, length * (rank + 1))
 
     def _is_left_out(self, rank: int) -> bool:
-        """With `split`: whether the last, short batch is dropped, or ends before the rank's part of it."""
+        """Return whether, with `split`, the last, short batch is dropped, or ends before the rank's part of it."""
         sampler = getattr(self.batches, "sampler", None)
         if self.even or self.drop_last or self.batch_size is None or not isinstance(sampler, Sized):
             return False
         tail = len(sampler) % self.batch_size
         return 0 < tail <= self.batch_size // self.world_size * rank
 
-    # A batch here is a list of indices, at hand already; shards of collated batches override these.
+    # A batch here is a list of indices, in memory already; shards of collated batches override these.
 
     def _begin(self) -> Iterator[Any]:
         return iter(self.batches)
 
     def _read(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        """In rounds; without an incomplete one if that is to be dropped. Nothing here runs Python for a round."""
+        """Read in rounds, without an incomplete one if that must be dropped. Nothing here runs Python for a round."""
         if self.drop_last:
             return map(list, zip(*[batches] * self.stride, strict=False))
         rounds = map(itertools.islice, itertools.repeat(batches), itertools.repeat(self.stride))
@@ -197,7 +197,7 @@ class Shard(Iterable[Any]):
 
 
 class BatchShard(Shard, Sampler[Any]):
-    """A share of index batches: it takes the place of a loader's batch sampler, or of its sampler."""
+    """A share of index batches; used as a loader's batch sampler, or as its sampler."""
 
     def __init__(self, batches: Any, world: World, *, even: bool, split: bool) -> None:
         super().__init__(
@@ -220,7 +220,7 @@ class BatchShard(Shard, Sampler[Any]):
 
 
 class StreamShard(Shard):
-    """A share of collated batches: every rank reads the whole stream and keeps its own.
+    """A share of collated batches: every rank reads the whole stream and keeps its share.
 
     The first round stays in memory while the stream is read, for filling up the last one.
 
@@ -255,10 +255,10 @@ class StreamShard(Shard):
 
 
 def unshared(values: Iterable[Any]) -> Iterator[Any]:
-    """Collated batches, each in memory of its own, also where the loader fills the same memory again.
+    """Yield collated batches, each in memory of its own, even if the loader fills the same memory again.
 
-    Whoever knows a batch for the last one has read the next, and where that lies in the same memory this one would be
-    lost. The first batch is copied, to see; of the others, those tensors that lie where one of the first lay.
+    To know that a batch is the last one, the next must have been read, which would overwrite this one in the same
+    memory. The first batch is copied, for comparison; of the others, those tensors at an address of a first one.
     """
     batches = iter(values)
     first = next(batches, NOTHING)
@@ -276,12 +276,12 @@ def unshared(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _addresses(batch: Any) -> frozenset[int]:
-    """Where its tensors begin that hold anything."""
+    """Return the addresses of its tensors that have elements."""
     return frozenset(address for leaf in leaves(batch) if (address := _address(leaf)))
 
 
 def _address(value: Any) -> int:
-    """0 for what is no tensor, holds nothing, or is the program's own to change (it has a gradient)."""
+    """Return a tensor's address; 0 for others, empty ones, and those with a gradient, which the program changes."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.requires_grad and value.numel():
         with suppress(RuntimeError):  # a class of tensors that have no memory of their own
             return value.data_ptr()
@@ -298,7 +298,7 @@ def _copied(batch: Any, addresses: Collection[int]) -> Any:
 
 
 def look_ahead(values: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
-    """Each value, and whether it is the last one; known by having read the next."""
+    """Yield each value, and whether it is the last one, by reading the next in advance."""
     iterator = iter(values)
     for current in iterator:
         for following in iterator:

@@ -1,8 +1,8 @@
-"""Sources: where one rank's batches of one loader come from. Run in ranks; a prepared loader has one.
+"""Sources: provide one rank's batches of one loader. Run in ranks; a prepared loader has one.
 
-`Source` is the honest default: the user's loader as it is, for one process and for loaders that deal their own
+`Source` is the default: the user's loader unchanged, for one process and for loaders that deal their own
 batches. `IndexSource` deals indices before anything is read, `StreamSource` reads everything and keeps its share;
-rank 0 reading for all is in `dispatch`.
+in `dispatch` rank 0 reads for all.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from nbaccel.world import World
 __all__ = ["IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "length_of", "rebuilt"]
 
 _TOO_MANY_WORKERS = "This DataLoader will create"
-"""The begin of torch's warning of more workers than cores (dataloader.py)."""
+"""Beginning of torch's warning of more workers than cores (dataloader.py)."""
 
 
 class Source:
-    """The user's loader as it is: order and random numbers are those of plain PyTorch.
+    """The user's loader unchanged: order and random numbers are those of plain PyTorch.
 
     stride: batches of the user's loader per round of one batch per rank.
     is_split: a batch of the user's loader is that of all ranks together.
-    seed: of the data order; None where that is not ours.
+    seed: of the data order; None where nbaccel does not determine it.
     even: the last round is filled up.
-    states: of a dataset that can say where it is.
+    states: of a dataset that knows its position.
     is_drawn_apart: every rank draws the order itself, from how often it has begun the loader.
     """
 
@@ -54,7 +54,7 @@ class Source:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the end shows by reading one batch ahead; elsewhere the length says it."""
+        """True if the end is known by reading one batch ahead; otherwise the length gives it."""
         return isinstance(self.loader.dataset, IterableDataset) or self._length() is None
 
     @property
@@ -64,27 +64,27 @@ class Source:
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether ranks may hold batches of different sizes at the same time."""
+        """True if ranks may hold batches of different sizes at the same time."""
         return False
 
     def lengths(self, skip: int = 0) -> list[int] | None:
-        """How many batches each rank gets of an iteration that leaves `skip` out; None where that is unknown.
+        """Return how many batches each rank gets of an iteration that leaves `skip` out; None where that is unknown.
 
-        One number where all ranks get equally many, or only this rank's is known.
+        A single number where all ranks get equally many, or only this rank's is known.
         """
         length = self._length()
         return None if length is None else [max(0, length - skip)]
 
     def order(self) -> dict[str, Any]:
-        """The states of the generators that the next epoch's order follows from."""
+        """Return the states of the generators that determine the next epoch's order."""
         return order_states(self.loader)
 
     def apart(self) -> Source:
-        """The same, for a look while an iteration is under way, whose order and generators it leaves alone."""
+        """Return a source for a look during an iteration; the iteration's order and generators do not change."""
         return self
 
     def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
-        """This rank's batches from `position` on, and whether each is its last one."""
+        """Yield this rank's batches from `position` on, and whether each is its last one."""
         loader = self.loader
         inner = getattr(loader.batch_sampler, "sampler", None)
         tell_epoch(position.epoch, loader.dataset, loader.sampler, loader.batch_sampler, inner)
@@ -107,7 +107,7 @@ class Source:
         return count_down(noted, lengths[0])
 
     def _resumed_stream(self, position: Position) -> Iterator[Any]:
-        """By the dataset's state where there is one; else what goes before is read again."""
+        """Resume by the dataset's state where there is one; else read again what comes before."""
         if position.dataset is not None and self.states:
             self.states.restore(position.dataset)
             return iter(self.loader)
@@ -121,7 +121,7 @@ class Source:
 
 
 class IndexSource(Source):
-    """Batches of indices, dealt before anything is read: each rank reads its own samples only."""
+    """Batches of indices, dealt before anything is read: each rank reads only its own samples."""
 
     def __init__(self, loader: DataLoader[Any], order: SharedOrder, world: World, *, even: bool, split: bool) -> None:
         super().__init__(loader)
@@ -196,9 +196,9 @@ class IndexSource(Source):
 
 
 class StreamSource(Source):
-    """Collated batches that every rank reads, all of them, and keeps its share of.
+    """Collated batches that every rank reads completely, keeping its share.
 
-    seed: the stream's random numbers follow from it, so all ranks read the same one; with worker processes too.
+    seed: determines the stream's random numbers, so all ranks read the same stream; with worker processes too.
     """
 
     is_drawn_apart = True
@@ -253,9 +253,9 @@ class StreamSource(Source):
 
 
 class Rest(Sampler[Any]):
-    """Batches of indices of which some are left out, whose iteration can be begun ahead of its first use.
+    """Batches of indices of which some are left out; the iteration can be started before its first use.
 
-    skip: how many batches go before the rest.  keep: so many of those are not left out, the first ones.
+    skip: how many batches come before the rest.  keep: how many of those are not left out, the first ones.
     """
 
     def __init__(self, batches: Iterable[Any], skip: int = 0, keep: int = 0) -> None:
@@ -274,7 +274,7 @@ class Rest(Sampler[Any]):
         return getattr(self._batches, name)
 
     def start(self) -> None:
-        """Draw what there is to draw before the first batch."""
+        """Draw the random numbers that are drawn before the first batch."""
         if self._running is not None:
             self._running.start()
 
@@ -300,21 +300,24 @@ class _Started(Iterator[Any]):
 
 
 def drawn_again(position: Position, loader: DataLoader[Any]) -> AbstractContextManager[None]:
-    """While entered, an epoch that goes on draws what it drew when it began.
+    """While entered, a continued epoch repeats its random draws.
 
-    The random numbers of the program then go on where they were.
+    Afterwards the random numbers of the program continue where they were.
     """
     return replayed(position.order, loader) if position.goes_on else nullcontext()
 
 
 def count_down(values: Iterable[Any], length: int) -> Iterator[tuple[Any, bool]]:
-    """Each value, and whether it is the last one of `length`. Without Python in between: this is the step path."""
+    """Yield each value, and whether it is the last one of `length`.
+
+    No Python runs in between: this is the step path.
+    """
     is_last = [itertools.repeat(False, length - 1), (True,)] if length > 0 else []
     return zip(values, itertools.chain(*is_last, itertools.repeat(False)), strict=False)
 
 
 def length_of(thing: Any) -> int | None:
-    """Its length, where it has one."""
+    """Return the length of `thing`, if it has one."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):
@@ -322,7 +325,7 @@ def length_of(thing: Any) -> int | None:
 
 
 def rebuilt(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
-    """The user's loader again, drawing from `batches` in place of its batch sampler, or of its sampler."""
+    """Return the user's loader again, drawing from `batches` instead of its batch sampler, or of its sampler."""
     draws: dict[str, Any] = {"batch_sampler": batches}
     if loader.batch_sampler is None:
         draws = {"sampler": batches, "batch_size": None}
@@ -342,7 +345,7 @@ def rebuilt(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
             persistent_workers=loader.persistent_workers,
             in_order=loader.in_order,
         )
-    loader_of_ours.check_worker_number_rationality = _say_nothing  # type: ignore[method-assign]  # asked at each begin
+    loader_of_ours.check_worker_number_rationality = _say_nothing  # type: ignore[method-assign]  # called at each begin
     return loader_of_ours
 
 

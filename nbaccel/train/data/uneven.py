@@ -1,7 +1,7 @@
-"""Uneven ranks: a loop in which they get different numbers of batches may be gone through, but not be trained on.
+"""Uneven ranks: allows iterating a loop with different numbers of batches per rank, and refuses to train in it.
 
-Runs in ranks. Merely iterating such a loader is harmless: data are counted, tokenised, evaluated. A backward in it is
-the first of which the rank with the most batches would wait for the others for ever, so that is refused.
+Runs in ranks. Merely iterating such a loader is harmless: data are counted, tokenised, evaluated. In a training loop
+the rank with the most batches would wait for the others for ever, so the first backward is refused.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def refuse_uneven(lengths: list[int]) -> None:
 def until_backward(refuse: Callable[[], None]) -> Iterator[None]:
     """While entered, call `refuse` where a backward begins, however it is called.
 
-    Only loops over uneven ranks enter it, so other loops pay nothing. An optimizer's step without a backward before
-    has no gradients of this loop, and waits for nobody.
+    Only loops over uneven ranks enter this, so other loops have no cost. An optimizer's step without a backward before
+    it has no gradients of this loop, and waits for no rank.
     """
     original = torch.autograd.backward
     is_entered = True
@@ -53,5 +53,5 @@ def until_backward(refuse: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         is_entered = False
-        if torch.autograd.backward is guarded:  # else somebody has wrapped it, and it only passes on from now on
+        if torch.autograd.backward is guarded:  # otherwise it was wrapped, and only calls the original from now on
             torch.autograd.backward = original

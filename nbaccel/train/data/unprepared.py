@@ -1,9 +1,9 @@
-"""Unprepared loaders: a training whose batches come from a loader that nobody prepared. Runs in ranks.
+"""Unprepared loaders: warns of a training whose batches come from a loader that is not prepared. Runs in ranks.
 
-Each rank then reads all batches, and N ranks do N times the same work. It is judged by what happens, not by what is
-missing: a torch loader that sees its whole dataset is iterated, a step of the prepared model is trained between two of
-its batches, no prepared loader is being iterated, and the ranks' datasets hold the same. Data that the program shares
-out by itself look different in one of these, and so do evaluations; they are not spoken of.
+Each rank then reads all batches, and N ranks do N times the same work. The verdict follows from what happens, not from
+what is missing: a torch loader that sees its whole dataset is iterated, a step of the prepared model is trained between
+two of its batches, no prepared loader is being iterated, and the ranks' datasets are equal. Data that the program
+distributes by itself differ in one of these, and so do evaluations; there is no warning for them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from nbaccel.world import World
 __all__ = ["contents", "watch_loaders"]
 
 _BATCHES_WATCHED = 256
-"""Of an iteration in which nothing is trained so long, the rest is not looked at."""
+"""Batches of an iteration to watch; if nothing was trained by then, the rest is not watched."""
 
 _STEPS_PER_BATCH = 4
-"""More steps than these between two batches are trained on something else, as where a held iterator evaluates."""
+"""With more steps than these between two batches, the steps train on other data, as where a held iterator evaluates."""
 
 _PATIENCE_S = 2.0
 _POLL_S = 0.02
@@ -41,10 +41,10 @@ _WIDTH = 4
 
 
 def watch_loaders(world: World, accumulation: Accumulation) -> None:
-    """Look at loaders that are iterated unprepared from now on, while `accumulation` trains. Warns once, in rank 0.
+    """Watch loaders that are iterated unprepared from now on, while `accumulation` trains. Warns once, in rank 0.
 
-    In one process it does nothing. It hooks where an iteration begins, and the batches of such a loader up to the
-    verdict; a prepared loader's are left alone.
+    In one process it does nothing. It hooks the begin of iterations, and the batches of such a loader up to the
+    verdict; a prepared loader's are not hooked.
     """
     if not world.is_distributed:
         return
@@ -69,7 +69,7 @@ def _hook(watch: _Watch) -> None:
 
 
 class _Watch:
-    """Follows the training of one Accelerator, without holding it.
+    """Follows the training of one Accelerator, by a weak reference.
 
     is_open: there is no verdict yet.
     """
@@ -85,14 +85,14 @@ class _Watch:
             self._world, self._accumulation_of, self.is_open = world, weakref.ref(accumulation), True
 
     def look(self, loader: DataLoader[Any], iterator: Any, module: str) -> None:
-        """An iteration of `loader` begins in `module`."""
+        """Hook an iteration of `loader` that begins in `module`."""
         if not module.startswith("nbaccel.") and _sees_everything(loader) and not self._trains_otherwise():
             # On the instance, since a wrapper would be another class than programs know. It holds the iterator by a
             # weak reference: in a cycle its worker processes would outlive the loop.
             iterator._next_data = _Looked(self, loader, iterator)
 
     def step(self) -> tuple[int, int] | None:
-        """Training steps that are complete, and iterations of prepared loaders that trained.
+        """Return the complete training steps, and the iterations of prepared loaders that trained.
 
         None where steps say nothing about an unprepared loader.
         """
@@ -102,12 +102,15 @@ class _Watch:
         return accumulation.clock.done, accumulation.clock.passes
 
     def judge(self, loader: DataLoader[Any]) -> None:
-        """The prepared model was trained on a batch of `loader`. Every rank comes here at the same step."""
+        """Compare the ranks' datasets: the prepared model was trained on a batch of `loader`.
+
+        Every rank, at the same step.
+        """
         self._judged += 1
         key, world = f"nbaccel/unprepared/{self._judged}", self._world
         try:
             mine = contents(loader.dataset)
-        except Exception as error:  # of attributes of the program's own classes: a notice is not worth an error
+        except Exception as error:  # from attributes of the program's own classes: a notice is not worth an error
             mine = f"rank {world.rank} cannot read it: {type(error).__name__}"
         with suppress(RuntimeError):  # of a store that is gone
             store = c10d._get_default_store()
@@ -120,7 +123,7 @@ class _Watch:
                     warn_user(_notice(loader, world))
 
     def _trains_otherwise(self) -> bool:
-        """Whether what is trained now has its batches from elsewhere, or is not meant to be one training."""
+        """Return whether the present training gets its batches elsewhere, or is not one training of all ranks."""
         accumulation = self._accumulation_of() if self._accumulation_of is not None else None
         return (
             accumulation is None
@@ -132,7 +135,7 @@ class _Watch:
 
 
 class _Looked:
-    """Takes the place of an iterator's ``_next_data`` until it is known whether its batches are trained on."""
+    """Replaces an iterator's ``_next_data`` until it is known whether its batches are trained on."""
 
     def __init__(self, watch: _Watch, loader: DataLoader[Any], iterator: Any) -> None:
         self._watch = watch
@@ -159,9 +162,9 @@ def _is_trained_between(before: tuple[int, int], now: tuple[int, int]) -> bool:
 
 
 def contents(dataset: Any) -> str:
-    """Return a short text that is equal where datasets hold the same, without reading a sample.
+    """Return a short text that is equal for equal datasets, without reading a sample.
 
-    Of tensors and lists, in the dataset or in what it is made of, lengths and a few values count; of parts of a dataset
+    For tensors and lists, in the dataset or in its parts, it covers lengths and a few values; for parts of a dataset
     their indices.
 
     >>> from torch.utils.data import Subset
@@ -197,7 +200,7 @@ def _parts(thing: Any, depth: int) -> Iterator[str]:
 
 
 def _read(store: Any, key: str) -> str | None:
-    """What is written there; None if nobody has come within some seconds."""
+    """Return the text at `key`; None if no rank has written it within some seconds."""
     until = time.monotonic() + _PATIENCE_S
     while not store.check([key]):
         if time.monotonic() > until:
@@ -216,7 +219,7 @@ def _notice(loader: DataLoader[Any], world: World) -> str:
 
 
 def _sees_everything(loader: DataLoader[Any]) -> bool:
-    """Whether its samplers are torch's own, and leave nothing of the dataset out."""
+    """Return whether the samplers of `loader` are torch's own, and leave out nothing of the dataset."""
     sampler = loader.sampler
     if isinstance(loader.dataset, IterableDataset) or type(sampler) not in (SequentialSampler, RandomSampler):
         return False
