@@ -1,4 +1,4 @@
-"""find_executable_batch_size: a function tried again at smaller batch sizes until it fits, on all ranks alike."""
+"""find_executable_batch_size: runs a function again at smaller batch sizes until it fits, equally on all ranks."""
 
 from nbaccel.train.executable.search import find_executable_batch_size
 

@@ -1,6 +1,6 @@
-"""Attempt: the user's function run once at one batch size, and what is left of it. Runs in ranks and scripts.
+"""Attempt: one run of the user's function at one batch size, and its cleanup. Runs in ranks and scripts.
 
-It only runs and forgets; whether there is another attempt, and how large, is decided elsewhere.
+It only runs and forgets; other modules decide whether there is another attempt, and at which size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Attempt", "Place", "Shortage"]
 
 
 class Place(enum.Enum):
-    """Where in a training step the memory ran out, as far as the traceback tells; if it does not, in a forward."""
+    """Place in a training step where the memory ran out, by the traceback; without a sign of it, a forward."""
 
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
@@ -31,11 +31,11 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What an error says about the memory that was missing.
+    """Facts from an error about the memory that was missing.
 
     text: the error, in one line.  place: where it was raised.
-    demand: what was in use and asked for over what there is, > 1; 1.0 where the error has no such numbers.
-    request: the numbers of what was asked for, and the lines that led to it.
+    demand: memory in use and asked for, divided by the total, > 1; 1.0 where the error has no such numbers.
+    request: the numbers of the refused allocation.  lines: the lines that led to it.
     """
 
     text: str
@@ -55,20 +55,20 @@ class Shortage:
         )
 
     def is_hopeless(self, size: int, larger: Shortage, larger_size: int) -> bool:
-        """Return whether one sample would not fit either, as far as this and an earlier, larger attempt tell."""
+        """Return whether one sample would not fit either, judging by this and an earlier, larger attempt."""
         if self.request is None or larger.request is None or self.lines != larger.lines:
             return False
         return self.request.is_hopeless(size, larger.request, larger_size)
 
 
 class Attempt:
-    """One run of a function: its value, or the error that left it; `forget` lets go of both.
+    """One run of a function: its value, or the error that ended it; `forget` drops both.
 
-    used: the share of the memory that it took at its peak; None where nobody knows.
+    used: the share of the memory that it took at its peak; None where that is unknown.
     shortage: what was missing, if memory was.
 
-    The error is kept outside of any ``except`` block, whose frames would hold the failed attempt while it is
-    cleaned up.
+    The error is kept outside of any ``except`` block, whose frames would hold the failed attempt during its
+    cleanup.
     """
 
     def __init__(self, function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class Attempt:
             self.error = error
 
         self.used = peak.share
-        self.shortage = self._missing()  # now: how full the memory is cannot be told later
+        self.shortage = self._missing()  # now: the state of the memory is unknown later
 
     def _missing(self) -> Shortage | None:
         error = self.error
@@ -90,14 +90,14 @@ class Attempt:
         return None
 
     def forget(self) -> None:
-        """Let go of everything that the attempt made, also where the program has kept the error."""
+        """Drop everything that the attempt made, even where the program has kept the error."""
         error, self.value, self.error = self.error, None, None
         if error is not None:
             forget_frames(error)
 
 
 def _place(error: BaseException) -> Place:
-    """By the innermost of torch's files in the traceback that tells."""
+    """Return the place by the innermost of torch's modules in the traceback that shows it."""
     place = Place.ELSEWHERE
     trace = error.__traceback__
     while trace is not None:
@@ -116,7 +116,7 @@ _TOTAL_AND_FREE = re.compile(rf"(?:total capacity of|allows) {_SIZE},? of which 
 
 
 def _demand(text: str) -> float:
-    """From the numbers in the text of torch's allocators for CUDA, ROCm and XPU, and of `MemLimit`.
+    """Return the demand from the numbers in the text of torch's allocators for CUDA, ROCm and XPU, and of `MemLimit`.
 
     >>> _demand("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.")
     1.125

@@ -1,8 +1,7 @@
-"""Board: what the ranks of one attempt tell each other beside their process group, through a store. Runs in ranks.
+"""Board: messages between the ranks of one attempt outside of their process group, through a store. Runs in ranks.
 
-Everything here works while a peer computes, is stuck in a collective, or has left its group. The first word of an
-attempt that went wrong is the *flag*, which watchers look for; whether it is tried again depends on whether there is an
-*error* beside it.
+Everything here works while a peer computes, is stuck in a collective, or has left its group. An attempt that failed
+first sets the *flag*, which watchers poll. If there is also an *error*, the attempt is not repeated.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Failed:
 
 
 class Board:
-    """One attempt's place in the store.
+    """Messages of one attempt in the store.
 
-    store: empty, and this board's alone.
+    store: empty, and used by this board alone.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -44,15 +43,15 @@ class Board:
         self.world_size = world_size
 
     def raise_flag(self) -> None:
-        """Say that the attempt is over. Returns when the store has it: peers are woken next, and must find it."""
-        self.store.compare_set("flag", "", "up")  # `set` returns before a TCPStore's server has heard of it
+        """Set the flag: the attempt is over. Return when the store has it: peers are woken next, and must find it."""
+        self.store.compare_set("flag", "", "up")  # `set` returns before a TCPStore's server has the value
 
     @property
     def is_flagged(self) -> bool:
         return bool(self.store.check(["flag"]))
 
     def fail(self, text: str) -> None:
-        """Say that the call is over: this rank's error, if it is the first one, and the flag."""
+        """End the call: store this rank's error, if it is the first one, and set the flag."""
         self.store.compare_set("error", "", json.dumps(asdict(Failed(self.rank, text))))
         self.raise_flag()
 
@@ -62,22 +61,22 @@ class Board:
         return Failed(**json.loads(self.store.get("error"))) if self.store.check(["error"]) else None
 
     def post(self, kind: str, value: Any) -> None:
-        """Tell all ranks this rank's `value` (JSON) of that `kind`."""
+        """Store this rank's `value` (JSON) of that `kind` for all ranks."""
         self.store.set(f"{kind}/{self.rank}", json.dumps(value))
 
     def posted(self, kind: str) -> list[int]:
-        """The ranks that have posted."""
+        """Return the ranks that have posted."""
         return [rank for rank in range(self.world_size) if self.store.check([f"{kind}/{rank}"])]
 
     def read(self, kind: str, rank: int) -> Any:
-        """What `rank` posted; it must have."""
+        """Return what `rank` posted; it must have posted."""
         return json.loads(self.store.get(f"{kind}/{rank}"))
 
     def wait(self, kind: str, call: str, is_enough: Callable[[float], bool]) -> bool:
-        """Return True once every rank has posted, False once `is_enough`, which is told the seconds so far.
+        """Wait for all ranks. Return True once every rank has posted, False once `is_enough`, given the seconds so far.
 
-        call: what the rank is in, for messages. Ended by the posts, by `is_enough` (asked 100 times a second), by an
-        interrupt, and by whoever hears of `Waiting` and knows that a peer will never come.
+        call: what the rank is doing, for messages. Ended by the posts, by `is_enough` (called 100 times a second), by
+        an interrupt, and by a receiver of `Waiting` that knows that a peer will never come.
         """
         everyone = [f"{kind}/{rank}" for rank in range(self.world_size)]
         began = time.monotonic()
@@ -89,5 +88,5 @@ class Board:
             if waited_s > due_s:
                 due_s += _LOOK_UP_S
                 emit(Waiting(call, waited_s))
-            time.sleep(_GLANCE_S)  # the store's own wait complains on stderr whenever its time limit is over
+            time.sleep(_GLANCE_S)  # the store's own wait logs to stderr whenever its time limit is over
         return True

@@ -1,4 +1,4 @@
-"""Peak: how much of its memory an attempt took. Runs in ranks and scripts; touches no device that is not in use.
+"""Peak: the share of its memory that an attempt took. Runs in ranks and scripts; touches no device not in use.
 
 Known on CUDA by torch's caching allocator, and on the CPU where the program has entered a `MemLimit`.
 """
@@ -17,15 +17,15 @@ __all__ = ["Peak"]
 
 
 class Peak:
-    """The most that was held since this was made. It resets the allocator's own record of that."""
+    """The largest amount held since this object was made. It resets the allocator's own record of that."""
 
     def __init__(self) -> None:
         _meter().reset_peak()
 
     @property
     def share(self) -> float | None:
-        """Of what this process may hold; None where nobody knows."""
-        with contextlib.suppress(RuntimeError):  # a device that is past answering
+        """Share of the memory that this process may hold; None where that is unknown."""
+        with contextlib.suppress(RuntimeError):  # a device that does not answer any more
             meter = _meter()  # now: the attempt may have been the first to use its device
             if meter.limit_bytes and meter.peak_bytes is not None:
                 return min(1.0, meter.peak_bytes / meter.limit_bytes)

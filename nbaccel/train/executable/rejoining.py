@@ -1,4 +1,4 @@
-"""Rejoining: a DDP module whose process group is over gets a reducer in the new one. Runs in ranks, by every rank.
+"""Rejoining: gives a DDP module whose process group has ended a reducer in the new one. Runs in ranks, by every rank.
 
 It happens at the module's next forward, not at once: there the ranks come in the program's own order, however many
 such modules there are. Nothing is added to the forward of any other module.
@@ -27,13 +27,13 @@ __all__ = ["rejoin_at_next_forward"]
 
 
 def rejoin_at_next_forward(module: DistributedDataParallel, source: int = 0) -> None:
-    """Let `module` join the default group as it is at its next forward. Collective there.
+    """Let `module` join the default group of that time at its next forward. Collective there.
 
-    The weights and buffers of rank `source` count then, and its optimizers' state: a rank may have taken a step more
-    than the others before the group was lost.
+    The weights and buffers of rank `source` are used then, and its optimizers' state: a rank may have taken one step
+    more than the others before the group was lost.
     """
-    # It is waiting already, for a rank that has what others may have in part, or the program replaced its forward and
-    # knows why.
+    # It is waiting already, for a rank that has what others may have in part, or the program replaced its forward for
+    # reasons of its own.
     if "forward" in vars(module):
         return
 
@@ -42,14 +42,14 @@ def rejoin_at_next_forward(module: DistributedDataParallel, source: int = 0) -> 
         # refuses collectives of a loss function because a rank may repeat that alone.
         with _disable_current_modes():
             _rejoin(module, source)
-        del module.forward  # the class's own is seen again; not before, for after an error the weights are not equal
+        del module.forward  # the class's own is used again; not before, since after an error the weights are not equal
         return module.forward(*inputs, **kwargs)
 
     vars(module)["forward"] = forward
 
 
 def _rejoin(module: DistributedDataParallel, source: int) -> None:
-    if "reducer" in vars(module):  # else its gradients are lent, and it makes one when it gets them back
+    if "reducer" in vars(module):  # otherwise its gradients are lent, and it makes one when they are returned
         _make_reducer(module)
     for tensor in [*module.module.parameters(), *module.module.buffers()]:
         _share(tensor.detach(), source)
@@ -59,7 +59,7 @@ def _rejoin(module: DistributedDataParallel, source: int) -> None:
 
 
 def _share(tensor: Tensor, source: int) -> None:
-    """Take the numbers of rank `source`. Collective, also for a tensor that is not in one piece, which NCCL refuses."""
+    """Copy the numbers of rank `source`. Collective, also for a tensor that is not contiguous, which NCCL refuses."""
     whole = tensor.contiguous()
     if whole.numel():
         dist.broadcast(_bytes_of(whole), source)
@@ -68,21 +68,21 @@ def _share(tensor: Tensor, source: int) -> None:
 
 
 def _meet() -> None:
-    """Return when all ranks have come: where one of them failed, none has rejoined, and all do it again. Collective."""
+    """Wait until all ranks are here: if one of them failed, none has rejoined, and all repeat it. Collective."""
     dist.all_gather_object([None] * dist.get_world_size(), None)
 
 
 def _agreed_optimizers(module: DistributedDataParallel) -> list[Optimizer]:
-    """The optimizers whose states are sent, the same on all ranks. Collective.
+    """Return the optimizers whose states are sent, the same on all ranks. Collective.
 
     Raises:
-        PeerFailed: they are not the same; on all ranks.
+            PeerFailed: they differ between ranks; raised on all ranks.
     """
     optimizers = _optimizers_of(module)
     everyones = _announced(optimizers)
     if any(each != everyones[0] for each in everyones):
         del optimizers
-        gc.collect()  # one that nobody holds any more is found until then, on some ranks
+        gc.collect()  # on some ranks the first search also finds unreferenced ones
         optimizers = _optimizers_of(module)
         everyones = _announced(optimizers)
     if any(each != everyones[0] for each in everyones):
@@ -97,7 +97,7 @@ def _agreed_optimizers(module: DistributedDataParallel) -> list[Optimizer]:
 
 
 def _announced(optimizers: list[Optimizer]) -> list[Any]:
-    """What each rank has, in words. Collective."""
+    """Return what each rank has, in words. Collective."""
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, _described(optimizers))
     return everyones
@@ -110,10 +110,10 @@ def _described(optimizers: list[Optimizer]) -> list[str]:
 
 
 def _share_state(optimizer: Optimizer, source: int) -> None:
-    """Take the state of rank `source`, each tensor where this rank's parameter lies. Collective.
+    """Load the state of rank `source`, each tensor on the device of this rank's parameter. Collective.
 
-    Tensors travel one by one and by themselves. In a pickle they would be of `source`'s GPU in every rank, and all at
-    once, when memory has just run out.
+    Tensors are sent one by one, outside of a pickle. In a pickle they would be on `source`'s GPU in every rank, and all
+    at once, when memory has just run out.
     """
     state = optimizer.state_dict()
     places = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
@@ -127,14 +127,14 @@ def _share_state(optimizer: Optimizer, source: int) -> None:
         received: list[Any] = [None]
         dist.broadcast_object_list(received, source)
         state = {}
-        optimizer.state.clear()  # makes room for what comes
+        optimizer.state.clear()  # frees memory for the received state
         state = _map_state(partial(_receive, source), unpack(received[0], places[0]), places)
     optimizer.load_state_dict(state)
 
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """A tensor that travels by itself: what memory to receive it in."""
+    """A placeholder for a tensor that is sent separately: the memory to receive it in."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -144,7 +144,7 @@ class _Outline:
 def _map_state(
     function: Callable[[torch.device, Any], Any], state: dict[str, Any], places: list[torch.device]
 ) -> dict[str, Any]:
-    """A state dict with `function` applied to its values, given the device of the parameter that each belongs to."""
+    """Return a state dict with `function` applied to its values, given the device of the parameter of each."""
 
     def mapped(name: str, value: Any) -> Any:
         if name != "state" or not isinstance(value, dict):
@@ -156,9 +156,9 @@ def _map_state(
 
 
 def _outline(parts: list[Tensor], device: torch.device, value: Any) -> Any:
-    """`value` with outlines instead of tensors that lie on `device`; these are added to `parts`, in dense memory.
+    """Return `value` with placeholders for its tensors on `device`, which are added to `parts`, in dense memory.
 
-    Single numbers stay, and so does what is more than a tensor: they go by way of the host.
+    Single numbers stay, and so do values that are more than a tensor: they are sent by way of the host.
     """
     if not isinstance(value, Tensor):
         return map_children(partial(_outline, parts, device), value)
@@ -174,7 +174,7 @@ def _outline(parts: list[Tensor], device: torch.device, value: Any) -> Any:
 
 
 def _receive(source: int, device: torch.device, value: Any) -> Any:
-    """`value` with tensors of rank `source` on `device` instead of their outlines. Collective for each."""
+    """Return `value` with tensors of rank `source` on `device` in place of the placeholders. Collective for each."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, _Outline):
@@ -185,12 +185,12 @@ def _receive(source: int, device: torch.device, value: Any) -> Any:
 
 
 def _bytes_of(part: Tensor) -> Tensor:
-    """The memory of a dense tensor, whose type and layout the backend need not know."""
+    """Return the memory of a dense tensor, so that the backend need not know its type and layout."""
     return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def _make_reducer(module: DistributedDataParallel) -> None:
-    """In the default group, in the way in which torch does it for a module that was pickled."""
+    """Make a reducer in the default group, in the way in which torch does it for a module that was pickled."""
     hooks = list(getattr(module, "_comm_hooks", ()))
     module.process_group = dist.group.WORLD  # type: ignore[assignment]  # it exists: the ranks have formed it again
     state = module.__getstate__()
@@ -201,10 +201,10 @@ def _make_reducer(module: DistributedDataParallel) -> None:
 
 
 def _optimizers_of(module: DistributedDataParallel) -> list[Optimizer]:
-    """The optimizers of the module's parameters, in the order of the parameters of each.
+    """Return the optimizers of the module's parameters, in the order of the parameters of each.
 
-    Those without a state too, for on another rank they may have taken a first step. One of ours stands for the
-    program's own, with the same state, where that was made before the rank was forked.
+    Those without a state are included, since on another rank they may have taken a first step. One of ours represents
+    the program's own, with the same state, where that was made before the rank was forked.
     """
     order = {id(parameter): number for number, parameter in enumerate(module.module.parameters())}
     found = [

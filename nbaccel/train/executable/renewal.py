@@ -1,9 +1,9 @@
-"""Renewal: a training goes on in ranks whose process group was cut short in the task before. Runs in ranks, by all.
+"""Renewal: continues a training in ranks whose process group was aborted in the task before. Runs in ranks, by all.
 
-Ranks that stay may be anywhere in their program when one of them fails: with a step more than the others, with a
-scheduler that has moved, with half of a sum in their weights. One rank is known to be as its last whole step left it.
-So all take from it what training needs: weights, buffers and optimizers at the next forward of each DDP module, and at
-once what is small. What the program keeps beside that (an average of weights, a list) is each rank's own as it is.
+Persistent ranks may be anywhere in their program when one of them fails: with one step more than the others, with a
+scheduler that has moved, with half of a sum in their weights. One rank is known to be in the state after its last
+complete step. So all ranks copy from it what training needs: weights, buffers and optimizers at the next forward of
+each DDP module, and small values at once. Other data of the program (an average of weights, a list) stay each rank's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ABORT_S = 30.0
 
 
 def renew(source: int, number: int) -> None:
-    """Form the default group again, and let what was prepared go on in it as rank `source` has it. Collective.
+    """Form the default group again, and continue what was prepared with the state of rank `source`. Collective.
 
-    number: that no renewal before had.
+    number: a number that no renewal before had.
 
     Raises:
-        PeerFailed: this rank's device does not let go of the old group, or what was made cannot join the new one.
+        PeerFailed: this rank's device does not release the old group, or what was made cannot join the new one.
     """
     if not abort_device_groups(_ABORT_S):
         raise PeerFailed(
@@ -46,7 +46,7 @@ def renew(source: int, number: int) -> None:
 
 
 def _take_over(steps: list[int], source: int) -> list[int]:
-    """Take what is small from rank `source`; returns how many training steps each of its Accelerators has done."""
+    """Copy small values from rank `source`; return how many training steps each of its Accelerators has done."""
     talk = process_group.talk
     if talk is None:  # a group of the program's own, and no Accelerator
         return steps

@@ -1,7 +1,7 @@
-"""find_executable_batch_size: the function that users wrap theirs in. Runs in ranks, scripts and kernels.
+"""find_executable_batch_size: decorates a function that trains. Runs in ranks, scripts and kernels.
 
-It is the loop over attempts; what is tried next, what the ranks tell each other, and what is cleaned up between two
-attempts have files of their own.
+It is the loop over attempts. Other modules choose the next size, exchange messages between ranks, and clean up
+between two attempts.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """`function`, run again with a smaller batch size whenever memory runs out, on all ranks alike.
+    """Run `function` again with a smaller batch size whenever memory runs out, equally on all ranks.
 
     function: takes a batch size (per rank) as its first argument, which callers leave out. It is run from its
     beginning in each attempt, so it should make its model, optimizer and loaders itself; an Accelerator may be made
     outside. Without it, a decorator is returned.
-    starting_batch_size: what the first call tries first. Later calls begin with the size that fitted, or with a larger
+    starting_batch_size: the first size of the first call. Later calls begin with the size that fitted, or with a larger
     one if the allocator's numbers show that it fits.
     reduce_batch_size_fn: takes nothing and returns the next, smaller size; called on every rank after each failure.
     By default the error itself decides, mostly for the half; `nbaccel.train.executable.sizes` gives the rule.
 
-    Collective: with several ranks all of them call it. When memory runs out on one of them, wherever that is, all give
-    up the attempt, form the process group again, and go on with the same smaller size; it returns on all of them once
-    all are done. Accelerators and what they exchange go on working, and DDP modules made outside join the new group.
-    Process groups that the program made of its own (``new_group``, a device mesh) and FSDP modules are lost: where
+    Collective: with several ranks all of them call it. When memory runs out on one of them, at any place, all give
+    up the attempt, form the process group again, and continue with the same smaller size; it returns on all of them
+    once all are done. Accelerators and their collectives keep working, and DDP modules made outside join the new group.
+    Process groups that the program itself made (``new_group``, a device mesh) and FSDP modules are lost: where
     they were made outside of the function, the error says so and there is no further attempt.
 
     Raises:
@@ -80,7 +80,7 @@ def find_executable_batch_size(
 
 
 class _Search:
-    """One call: attempts at smaller and smaller sizes until one is done."""
+    """One call: attempts at ever smaller sizes until one succeeds."""
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes, peers: Alone
@@ -121,7 +121,7 @@ class _Search:
         )
 
     def _clean_up(self, attempt: Attempt, size: int) -> Report:
-        """Let go of a failed attempt, and say what to do next."""
+        """Forget a failed attempt, and return what to do next."""
         shortage = attempt.shortage
         attempt.forget()
         self._survivors.clean_up()
@@ -146,7 +146,7 @@ def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], kwar
     if not signature.parameters:
         raise TypeError(f"{called}() takes no arguments: its first one must be the batch size")
     if _fits(signature, 0, *args, **kwargs) or not _fits(signature, *args, **kwargs):
-        return  # all is well, or the call itself will say what is wrong
+        return  # the size was left out, or the call itself will raise
     given = signature.bind(*args, **kwargs).arguments
     (_, batch_size), *rest = given.items()
     shown = ", ".join(f"{name}={value!r}" for name, value in rest)

@@ -1,21 +1,21 @@
-"""Sizes: which batch size to try first, and which one after a size that did not fit. Pure; runs in ranks and scripts.
+"""Sizes: choose the first batch size to try, and the next one after a failure. Pure; runs in ranks and scripts.
 
-The first attempt that fits is the training itself, so there is no trial after it: the way is down, and every step
+The first attempt that fits is the training itself, so there is no trial after it: sizes only decrease, and every step
 of it costs a started training. The rule by default, against Accelerate's x 0.9 (up to 45 attempts from 4096 to 37):
 
-- Memory ran out in a forward, or outside of a step: half, at most. Nothing tells how much more the rest of the step
-  would have needed. From `start` to the largest size that fits, m, these are at most log2(start / m) + 1 attempts,
-  and what fits is more than m / 2.
+- Memory ran out in a forward, or outside of a step: half, at most. The error does not show how much more the rest of
+the step would have needed. From `start` to the largest size that fits, m, these are at most log2(start / m) + 1
+attempts, and the size that fits is more than m / 2.
 - It ran out in a backward or in the optimizer: the forward, which holds most of a step's memory, did fit. So m is near:
-  x 0.9 twice, x 0.75, then half (under activation checkpointing a backward can need many times the forward).
+x 0.9 twice, x 0.75, then half (under activation checkpointing a backward can need many times the forward).
 - The allocator's numbers, which CUDA, ROCm and XPU put into the error, bound m from above: memory is a + b n with
-  a >= 0, so with `demand` times the memory needed at n, m is at most n / demand. A single request of seven times the
-  device costs one attempt and not three.
-- A size that did fit in an earlier call is not passed by on the way down.
-- When the same bytes were refused at the same line twice, and the line through what was in use says that one sample
-  would not fit either, there is no further attempt.
+a >= 0, so with `demand` times the memory needed at n, m is at most n / demand. A single request of seven times the
+device costs one attempt and not three.
+- The search does not go below a size that did fit in an earlier call without trying that one.
+- When the same line refused bytes twice, and the line through the memory in use shows that one sample
+would not fit either, there is no further attempt.
 
-Later calls start from the size that fitted. They start higher where the allocator's peak of that run says that more
+Later calls start from the size that fitted. They start higher where the allocator's peak of that run shows that more
 fits; see `grown`.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["ByRule", "ByUser", "Sizes", "grown"]
 _NEAR = (0.9, 0.9, 0.75)
 _HALF = 0.5
 _FILLED = 0.97
-"""Share of the limit that a predicted size may fill; what is left is for fragments of the allocator."""
+"""Share of the limit that a predicted size may fill; the rest is for fragments of the allocator."""
 _WORTH = 1.1
 """Growth below that is not worth a training that may fail."""
 
@@ -45,9 +45,9 @@ class ByRule:
         self._earlier: list[tuple[int, Shortage]] = []
 
     def after(self, batch_size: int, shortage: Shortage | None) -> int:
-        """The size to try when `batch_size` did not fit; 0 when there is none.
+        """Return the size to try when `batch_size` did not fit; 0 when there is none.
 
-        shortage: what was missing here; None where another rank ran out of memory, which says how far to go.
+        shortage: what was missing here; None where another rank ran out of memory, and its shortage decides.
 
         >>> rule = ByRule()
         >>> rule.after(128, Shortage("CUDA out of memory")), rule.after(64, Shortage("", Place.BACKWARD))
@@ -74,7 +74,7 @@ class ByUser:
         self._function = function
 
     def after(self, batch_size: int, shortage: Shortage | None) -> int:
-        """As `ByRule.after`.
+        """Return the next size, as `ByRule.after` does.
 
         Raises:
             ValueError: the function does not reduce, so that the search would never end.
@@ -89,7 +89,7 @@ class ByUser:
 
 
 class Sizes:
-    """What one decorated function has learned, from call to call.
+    """Sizes that one decorated function has learned, from call to call.
 
     starting: where the first search begins.  reduce: the user's rule, None for the default one.
     """
@@ -106,22 +106,22 @@ class Sizes:
         return self._next
 
     def way_down(self) -> ByRule | ByUser:
-        """For one search."""
+        """Return the rule for one search."""
         return ByRule(self._known_to_fit) if self._reduce is None else ByUser(self._reduce)
 
     def fitted(self, batch_size: int, used: float | None = None) -> None:
-        """A call is done.  used: the largest share of the memory that it took; None where nobody knows."""
+        """Note that a call succeeded.  used: the largest share of the memory that it took; None where unknown."""
         self._known_to_fit = batch_size
         self._next = batch_size if self._reduce is not None or not used else grown(batch_size, used)
 
     def nothing_fits(self) -> None:
-        """A call has tried everything. The next one begins anew: memory may be free by then."""
+        """Note that a call has tried everything. The next one starts from the beginning: memory may be free by then."""
         self._next = self._starting
         self._known_to_fit = 0
 
 
 def grown(batch_size: int, used: float) -> int:
-    """The largest size that surely fits where `batch_size` took the share `used` of the memory.
+    """Return the largest size that surely fits where `batch_size` took the share `used` of the memory.
 
     Memory is a + b n with a >= 0, hence at most proportional to n. A growth below a tenth is not worth an attempt.
 

@@ -1,8 +1,8 @@
-"""Survivors: what a failed attempt leaves in objects that were there before it, and how it is undone.
+"""Survivors: objects that existed before a failed attempt, and the removal of its traces from them.
 
-Runs in ranks and scripts. An Accelerator made outside of the function remembers what was prepared inside, and with it
+Runs in ranks and scripts. An Accelerator made outside of the function refers to what was prepared inside, and so to
 the failed attempt's model; an optimizer made outside may be left with half of its state; DDP modules made outside hold
-a process group that is over. Weights are not undone: a model that is to be as new belongs into the function.
+a process group that has ended. Weights are not restored: a model that must be new belongs into the function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Survivors"]
 
 
 class Survivors:
-    """What there was before the first attempt. Made then; asked after each attempt that failed. It holds none of it.
+    """Objects that existed before the first attempt. Made then; called after each failed attempt. Holds none of them.
 
     Of objects that a notebook kernel made before it was forked it sees those that are prepared: the garbage collector
     shows no others there.
@@ -47,21 +47,21 @@ class Survivors:
         self.begin()
 
     def begin(self) -> None:
-        """An attempt begins: what trains from now on trains in it."""
+        """Note that an attempt begins: steps from now on belong to it."""
         self._places = weakref.WeakKeyDictionary({each: each._place for each in process_group.users})
 
     @property
     def step(self) -> int:
-        """The training step that the attempt has come to, 0-based. To be asked before `clean_up`."""
+        """The training step that the attempt has reached, 0-based. Must be read before `clean_up`."""
         places = {each: each._place for each in process_group.users if each._is_bound}
         trained = [place[0] for each, place in places.items() if place != self._places.get(each)]
         return max(trained, default=step_under_way() or 0)
 
     @property
     def steps(self) -> list[int]:
-        """How many training steps each Accelerator has done here; a failed attempt may have done more on some ranks.
+        """Numbers of training steps of each Accelerator here; a failed attempt may have done more on some ranks.
 
-        To be asked after `clean_up`, as `scalings`, how each of them scales losses.
+        Must be read after `clean_up`, as must `scalings`, how each of them scales losses.
         """
         return [0 if each is None or not each._is_bound else each._steps_done for each in self._in_order]
 
@@ -76,7 +76,7 @@ class Survivors:
 
     @property
     def obstacle(self) -> str:
-        """Why this process cannot have another attempt; empty if it can. To be asked after `clean_up`."""
+        """The reason why this process cannot have another attempt; empty if it can. Must be read after `clean_up`."""
         if not dist.is_initialized():
             return ""
         if self._own_groups:
@@ -92,14 +92,14 @@ class Survivors:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether DDP modules are still there that were made outside of the function. To be asked after `clean_up`."""
+        """True if DDP modules that were made outside of the function still exist. Must be read after `clean_up`."""
         return any(reference() is not None for reference in self._replicas)
 
     def clean_up(self) -> None:
-        """Let go of what was prepared, half accumulated and half stepped in the attempt that failed; free its memory.
+        """Forget what was prepared, half accumulated and half stepped in the failed attempt; free its memory.
 
-        Gradients go, and the state of optimizers that had none before: a step that ran out of memory leaves state
-        that lacks entries, for which the next step would look.
+        Gradients are dropped, and the state of optimizers that had none before: a step that ran out of memory leaves
+        state that lacks entries, which the next step would look up.
         """
         known = [thing for reference in self._prepared if (thing := reference()) is not None]
         for accelerator in process_group.users:
@@ -119,11 +119,11 @@ class Survivors:
         self._sharded = {type(thing).__name__ for thing in living if is_sharded(thing)}
 
     def go_on(self, steps: Sequence[int], source: int = 0, scalings: Sequence[dict[str, Any]] = ()) -> None:
-        """The next attempt begins, in the new process group where there are several ranks.
+        """Begin the next attempt, in the new process group where there are several ranks.
 
         steps: training steps that each Accelerator counts from, equal on all ranks, so that a run that is stopped
             stops at the same one.
-        source: the rank whose weights count.  scalings: its; none to leave them as they are.
+        source: the rank whose weights are used.  scalings: its loss scaling; empty to leave it unchanged.
         """
         for each, step, scaling in zip_longest(self._in_order, steps, scalings):
             if each is None:
@@ -146,11 +146,11 @@ def _prepared() -> list[Any]:
 
 
 def _living() -> list[Any]:
-    """The optimizers, DDP and sharded modules of this process; one look at all objects, some 20 ms."""
+    """Return the optimizers, DDP and sharded modules of this process; one look at all objects, some 20 ms."""
     is_wanted: dict[type, bool] = {}
     found = {id(thing): thing for thing in _prepared()}
     for thing in gc.get_objects():
-        kind = type(thing)  # a lazy object's __class__ may import what it stands for
+        kind = type(thing)  # a lazy object's __class__ may import its target
         if kind not in is_wanted:
             is_wanted[kind] = issubclass(kind, Optimizer | DistributedDataParallel) or is_sharded(thing)
         if is_wanted[kind]:
@@ -159,13 +159,13 @@ def _living() -> list[Any]:
 
 
 def _optimizers(things: list[Any]) -> list[Optimizer]:
-    """torch's own, out of those that are prepared."""
+    """Return torch's own optimizers among `things`, also those that are prepared."""
     found = [thing.optimizer if isinstance(thing, PreparedOptimizer) else thing for thing in things]
     return [*{id(thing): thing for thing in found if isinstance(thing, Optimizer)}.values()]
 
 
 def _half_made(optimizer: Optimizer) -> list[Any]:
-    """Parameters whose state has some of the entries that another one's of its group has, and no others."""
+    """Return the parameters whose state has only some of the entries that another one of its group has."""
     groups = [
         [(parameter, set(optimizer.state[parameter])) for parameter in group["params"] if parameter in optimizer.state]
         for group in optimizer.param_groups

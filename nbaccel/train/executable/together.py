@@ -1,17 +1,17 @@
-"""Together: how all ranks give up an attempt and begin the next one. Runs in ranks, by every rank.
+"""Together: lets all ranks give up an attempt and begin the next one. Runs in ranks, by every rank.
 
-Every wait in here is in the store, never in a collective: some peer has left those. The order that makes it sound:
+Every wait in here is in the store, never in a collective: some peer has left those. The order makes it sound:
 
-1. A rank whose attempt failed raises the flag in the store, then cuts its connections; its peers' watchers see the
-   flag and cut theirs. A peer that wakes from a broken collective therefore finds the flag, and knows that its own
-   error is only a consequence. A peer that computes finds out at its next collective; one that is done, while it waits
-   for the others to be done.
+1. A rank whose attempt failed sets the flag in the store, then cuts its connections; its peers' watchers see the
+flag and cut theirs. A peer that wakes from a broken collective therefore finds the flag, and knows that its own
+error is only a consequence. A peer that computes finds the flag at its next collective; one that is done, while it
+waits for the others to be done.
 2. Each rank forgets its attempt and posts what it would do next.
-3. Once all have posted, all know the same, form the process group again and go on.
+3. Once all have posted, all know the same, form the process group again and continue.
 
-On a device the host runs ahead: when a rank is woken, steps may be queued there behind a sum that was cut short, and
-run on what is left of it. So the rank that failed first lets its device finish before it raises the flag. What it then
-has is what its last whole step left, and in the next attempt the others get that, whatever they have.
+On a device the host runs ahead: when a rank is woken, steps may be queued there behind an aborted sum, and
+run on its partial result. So the rank that failed first lets its device finish before it sets the flag. It then has
+the state after its last complete step, and in the next attempt the others copy that, whatever they have.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from nbaccel.train.talk.process_group import process_group
 __all__ = ["Alone", "Report", "Together"]
 
 _DEVICE_PATIENCE_S = 10.0
-"""How long an aborted NCCL communicator may take to let go of a rank."""
+"""Time that an aborted NCCL communicator may take to release a rank."""
 
 _PATIENCE_S = 1800.0
-"""How long a peer may compute before it comes to its next collective: torch's own time limit for gloo."""
+"""Time that a peer may compute before its next collective: torch's own time limit for gloo."""
 
 _FAREWELL_S = 10.0
-"""How long rank 0 waits for peers that know already that all are done; one that was killed does not say so."""
+"""Time that rank 0 waits for peers that know already that all are done; one that was killed does not answer."""
 
 _SETTLE_S = 10.0
-"""How long the device of a rank that failed may still work; a peer may be late for a sum that it has begun."""
+"""Time that the device of a rank that failed may still work; a peer may be late for a sum that it has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank says between two attempts; of all ranks together, what is agreed.
+    """Report of one rank between two attempts; combined from all ranks, the agreement.
 
     size: the batch size that it would try next; 0 to give up.
     steps: how many training steps each of its Accelerators has done; agreed is the most that any rank has.
     shortage: its error, in words; empty for a rank that was only interrupted.
     obstacle: why it cannot try again; empty if it can.
-    keeps: whether there are replicas that were made outside of the function.
-    is_sound: whether these are as its last whole step left them.  source: the first rank for which that holds.
-    scalings: how its Accelerators scale losses; in what is agreed, those of `source`, for ranks may not differ.
+    keeps: there are replicas that were made outside of the function.
+    is_sound: these are as after its last complete step.  source: the first rank for which that holds.
+    scalings: how its Accelerators scale losses; in the agreement, those of `source`, since ranks may not differ.
     """
 
     size: int
@@ -73,18 +73,18 @@ class Report:
 
 
 class Alone:
-    """One process: an attempt is over when it is over."""
+    """One process, whose attempts concern no other rank."""
 
     def agreed(self, batch_size: int) -> int:
-        """The size to begin with. Collective."""
+        """Return the size to begin with. Collective."""
         return batch_size
 
     def watching(self, batch_size: int) -> AbstractContextManager[None]:
-        """Entered around an attempt."""
+        """Return the context for an attempt."""
         return nullcontext()
 
     def is_done(self, attempt: Attempt) -> bool:
-        """Whether it succeeded on all ranks; False if memory ran out on one of them.
+        """Return whether the attempt succeeded on all ranks; False if memory ran out on one of them.
 
         Raises the attempt's own error, if it is another one.
         """
@@ -93,18 +93,18 @@ class Alone:
         raise attempt.error
 
     def regroup(self, report: Callable[[], Report]) -> Report:
-        """Be ready for the next attempt, as all ranks' reports say. Collective.
+        """Prepare the next attempt, as all ranks' reports require, and return the agreement. Collective.
 
-        report: makes this rank's; its error is this call's.
+        report: makes this rank's report; an error in it is raised here.
         """
         return report()
 
     def close(self) -> None:
-        """The call is over, by whatever."""
+        """End the call, for whatever reason."""
 
 
 class Together(Alone):
-    """One of several ranks.
+    """One of several ranks that attempt together.
 
     name: of the function.  collectives: of the default group, which exists.
     """
@@ -149,7 +149,7 @@ class Together(Alone):
             self._is_sound = self._is_sound or self._is_settled(attempt.shortage)
             self._board.raise_flag()
         elif not self._is_consequence(error):
-            if not isinstance(error, KeyboardInterrupt):  # that one comes to each rank by itself
+            if not isinstance(error, KeyboardInterrupt):  # each rank gets its own interrupt
                 self._board.fail(_text(error))
                 self._wake()
             raise error
@@ -158,7 +158,7 @@ class Together(Alone):
         return False
 
     def regroup(self, report: Callable[[], Report]) -> Report:
-        is_free = abort_device_groups(_DEVICE_PATIENCE_S)  # first: what a report reads may wait for the device
+        is_free = abort_device_groups(_DEVICE_PATIENCE_S)  # first: reading a report may wait for the device
         mine = replace(self._made(report), is_sound=self._is_sound)
         if not is_free:
             stuck = f"its device did not let go of the process group within {_DEVICE_PATIENCE_S:g} s"
@@ -172,7 +172,7 @@ class Together(Alone):
             late = held or sorted({*range(self._world_size)} - {*self._board.posted("report")})
             patience_s = 2 * _DEVICE_PATIENCE_S if held else _PATIENCE_S
             error = self._cannot_go_on(mine, f"rank {_listed(late)} did not come back within {patience_s:g} s")
-            self._board.fail(_text(error))  # for when it does
+            self._board.fail(_text(error))  # for the time when it does
             raise error
         reports = [Report(**self._board.read("report", rank)) for rank in range(self._world_size)]
         for rank, each in enumerate(reports):
@@ -191,13 +191,13 @@ class Together(Alone):
         return Report(size, steps, shortages[0], source=source, scalings=reports[source].scalings)
 
     def _has_waited_enough(self, waited_s: float) -> bool:
-        """A rank whose device does not let go of it never comes; one that computes on its host may take long."""
+        """Return whether to stop waiting: a rank stuck in its device never comes, one that computes may take long."""
         if self._is_failed or waited_s > _PATIENCE_S:
             return True
         return waited_s > 2 * _DEVICE_PATIENCE_S and bool(self._stuck())
 
     def _stuck(self) -> list[int]:
-        """The ranks that have neither come nor said that their abort came back; none without a device."""
+        """Return the ranks that have neither posted a report nor that their abort returned; none without a device."""
         if not uses_device():
             return []
         return sorted({*range(self._world_size)} - {*self._board.posted("report"), *self._board.posted("free")})
@@ -208,7 +208,7 @@ class Together(Alone):
             self._watcher.stop()
 
     def _see_everybody_off(self) -> None:
-        """Return once no peer asks the store any more whether all are done: it may be this process's, which ends next.
+        """Wait until no peer polls the store for the end any more: the store may be in this process, which ends next.
 
         Ranks that our launcher or torchrun started have a store that outlives them; those of mpirun, srun or a fork of
         the program's own have it on rank 0.
@@ -220,42 +220,42 @@ class Together(Alone):
             self._board.wait("gone", f"the end of {self._call}", lambda waited_s: waited_s > _FAREWELL_S)
 
     def _is_settled(self, shortage: Shortage) -> bool:
-        """Whether this rank's tensors are as its last whole step left them, now that its device has nothing to do.
+        """Return whether this rank's tensors are as after its last complete step, now that its device is idle.
 
-        Of a step that ran out of memory itself nobody knows how far it came.
+        For a step that itself ran out of memory it is unknown how far it came.
         """
         return settle(_SETTLE_S) and shortage.place is not Place.OPTIMIZER
 
     def _wake(self) -> None:
-        """Wake the peers, if it is this attempt that is over, and not only the one around it."""
+        """Wake the peers, if this attempt is over, and not only the one around it."""
         if self._watcher is not None and self._board.is_flagged:
             self._watcher.wake_everybody()
 
     def _place_within(self) -> Any:
-        """The meeting place of a search inside this attempt."""
+        """Return the meeting place of a search inside this attempt."""
         self._inner_calls += 1
         return self._place.within(f"attempt{self._attempts}/call{self._inner_calls}")
 
     @property
     def _is_given_up(self) -> bool:
-        """Whether this attempt, or one around it, is over."""
+        """True if this attempt, or one around it, is over."""
         return self._board.is_flagged or (self._outer is not None and self._outer._is_given_up)
 
     @property
     def _is_failed(self) -> bool:
-        """Whether this call, or an attempt around it, is over."""
+        """True if this call, or an attempt around it, is over."""
         return self._board.failed is not None or (self._outer is not None and self._outer._is_given_up)
 
     def _is_consequence(self, error: BaseException) -> bool:
-        """Whether `error` only says that this rank was woken: it comes after the flag, and from torch.
+        """Return whether `error` only results from waking this rank: it comes after the flag, and from torch.
 
         An error of the program's own that happens to come after the flag is most likely raised again in the next
-        attempt; one that torch cannot have raised is not put off. On a device any error may come of what an abort has
-        left: a loss that is not finite, an index that is out of range.
+        attempt; one that torch cannot have raised is not deferred. On a device any error may result from what an abort
+        has left: a loss that is not finite, an index that is out of range.
         """
         if not self._is_given_up:
             return False
-        failed = self._board.failed  # asked for after the flag, which a peer that fails raises after its error
+        failed = self._board.failed  # read after the flag, which a peer that fails sets after its error
         if failed is not None and failed.text == _text(error):
             return False  # all ranks may fail alike: then each has its own error
         if is_aborted() and isinstance(error, Exception):
@@ -265,7 +265,7 @@ class Together(Alone):
         )
 
     def _heed_errors(self, error: BaseException | None) -> None:
-        """Raise, if another rank's error has ended this call, or the attempt around it is over."""
+        """Raise if another rank's error has ended this call, or the attempt around it is over."""
         failed = self._board.failed
         if failed is not None:
             raise PeerFailed(self._told(failed)) from error
@@ -302,9 +302,9 @@ _NOBODY_IS_SOUND = (
 
 
 class _Ear:
-    """Hears that this rank waits in a collective of ours, and ends that if a peer is done with the attempt already.
+    """Event sink that ends a wait of this rank in a collective of ours if a peer is done with the attempt already.
 
-    next: where events went before.
+    next: the sink to which all events are passed on.
     """
 
     next: Sink
@@ -330,7 +330,7 @@ class _Ear:
 
 
 def _calls() -> int:
-    """How many collectives of ours this rank has entered in the group as it is."""
+    """Return how many collectives of ours this rank has entered in the present group."""
     return 0 if process_group.talk is None else process_group.talk.calls
 
 
@@ -339,7 +339,7 @@ def _text(error: BaseException) -> str:
 
 
 def _handled(error: BaseException) -> list[BaseException]:
-    """`error` and what was being handled when it was raised."""
+    """Return `error` and the errors that were being handled when it was raised."""
     links: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in links:

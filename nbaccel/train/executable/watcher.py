@@ -1,7 +1,7 @@
 """Watcher: a thread that wakes its own rank when another one has given up the attempt. Runs in ranks.
 
-The main thread may sit in a collective that will never be complete, in C++, deaf to everything but the end of its
-connections (gloo) or of its communicator (NCCL). What it does once it is awake is not the watcher's business.
+The main thread may wait in a collective that will never be complete, in C++, where only the end of its connections
+(gloo) or of its communicator (NCCL) can end the wait. The watcher does not decide what the main thread does then.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ANSWER_POLL_S = 0.005
 
 
 class Watcher:
-    """Looks for the flag 20 times a second until it is up, then cuts; once.
+    """Polls the flag 20 times a second until it is set, then cuts the connections; once.
 
-    board: by a connection of its own.  store_port: what is connected there is not cut.
+    board: with its own connection to the store.  store_port: connections to this port are not cut.
     """
 
     def __init__(self, board: Board, store_port: int | None) -> None:
@@ -43,19 +43,19 @@ class Watcher:
         self._thread.start()
 
     def wake_everybody(self) -> None:
-        """The flag is up: return once this rank's connections are cut, and with them the peers awake."""
+        """Wait, when the flag is set, until this rank's connections are cut, which wakes the peers."""
         self._look.set()
         self._has_cut.wait(2 * _PEERS_ANSWER_S + _ABORT_S)
 
     def stop(self) -> None:
-        """The attempt is over without a flag."""
+        """End the watch: the attempt is over without a flag."""
         self._is_over = True
         self._look.set()
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(RuntimeError, OSError):  # a store that is lost: its server went with a peer
+            with contextlib.suppress(RuntimeError, OSError):  # the store is lost: its server ended with a peer
                 self._watch()
         finally:
             self._has_cut.set()
@@ -67,7 +67,7 @@ class Watcher:
                 self._cut()
                 self._has_cut.set()
                 if has_device and await_aborts(_LATE_ABORT_S):
-                    self._board.post("free", True)  # what this rank does now, it does on the host
+                    self._board.post("free", True)  # from now on this rank works on the host
                 return
             self._look.wait(_POLL_S)
             if not self._is_over and self._look.is_set():
@@ -87,7 +87,7 @@ class Watcher:
                 wires.cut(tuple(ends) for ends in self._ends(answered))
 
     def _await_peers(self, kind: str) -> list[int]:
-        """The ranks that have posted `kind`: all of them, or in time. One that died cannot answer."""
+        """Return the ranks that have posted `kind`: all of them, or those in time. One that died cannot answer."""
         deadline = time.monotonic() + _PEERS_ANSWER_S
         while len(answered := self._board.posted(kind)) < self._board.world_size and time.monotonic() < deadline:
             time.sleep(_ANSWER_POLL_S)
@@ -98,7 +98,7 @@ class Watcher:
 
 
 def backends() -> set[str]:
-    """The kinds of backend that this process's groups use."""
+    """Return the kinds of backend that this process's groups use."""
     if not dist.is_initialized():
         return set()
     names = ",".join(c10d._world.pg_backend_config.values())  # "cpu:gloo,cuda:nccl"

@@ -1,9 +1,9 @@
-"""Wires: the connections between this process and its peers, found and cut. Runs in ranks.
+"""Wires: finds and cuts the connections between this process and its peers. Runs in ranks.
 
-A peer that waits in one of gloo's collectives wakes only when a connection of its breaks: abort, shutdown and
+A peer that waits in one of gloo's collectives wakes only when one of its connections breaks: abort, shutdown and
 destroy do nothing while a DDP module, or a variable of the program, still holds the group. So the connections are cut.
-Which ones those are is asked of both ends: a connection of this process is cut if a peer names its other end as its
-own. Listeners, the store, a tracker's uploads and the notebook's channel are nobody's other end.
+Both ends decide which ones: a connection of this process is cut if a peer lists its other end as its own.
+No peer lists listeners, the store, a tracker's uploads or the notebook's channel.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
 class Wires:
-    """The connections that this process has at this moment; held until `close`, so that no number is used again.
+    """The present connections of this process; held until `close`, so that no descriptor number is used again.
 
-    not_port: the store's port: what is connected there stays.
+    not_port: the store's port: connections to this port are not cut.
     """
 
     def __init__(self, not_port: int | None = None) -> None:
@@ -35,11 +35,11 @@ class Wires:
 
     @property
     def ends(self) -> list[tuple[str, str]]:
-        """Of each connection its own end and the other one, ``("127.0.0.1 41785", "127.0.0.1 43298")``."""
+        """Both ends of each connection, its own first, ``("127.0.0.1 41785", "127.0.0.1 43298")``."""
         return list(self._sockets)
 
     def cut(self, by_peers: Iterable[tuple[str, str]]) -> int:
-        """Shut the connections that peers name too; how many those were."""
+        """Shut the connections that peers list too; return how many those were."""
         count = 0
         for own_end, other_end in by_peers:
             wire = self._sockets.get((other_end, own_end))
