@@ -1,1 +1,1 @@
-"""Planning: the largest batch that fits, found before the training by a handful of trial steps. Runs in ranks."""
+"""Planning: finds the largest batch that fits by a few trial steps before the training. Runs in ranks."""

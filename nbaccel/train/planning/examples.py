@@ -1,8 +1,8 @@
 """Examples: batches of any size, made of a few samples of the training data. Runs in ranks.
 
-A loader is not iterated, which would move its position: samples are read from its dataset and collated as the loader
-would, so what it makes of them is its own affair. Of those that were looked at the longest ones are taken, since they
-need the most memory. Of a batch, the samples are repeated.
+A loader is not iterated, which would move its position: samples are read from its dataset and collated with the
+loader's own function. Of the samples that were read, the longest ones are taken, since they need the most memory.
+If a batch is given, its samples are repeated.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ LOOKED_AT = 256
 in all but 8 % of cases, among the longest 1 %."""
 
 _KEPT = 8
-"""Samples that batches are made of. More of them would only take memory: they are repeated anyway."""
+"""Number of samples that batches are made of. More of them would only take memory, since they are repeated."""
 
 
 class Examples:
-    """Batches of as many samples as one asks for, on the host."""
+    """Batches of any requested number of samples, on the host."""
 
     def take(self, size: int) -> Any:
-        """A batch of `size` samples."""
+        """Return a batch of `size` samples."""
         raise NotImplementedError
 
     def shapes(self) -> list[str]:
-        """What a sample looks like: the shape of each tensor, without the batch's dimension."""
+        """Return the shape of each tensor of a sample, without the batch's dimension."""
         return [str(shape) for shape in sample_shapes(self.take(1))]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated(Examples):
-    """The samples of one batch, again and again; what is not per sample stays as it is.
+    """The samples of one batch, repeated; values that are not per sample do not change.
 
     >>> Repeated(Samples.of({"x": torch.tensor([1, 2]), "scale": 0.5})).take(3)
     {'x': tensor([1, 2, 1]), 'scale': 0.5}
@@ -58,7 +58,7 @@ class Repeated(Examples):
 
 @dataclass(frozen=True, slots=True)
 class Collated(Examples):
-    """The samples of a dataset, again and again, and what makes a batch of them.
+    """The samples of a dataset, repeated, and the function that collates them.
 
     >>> Collated([torch.tensor(1), torch.tensor(2)], torch.stack).take(3)
     tensor([1, 2, 1])
@@ -72,13 +72,13 @@ class Collated(Examples):
 
 
 def examples_of(source: Any) -> Examples:
-    """Those of a loader, prepared or not, or of a batch.
+    """Return the examples of a loader, prepared or not, or of a batch.
 
     Raises:
-        TypeError: a loader whose samples cannot be read without moving it; one batch of it will do.
-        CannotSplit: a batch whose samples nobody can tell apart; its loader will do.
+        TypeError: a loader whose samples cannot be read without moving it; one batch of it can be given.
+        CannotSplit: a batch whose samples cannot be told apart; its loader can be given.
     """
-    loader = getattr(source, "loader", source)  # a prepared loader is its user's, seen from one rank
+    loader = getattr(source, "loader", source)  # a prepared loader wraps its user's, for one rank
     if isinstance(loader, DataLoader):
         return _of_loader(loader)
     try:
@@ -118,7 +118,7 @@ def _looked_at(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _beginning(dataset: Any, kind: str) -> list[Any]:
-    """The first samples of a stream, which afterwards stands where it stood."""
+    """Return the first samples of a stream, whose position is the same afterwards."""
     state = dataset.state_dict() if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") else None
     stream: Iterator[Any] = iter(dataset)
     if stream is dataset and state is None:
@@ -131,13 +131,13 @@ def _beginning(dataset: Any, kind: str) -> list[Any]:
 
 
 def _spread(total: int) -> Sequence[int]:
-    """At most `LOOKED_AT` of `total` indices, evenly spread."""
+    """Return at most `LOOKED_AT` of `total` indices, evenly spread."""
     looked_at = min(total, LOOKED_AT)
     return [index * total // looked_at for index in range(looked_at)]
 
 
 def _length(sample: Any) -> int:
-    """How much there is in a sample: numbers in tensors and arrays, characters in texts."""
+    """Return the size of a sample: numbers in tensors and arrays, characters in texts."""
     if hasattr(sample, "shape") and hasattr(sample, "dtype"):
         return int(torch.Size(sample.shape).numel())
     if isinstance(sample, (str, bytes)):

@@ -1,7 +1,7 @@
-"""Found: batch sizes that earlier searches ended with, in memory or in a folder. Runs in ranks.
+"""Found: results of earlier batch size searches, in memory or in a folder. Runs in ranks.
 
-A size found before is only a proposal: it is tried once more before it is used, since nobody can list everything that
-memory depends on.
+A size found before is only a proposal: it is tried once more before it is used, since memory depends on more than
+the signature lists.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FILE = "batch_sizes.json"
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The end of a search.
+    """Result of a search.
 
-    size: samples per rank.  used: as `Trial.used`, of the trial that showed that it fits.
+    size: samples per rank.  used: as `Trial.used`, of the trial that showed that the size fits.
     """
 
     size: int
@@ -37,7 +37,7 @@ class Size:
 
 
 class Found:
-    """Sizes by the signature of their search; forgotten with this object."""
+    """Sizes by the signature of their search; lost with this object."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, Size] = {}
@@ -50,7 +50,7 @@ class Found:
 
 
 class FoundInFolder(Found):
-    """The same in a file of `folder`, which is made if it is not there; a person may read or delete it.
+    """Sizes in a file of `folder`, which is made if it does not exist; a person may read or delete the file.
 
     is_writer: one rank writes for all. A file that cannot be read counts as empty; where none can be written there is
     a warning.
@@ -91,7 +91,7 @@ def signature(
     device: torch.device,
     others: Iterable[object],
 ) -> str:
-    """A short name for a search: models and optimizers by structure, samples by shape, device, torch, and `others`.
+    """Return a short name for a search: models and optimizers by structure, samples by shape, device, torch, `others`.
 
     >>> linear = torch.nn.Linear(1, 1)
     >>> one, two = (signature([linear], [], [shape], torch.device("cpu"), []) for shape in ("int64[8]", "int64[16]"))
@@ -115,5 +115,5 @@ def _tensors(model: Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _options(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What of an optimizer's options may change its memory: switches and names, not learning rates."""
+    """Return the optimizer options that may change its memory: switches and names, not learning rates."""
     return [(name, value) for name, value in group.items() if isinstance(value, (bool, str, type(None)))]

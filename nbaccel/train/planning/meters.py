@@ -1,6 +1,6 @@
-"""Meters: how much memory a step takes at its peak, and how much it may take. Run in ranks, around trial steps.
+"""Meters: measure how much memory a step takes at its peak, and how much it may take. Run in ranks, in trial steps.
 
-Each device type is measured by what knows it best; where nobody does, `Meter` itself says so (None) and the plan goes
+Each device type has the measure that fits it best; without one, `Meter` itself returns None and the plan works
 by trial and error.
 """
 
@@ -19,17 +19,17 @@ from nbaccel.world import World
 __all__ = ["CudaMeter", "Gauge", "GivenMeter", "HostMeter", "Meter", "make_meter"]
 
 _WHERE_RESERVED_COUNTS = 0.75
-"""Share of the limit from which on the bytes that CUDA's allocator has reserved are what counts."""
+"""Share of the limit above which the bytes that CUDA's allocator has reserved are the measure."""
 
 _SHARE_OF_HOST = 0.8
-"""Of the host's available memory, all ranks of the machine together: the rest is for the loaders, the kernel, files."""
+"""Share of the host's available memory for all ranks of the machine; the rest is for loaders, the kernel, files."""
 
 _SHARE_OF_ULIMIT = 0.9
-"""Of what ``ulimit`` leaves: malloc never gives all of it to tensors, and kernels need memory within an operation."""
+"""Share of what ``ulimit`` leaves: malloc never gives all of it to tensors, and kernels need memory internally."""
 
 
 class Gauge(Protocol):
-    """What a program may give to be measured by instead; `nbaccel.testing.MemLimit` is one.
+    """Interface of a measure that a program may give instead; `nbaccel.testing.MemLimit` is one.
 
     limit_bytes: what the training may hold at a time; None for no limit.
     peak_bytes: the most that it held since `reset_peak`.
@@ -42,10 +42,10 @@ class Gauge(Protocol):
 
 
 class Meter:
-    """A device whose memory nobody reports (mps, xla).
+    """A device without memory reports (mps, xla).
 
     limit_bytes, peak_bytes: as in `Gauge`; None where that is unknown.
-    source: what the limit is, in words.
+    source: a description of the limit.
     """
 
     limit_bytes: int | None = None
@@ -56,15 +56,15 @@ class Meter:
         return None
 
     def reset_peak(self) -> None:
-        """Nothing to reset."""
+        """Do nothing: there is no record to reset."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Entered around each trial."""
+        """Return the context for each trial."""
         return nullcontext()
 
 
 class GivenMeter(Meter):
-    """A gauge of the program's own, which it has entered itself if that is needed."""
+    """A measure that the program gave, and has entered itself if that is needed."""
 
     source = "of the meter that was given"
 
@@ -81,16 +81,16 @@ class GivenMeter(Meter):
 
 
 class CudaMeter(Meter):
-    """A CUDA device, by torch's caching allocator.
+    """A CUDA device, measured by torch's caching allocator.
 
-    The limit is what is free plus what the allocator has reserved already, and at most the share of the device that
-    `torch.cuda.set_per_process_memory_fraction` leaves to this process. What other processes and the CUDA context
-    hold is not free, so it is taken into account. It is read again after each trial: the first step loads kernels and
-    makes the handles and workspaces of cuBLAS and cuDNN, some 100 to 400 MB that the allocator knows nothing of, and
-    another size may take other kernels.
+    The limit is the free memory plus the memory that the allocator has reserved already, and at most the share of the
+    device that `torch.cuda.set_per_process_memory_fraction` leaves to this process. Memory of other processes and of
+    the CUDA context is not free, so it is taken into account. The limit is read again after each trial: the first step
+    loads kernels and makes the handles and workspaces of cuBLAS and cuDNN, some 100 to 400 MB that the allocator does
+    not know, and another size may use other kernels.
 
     Small steps are measured by the bytes of living tensors, which are exact. Near the limit the bytes that the
-    allocator has reserved count: it never fills its blocks completely.
+    allocator has reserved are used: it never fills its blocks completely.
     """
 
     source = "what this process can get on its GPU"
@@ -114,7 +114,7 @@ class CudaMeter(Meter):
         try:
             yield
         finally:
-            with suppress(RuntimeError):  # of a device that failed; the trial's own error says so
+            with suppress(RuntimeError):  # a device that failed; the trial's own error reports it
                 self.limit_bytes = self._read_limit()
 
     def _read_limit(self) -> int:
@@ -125,16 +125,16 @@ class CudaMeter(Meter):
 
 
 class HostMeter(Meter):
-    """The CPU, by the bytes of the tensors that trials make.
+    """The CPU, measured by the bytes of the tensors that trials make.
 
-    Not seen is what a kernel uses within one operation (oneDNN's convolutions: a quarter more) and what malloc loses
-    between blocks. A size that ran in a trial may therefore fail later where a ``ulimit`` is tight.
+    Not measured is what a kernel uses within one operation (oneDNN's convolutions: a quarter more) and what malloc
+    loses between blocks. A size that ran in a trial may therefore fail later where a ``ulimit`` is tight.
 
-    The operating system does not refuse memory before it is too late and kills a process instead, so the limit is
-    kept by the meter itself: what the process may have by its own limits (``ulimit -d``, ``ulimit -v``), and a
+    The operating system does not refuse memory before it is too late and kills a process instead, so the meter itself
+    enforces the limit: what the process may have by its own limits (``ulimit -d``, ``ulimit -v``), and a
     share of what the machine or its container has available, divided among the ranks.
 
-    things: the models and optimizers that exist already and count as well.
+    things: models and optimizers that exist already and are counted too.
     """
 
     def __init__(self, things: Sequence[Any], world: World) -> None:
@@ -159,7 +159,7 @@ class HostMeter(Meter):
 
 
 def make_meter(device: torch.device, things: Sequence[Any], world: World) -> Meter:
-    """The meter for `device`, where `things` (models, optimizers) lie. Inside a `MemLimit` that is the CPU."""
+    """Return the meter for `device`, where `things` (models, optimizers) are. Inside a `MemLimit` that is the CPU."""
     if device.type == "cuda":
         return CudaMeter(device)
     if device.type == "cpu":
@@ -169,8 +169,8 @@ def make_meter(device: torch.device, things: Sequence[Any], world: World) -> Met
 
 
 def _rooms(world: World) -> list[tuple[int, str]]:
-    """How many more bytes this process may have, by each thing that limits it."""
-    import psutil  # 10 ms that only planning has to pay
+    """Return how many more bytes this process may have, for each limit."""
+    import psutil  # 10 ms that only planning costs
 
     ranks = world.local_world_size
     shared = f"{_SHARE_OF_HOST:.0%} of the available memory" + (f", divided among {ranks} ranks" if ranks > 1 else "")

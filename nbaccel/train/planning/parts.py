@@ -1,7 +1,7 @@
-"""Parts: how much of one batch fits at a time, for the micro-batches of `forward_backward`. Runs in ranks.
+"""Parts: finds how much of one batch fits at a time, for the micro-batches of `forward_backward`. Runs in ranks.
 
-Each rank finds out for itself and waits for nobody: micro-batches may differ between ranks. What goes wrong here is
-left to the step itself, which tells the peers.
+Each rank searches for itself and waits for no other: micro-batches may differ between ranks. Errors here are left to
+the step itself, which reports them to the peers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def find_micro_batch_size(
     optimizers: Sequence[Optimizer],
     strategy: Strategy,
 ) -> int | None:
-    """The largest part of a batch whose step fits on this rank; None where nobody knows how to take it in parts.
+    """Return the largest part of a batch whose step fits on this rank; None where its samples cannot be separated.
 
-    read: gives the batch.
+    read: returns the batch.
     """
     try:
         samples = read()
@@ -54,5 +54,5 @@ def find_micro_batch_size(
     try:
         scene = Scene(loss_fn, lambda: _Parts(samples), models, optimizers, strategy, keeps_gradients=True)
         return find_batch_size(Rehearsal(scene), samples.count, alone, Found())
-    except Exception:  # likewise; and if memory ran out, the step goes on in smaller parts
+    except Exception:  # likewise; and if memory ran out, the step continues in smaller parts
         return samples.count

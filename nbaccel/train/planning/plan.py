@@ -1,8 +1,8 @@
-"""Plan: which batch size to try next, and when to stop. Pure arithmetic; runs nothing, knows no memory and no ranks.
+"""Plan: chooses the next batch size to try, and when to stop. Pure arithmetic; runs nothing, knows no memory or ranks.
 
 Memory of a training step is a straight line over the batch size, ``used(n) = a + b * n``, with steps and a little
 noise on top. Two tiny trials show the line, the third jumps close to the size where it reaches 1, and each further
-one corrects. A size that was not run is never the answer.
+one corrects. A size that was not run is never the result.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ FIRST = 2
 """Not 1: batch norm over features refuses a single sample, and kernels for vectors are not those for matrices."""
 
 TOLERANCE = 0.03
-"""A size this close to the largest one is good enough: no trial is spent on gaining less."""
+"""A size this close to the largest one is good enough: a smaller gain is not worth a trial."""
 
 HEADROOM = 0.985
-"""The share of the predicted maximum that is aimed at: allocators round up, and a trial that fails teaches less."""
+"""Share of the predicted maximum to aim at: allocators round up, and a trial that fails teaches less."""
 
 LESSON = 0.97
-"""What the headroom is multiplied with after each trial that did not fit although the line said it would."""
+"""Factor of the headroom for each trial that did not fit although the line predicted it."""
 
 LONGEST_JUMP = 16
-"""A line through two points is not trusted further than this many times the largest size that was run."""
+"""A line through two points is used up to this many times the largest size that was run."""
 
 BLIND_JUMP = 4
 """The jump where there is no line: memory cannot be measured, or has not grown with the batch yet."""
@@ -33,21 +33,21 @@ EXACT_BELOW = 64
 """Where one sample is more than 1.5 % of the batch, one more trial may be spent on the very last one."""
 
 DOUBT = 0.9
-"""That trial is left out unless the line comes this close to one more sample."""
+"""That trial is left out unless the line predicts at least this fraction of one more sample."""
 
 MULTIPLE = 8
-"""Sizes that matrix units like (NVIDIA's guide to mixed precision); taken where they cost less than `TOLERANCE`."""
+"""Sizes that suit matrix units (NVIDIA's guide to mixed precision); used where they cost less than `TOLERANCE`."""
 
 MOST_TRIALS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one trial showed.
+    """Result of one trial.
 
     size: samples in its batch.
     fits: it ran, within the limit.
-    used: the peak of what grows with the batch, as a share of the limit; None where nobody could measure it.
+    used: the peak of what grows with the batch, as a share of the limit; None where it could not be measured.
     """
 
     size: int
@@ -56,9 +56,9 @@ class Trial:
 
 
 class Plan:
-    """The search for the largest size that fits, at most `cap`.
+    """Search for the largest size that fits, at most `cap`.
 
-    Its memory is `trials`. Everything else follows from them, so ranks that note the same trials go the same way.
+    Its state is `trials`. Everything else follows from them, so ranks that note the same trials choose the same sizes.
 
     >>> plan = Plan(cap=4096)
     >>> while (size := plan.next_size()) is not None:
@@ -68,16 +68,16 @@ class Plan:
     """
 
     def __init__(self, cap: int) -> None:
-        """cap: the largest size worth having, at least 1."""
+        """cap: the largest useful size, at least 1."""
         if cap < 1:
             raise ValueError(f"cap must be at least 1, got {cap}")
         self.cap = cap
         self.trials: list[Trial] = []
-        self._last: int | None = None  # the trial that was to be the last one
+        self._last: int | None = None  # the size of the last trial, once it is chosen
 
     @property
     def best(self) -> int:
-        """The largest size that fitted; 0 while none has."""
+        """The largest size that fitted; 0 before one has."""
         return max((trial.size for trial in self.trials if trial.fits), default=0)
 
     @property
@@ -86,11 +86,11 @@ class Plan:
         return min((trial.size for trial in self.trials if not trial.fits), default=self.cap + 1)
 
     def note(self, trial: Trial) -> None:
-        """Take in what the trial of `next_size` showed."""
+        """Add the result of the trial of `next_size`."""
         self.trials.append(trial)
 
     def next_size(self) -> int | None:
-        """The size to try next, larger than `best` and smaller than `too_large`; None when the search is over."""
+        """Return the next size to try, between `best` and `too_large` exclusive; None when the search is over."""
         best, too_large = self.best, self.too_large
         if too_large - best <= 1 or self._last is not None or len(self.trials) >= MOST_TRIALS:
             return None
@@ -109,12 +109,12 @@ class Plan:
         return any(not trial.fits for trial in self.trials)
 
     def _reach(self) -> float | None:
-        """Where the line through what was measured reaches the limit; None where there is no rising line."""
+        """Return where the line through the measurements reaches the limit; None where there is no rising line."""
         points = sorted((trial.size, trial.used) for trial in self.trials if trial.fits and trial.used is not None)
         if len(points) < 2:
             return None
         size, used = points[-1]
-        # The nearest point that is far enough away for noise not to tilt the line, else the farthest one.
+        # The nearest point that is far enough away for noise not to tilt the line, otherwise the farthest one.
         apart = [point for point in points[:-1] if point[0] <= 0.8 * size]
         other_size, other_used = apart[-1] if apart else points[0]
         slope = (used - other_used) / (size - other_size)
@@ -127,7 +127,7 @@ class Plan:
         return reach is not None and min(int(reach), self.cap) <= enough
 
     def _last_one(self, reach: float | None) -> int | None:
-        """One trial for the last sample or two, where those are worth it and the line leaves it open."""
+        """Return one trial for the last sample or two, where those are worth it and the line does not decide."""
         best = self.best
         if best >= EXACT_BELOW or (reach is not None and reach < best + DOUBT):
             return None
@@ -141,7 +141,7 @@ class Plan:
             return _rounded(min(HEADROOM * reach, best * LONGEST_JUMP, self.cap), at_least=(1 - TOLERANCE) * reach)
         failures = sum(not trial.fits for trial in self.trials)
         middle = (best + too_large) // 2
-        # A line that has misled is asked again only when a later trial has given it a new point.
+        # A line that was wrong is used again only when a later trial has given it a new point.
         if reach is None or not self.trials[-1].fits or not best < reach < too_large:
             return middle
         aim = max(HEADROOM * LESSON**failures * reach, (best + reach) / 2)
@@ -149,6 +149,6 @@ class Plan:
 
 
 def _rounded(size: float, at_least: float) -> int:
-    """`size` as a whole number: a multiple of eight, unless that would be less than `at_least`."""
+    """Return `size` as a whole number: a multiple of eight, unless that would be less than `at_least`."""
     rounded = int(size) // MULTIPLE * MULTIPLE
     return rounded if rounded >= at_least else int(size)

@@ -1,8 +1,8 @@
-"""Planner: leads the search for the largest batch that fits on every rank. Runs in ranks, on all of them in lock step.
+"""Planner: searches for the largest batch that fits on every rank. Runs on all ranks in lock step.
 
-Ranks rehearse the same sizes, each without waiting for another, and meet after every trial to say what it came to.
-What they decide follows from that alone, so they decide alike. A rank whose program fails tells the others before it
-raises.
+Ranks try the same sizes, each without waiting for another, and exchange the results after every trial. Their decisions
+follow from the results alone, so they are equal on all ranks. A rank whose program fails reports that to the others
+before it raises.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["find_batch_size"]
 _CALL = "find_batch_size"
 
 _TEXT_CHARACTERS = 160
-"""Of an error's or a device's text in a `_Report`, which has to fit into half a kilobyte."""
+"""Limit for the text of an error or a device in a `_Report`, which has to fit into half a kilobyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank tells the others.
+    """Report of one rank to the others.
 
     fits, used, needed_bytes, limit_bytes, source, complaint: of an `Outcome`.
     error: a mistake of the program, which ends the search.
@@ -52,12 +52,12 @@ class _Report:
 
 
 def find_batch_size(rehearsal: Rehearsal, cap: int, collectives: Collectives, found: Found) -> int:
-    """The largest size, at most `cap`, whose steps have run on every rank. Collective.
+    """Return the largest size, at most `cap`, whose steps have run on every rank. Collective.
 
-    collectives: of the ranks that shall agree. found: what earlier searches ended with; this one is added.
+    collectives: of the ranks that must agree. found: results of earlier searches; this one is added.
 
     Raises:
-        torch.OutOfMemoryError: not one sample fits; on every rank, with the numbers of the one that needs most.
+        torch.OutOfMemoryError: not one sample fits; on every rank, with the numbers of the rank that needs most.
         PeerFailed: another rank's program failed in a trial. On that rank: its own error.
     """
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ class _Planner:
         return best.size
 
     def _known(self, cap: int) -> Size | None:
-        """What every rank knows from an earlier search. Opens the rehearsal."""
+        """Return what every rank knows from an earlier search. Opens the rehearsal."""
         reports = self._together(f"reading examples for up to {cap} samples", self._open)
         known = self._found.get(self._rehearsal.signature)
         if known is None or known.size > cap or any(report.known != known.size for report in reports):
@@ -100,14 +100,14 @@ class _Planner:
         return _Report(known=0 if known is None else known.size)
 
     def _is_confirmed(self, known: Size) -> bool:
-        """It fits today as well, and takes the share of memory that it took then."""
+        """Return whether the size still fits, and takes the share of memory that it took then."""
         trial = self._try(known.size)
         if trial.used is None or known.used is None:
             return trial.fits
         return trial.fits and abs(trial.used - known.used) <= TOLERANCE
 
     def _try(self, size: int) -> Trial:
-        """One trial on every rank. It fits if it does everywhere, and the rank with the least room sets the pace."""
+        """Run one trial on every rank. It fits if it fits everywhere; the rank with the least free memory decides."""
         reports = self._together(f"trying {_samples(size)}", lambda: _Report.of(self._rehearsal.run(size)))
         self._reports = reports
         shares = [report.used for report in reports if report.used is not None]
@@ -115,7 +115,7 @@ class _Planner:
         return Trial(size, fits, max(shares) if fits and len(shares) == len(reports) else None)
 
     def _together(self, doing: str, act: Callable[[], _Report]) -> Sequence[_Report]:
-        """What `act` reports on each rank, by rank. An error is raised when every rank has heard of it."""
+        """Return what `act` reports on each rank, by rank. An error is raised after every rank has received it."""
         error: Exception | None = None
         try:
             report = act()
@@ -152,7 +152,7 @@ class _Planner:
 
 
 def _short(text: str) -> str:
-    """The beginning of the first line, in ASCII: its length in bytes is then known."""
+    """Return the beginning of the first line, in ASCII, so that its length in bytes is known."""
     return text.partition("\n")[0].encode("ascii", "replace").decode()[:_TEXT_CHARACTERS]
 
 

@@ -1,8 +1,8 @@
-"""Rehearsal: two whole training steps with a batch of a given size, and no trace of them. Runs in ranks.
+"""Rehearsal: runs two whole training steps with a batch of a given size, and undoes them. Runs in ranks.
 
-The second step is there because optimizers make their state in the first. No collective is called: a rank that runs
-out of memory here leaves nobody waiting. What came of it is the `Outcome`; whether to try another size is the plan's
-business.
+The second step is needed because optimizers make their state in the first. No collective is called: a rank that runs
+out of memory here leaves no other waiting. The result is the `Outcome`; the plan decides whether to try another
+size.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What two steps came to, on one rank.
+    """Result of two steps, on one rank.
 
     fits: they ran, within the limit.
     used: the peak of forward and backward, the part that grows with the batch, as a share of the limit; None where
-        nobody could measure it.
+        it could not be measured.
     needed_bytes: the peak of the whole steps, and what was asked for when that failed. limit_bytes: what was allowed,
         source: by what. None as above.
-    complaint: what the device said when they did not fit.
+    complaint: the device's error text when they did not fit.
     """
 
     fits: bool
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The training that is rehearsed, as it is.
+    """The training to try, as it is.
 
     loss_fn: from a batch on the device to a loss.  read: makes the examples; called when the rehearsal begins.
     keeps_gradients: they stay allocated from one batch to the next (accumulation, `forward_backward`).
@@ -74,7 +74,7 @@ class Scene:
 class Rehearsal:
     """Trial steps of one training, between ``with`` and its end.
 
-    gauge: what measures memory; by default what knows the device.
+    gauge: measures memory; by default the meter of the device.
     """
 
     def __init__(self, scene: Scene, gauge: Gauge | None = None) -> None:
@@ -98,24 +98,24 @@ class Rehearsal:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
-        release_unused()  # what the last trial left in the allocator's cache
+        release_unused()  # cached memory of the last trial
 
     @property
     def signature(self) -> str:
-        """Names this rehearsal among others, see `found`."""
+        """A name that distinguishes this rehearsal from others, see `found`."""
         scene = self._scene
         device, shapes = scene.strategy.device, self._examples.shapes()
         return signature(scene.models, scene.optimizers, shapes, device, [scene.keeps_gradients])
 
     def run(self, size: int) -> Outcome:
-        """Steps with `size` samples; afterwards the training is as it was, and unused memory is released.
+        """Run steps with `size` samples; afterwards the training is as before, and unused memory is released.
 
         Raises:
-            Exception: what the program itself raises, unless it is memory that ran out.
+            Exception: the program's own errors, unless memory ran out.
         """
         try:
             outcome = self._outcome(size)
-            if not outcome.fits:  # and we are out of `except`, where the error's frames held what the steps had made
+            if not outcome.fits:  # outside of `except`, where the error's frames would hold what the steps had made
                 release_unused()
         finally:
             self._snapshot.restore()
@@ -146,8 +146,8 @@ class Rehearsal:
         device = scene.strategy.device
         ahead = None
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what earlier trials have left reserved would count as this one's
-            ahead = self._batch(size)  # a prepared loader copies one batch ahead; it lies there during the step
+            torch.cuda.empty_cache()  # memory that earlier trials have left reserved would count as this one's
+            ahead = self._batch(size)  # a prepared loader copies one batch ahead; it is there during the step
         for _ in range(2):
             meter.reset_peak()
             batch = self._batch(size)
@@ -162,7 +162,7 @@ class Rehearsal:
                 for optimizer in scene.optimizers:
                     optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # errors of the steps come before anybody says that they fit
+            torch.cuda.synchronize(device)  # raises errors of the steps before the outcome says that they fit
         del ahead
 
     def _batch(self, size: int) -> Any:
@@ -170,7 +170,7 @@ class Rehearsal:
 
 
 class _Peaks:
-    """The highest readings of a meter: of the whole steps, and of the part that grows with the batch."""
+    """Highest readings of a meter: of the whole steps, and of the part that grows with the batch."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -199,6 +199,6 @@ class _Peaks:
 
 
 def _asked_bytes(complaint: str) -> int:
-    """What the allocation that failed had asked for; 0 where the text does not say."""
+    """Return the size of the allocation that failed; 0 where the text does not give it."""
     asked = _ASKED.search(complaint)
     return 0 if asked is None else int(float(asked[1]) * _UNITS.get(asked[2], 1))

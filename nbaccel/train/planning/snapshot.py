@@ -1,7 +1,7 @@
-"""Snapshot: the state of a training, kept aside while trials disturb it, and put back bit by bit. Runs in ranks.
+"""Snapshot: saves the state of a training while trials change it, and restores it bit by bit. Runs in ranks.
 
 It keeps parameters, buffers, gradients, optimizer state (also that there was none) and the random generators of
-python, NumPy and torch. It does not know what else a program remembers: lists it appends to, generators of its own.
+Python, NumPy and torch. It does not know other state of a program: lists it appends to, generators of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from nbaccel.train.talk.nested import children, is_container, map_children
 __all__ = ["Snapshot"]
 
 _Restore = Callable[[], Any]
-"""Brings the value back, and returns it."""
+"""Function that restores the value, and returns it."""
 
 
 class Snapshot:
-    """What `models` and `optimizers` are when it is made; `restore` as often as needed, once more at the block's end.
+    """State of `models` and `optimizers`; `restore` as often as needed, and once more at the end of the block.
 
-    The values lie where trials do not need the memory: those of a device in host memory, those of the CPU in a
-    temporary file. Tensors keep their identity, so views into them (flat gradient buckets) stay what they are.
+    The values are stored where trials do not need the memory: those of a device in host memory, those of the CPU in a
+    temporary file. Tensors keep their identity, so views into them (flat gradient buckets) stay valid.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> weight = model.weight.item()
@@ -54,7 +54,7 @@ class Snapshot:
             raise
 
     def restore(self) -> None:
-        """Everything as it was, in place."""
+        """Restore everything, in place."""
         with torch.no_grad():
             for restore in self._restores:
                 restore()
@@ -67,7 +67,7 @@ class Snapshot:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Everything as it was."""
+        """Restore everything, and delete the temporary file."""
         try:
             self.restore()
         finally:
@@ -87,7 +87,7 @@ class Snapshot:
         return restore
 
     def _optimizer(self, optimizer: Optimizer) -> _Restore:
-        attributes = dict(vars(optimizer))  # what it counts beside its state
+        attributes = dict(vars(optimizer))  # counters that it keeps beside its state
         state = optimizer.state
         entries = [(parameter, entry, self._value(dict(entry))) for parameter, entry in state.items()]
         groups = [
@@ -150,5 +150,5 @@ def _tables(module: Module) -> list[dict[str, Any]]:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the CPU, without a copy."""
+    """Return the bytes of a contiguous tensor of the CPU, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
