@@ -1,7 +1,7 @@
-"""Memory: give it back, and say what still holds it. Runs in ranks, in scripts, and in the kernel.
+"""Memory: frees memory, and reports what still holds it. Runs in ranks, in scripts, and in the kernel.
 
-`free_memory` is what a user calls; `release_unused` and `forget_frames` are the steps that recovery from out of memory
-takes on its own. Nothing here decides what to do about a full device.
+Users call `free_memory`; the recovery from an out-of-memory error calls `release_unused` and `forget_frames`. Nothing
+here decides what to do about a full device.
 """
 
 from __future__ import annotations

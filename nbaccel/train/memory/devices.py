@@ -1,6 +1,6 @@
-"""Devices: how many bytes this process holds on each, and what can be given back to them. Runs anywhere.
+"""Devices: measures how many bytes this process holds on each, and empties caches. Runs anywhere.
 
-Makes no context: a device that the process has not used is not touched. What other processes hold is not seen.
+It makes no context: a device that the process has not used is not touched. Memory of other processes is not seen.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ HOST = "cpu"
 
 
 def bytes_in_use() -> dict[str, int]:
-    """Bytes by device: resident memory under "cpu", living tensors under "cuda:0" and its like."""
-    import psutil  # 10 ms that only who asks has to pay
+    """Return bytes by device: resident memory under "cpu", living tensors under "cuda:0" and the like."""
+    import psutil  # takes 10 ms, only where it is called
 
     held = {HOST: psutil.Process().memory_info().rss}
     for kind, backend in _backends():
@@ -29,13 +29,13 @@ def bytes_in_use() -> dict[str, int]:
 
 
 def empty_caches() -> None:
-    """Return what the allocators keep for later: to the devices, and to the host."""
+    """Return the allocators' unused memory to the devices and to the host."""
     for kind, backend in _backends():
         if kind == "cuda":
             _clear_cublas_workspaces()
         if used := _used(backend):
-            # It empties the caches of all devices. With expandable segments that is an illegal access where another
-            # device than the current one still works on them (pytorch #196258): it waits for the current one alone.
+            # This empties the caches of all devices. With expandable segments that is an illegal access where another
+            # device than the current one still works on them (pytorch #196258): torch waits for the current one alone.
             for index in used[1:]:
                 backend.synchronize(index)
             with backend.device(used[0]):
@@ -47,7 +47,7 @@ def empty_caches() -> None:
 
 
 def _backends() -> Iterator[tuple[str, Any]]:
-    """The kinds of devices that this process has initialised."""
+    """Yield the kinds of devices that this process has initialised."""
     torch: Any = sys.modules.get("torch")
     for kind in ("cuda", "xpu"):
         backend = getattr(torch, kind, None)
@@ -56,7 +56,7 @@ def _backends() -> Iterator[tuple[str, Any]]:
 
 
 def _used(backend: Any) -> list[int]:
-    """Devices on which this process has memory; entering any other would make a context there."""
+    """Return the devices on which this process has memory; entering any other would make a context there."""
     return [index for index in range(backend.device_count()) if backend.memory_reserved(index)]
 
 
@@ -66,7 +66,7 @@ def _mps() -> Any:
 
 
 def _clear_cublas_workspaces() -> None:
-    """They are tensors of the caching allocator that nobody can name: 8 MB per stream, 32 on newer GPUs."""
+    """Free cuBLAS's workspaces: tensors of the caching allocator without a name, 8 MB per stream, 32 on newer GPUs."""
     clear = getattr(sys.modules["torch"]._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
@@ -82,7 +82,7 @@ def _empty_pinned_cache() -> None:
 
 
 def _trim_heap() -> None:
-    """glibc keeps freed memory below the top of its heaps; other allocators have no such call."""
+    """Return free heap memory: glibc keeps it below the top of its heaps; other allocators have no such call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

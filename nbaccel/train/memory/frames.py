@@ -1,9 +1,10 @@
-"""Frames: the local variables of calls that ended by an exception, which keep tensors alive. Runs anywhere.
+"""Frames: clears the local variables of calls that ended by an exception, which keep tensors alive. Runs anywhere.
 
-An exception holds its traceback, that holds the frames, and they hold what a failed step had made. In a notebook a
-failure is held long after it was shown: by `sys.last_value`, by IPython's last result, by its traceback printer,
-by a variable. Here the frames are emptied; the exceptions stay, and still print where they were raised. Not covered:
-what an exception carries itself (its arguments), and the bodies of classes and of ``exec`` with a dict of its own.
+An exception holds its traceback, the traceback holds the frames, and the frames hold what a failed step had made. In
+a notebook a failure is held long after it was shown: by `sys.last_value`, by IPython's last result, by its traceback
+printer, by a variable. Here the frames are emptied; the exceptions stay, and still print where they were raised. Not
+covered: what an exception carries itself (its arguments), and the bodies of classes and of ``exec`` with a separate
+dict.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _CAN_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASY
 
 
 def forget_frames(error: BaseException) -> None:
-    """Empty the frames of `error` and of all that it came from, but for those that are still running.
+    """Empty the frames of `error` and of all exceptions that it came from, except those that are still running.
 
-    Call it where the exception is caught, before trying again: the locals of the failed attempt go at once, without a
+    Call it where the exception is caught, before trying again: the locals of the failed attempt are freed at once,
+    without a garbage collection.
     garbage collection.
 
     >>> def fail():
@@ -43,10 +45,10 @@ def forget_frames(error: BaseException) -> None:
 
 
 def forget_all_frames() -> None:
-    """Empty the frames of every exception that anybody in this process holds, but for those that are still running.
+    """Empty the frames of every exception that is held in this process, except those that are still running.
 
-    Wherever they are held: in an anchor of Python's or IPython's, a variable, a future, a log record. The garbage
-    collector knows all tracebacks; a list of anchors would miss some. Takes tens of milliseconds.
+    They may be held anywhere: in a variable of Python's or IPython's, a future, a log record. The garbage
+    collector knows all tracebacks; a list of such places would miss some. Takes tens of milliseconds.
     """
     _forget(thing for thing in gc.get_objects() if type(thing) is TracebackType)
 
@@ -60,23 +62,23 @@ def _forget(traces: Iterable[TracebackType]) -> None:
 
 
 def _empty(frame: FrameType) -> bool:
-    """Forget the variables of a call that is over; False for one that is running: a caller of ours, or a thread's."""
+    """Forget the variables of a call that is over; return False for one that runs: a caller of ours, or a thread's."""
     try:
         frame.clear()
     except RuntimeError:
         return False
-    # Up to Python 3.12 a frame whose locals were looked at, as IPython does to print them, keeps a copy. It is brought
-    # up to date when it is looked at again.
+    # Up to Python 3.12 a frame whose locals were read, as IPython does to print them, keeps a copy. The copy is
+    # updated when the locals are read again.
     frame.f_locals  # noqa: B018
     return True
 
 
 def _empty_closures(frames: list[FrameType]) -> None:
-    """Forget the variables that the functions of these calls closed over, where nobody can call those any more.
+    """Forget the variables that the functions of these calls closed over, where no code can call those any more.
 
-    A frame holds its function, and that its closure: the body of a comprehension, say, holds all that it mentions.
-    Only a function which nothing but such frames refer to is an orphan; one that a caller, an object or a hook still
-    has keeps what it closed over, and so does one that mentions itself.
+    A frame holds its function, and the function its closure: the body of a comprehension, for example, holds all that
+    it mentions. Only a function that nothing but such frames refer to is an orphan; one that a caller, an object or a
+    hook still has keeps what it closed over, and so does one that mentions itself.
     """
     orphans = _held_by_nobody_else(
         thing
@@ -92,7 +94,7 @@ def _empty_closures(frames: list[FrameType]) -> None:
 
 
 def _held_by_nobody_else(things: Iterator[Any]) -> list[Any]:
-    """Those of `things`, each given once by each of its known holders, that have no other holder."""
+    """Return those of `things`, each given once by each of its known holders, that have no other holder."""
     known: Counter[int] = Counter()
     unique = []
     thing = None
@@ -100,19 +102,19 @@ def _held_by_nobody_else(things: Iterator[Any]) -> list[Any]:
         known[id(thing)] += 1
         if known[id(thing)] == 1:
             unique.append(thing)
-    del thing, things  # or they would count
+    del thing, things  # otherwise they would count
     listed_only = _references([object()])[0]
     counts = _references(unique)
     return [unique[at] for at, count in enumerate(counts) if count == listed_only + known[id(unique[at])]]
 
 
 def _references(things: list[Any]) -> list[int]:
-    """How many references there are to each, counted alike: the list's, those of this call, and all others."""
+    """Return how many references there are to each, counted alike: the list's, those of this call, and all others."""
     return [sys.getrefcount(thing) for thing in things]
 
 
 def _suspended() -> Iterator[int]:
-    """The ids of frames that wait to go on: clearing those would close their generators."""
+    """Yield the ids of suspended frames: clearing those would close their generators."""
     for thing in gc.get_objects():
         frame: FrameType | None = None
         if type(thing) is GeneratorType:
@@ -132,7 +134,7 @@ def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """`error`, its causes, what was being handled when it was raised, and the members of groups; each once."""
+    """Yield `error`, its causes, errors handled when it was raised, and the members of groups; each once."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -1,10 +1,10 @@
-"""Holdings: which names keep how many bytes of tensors alive. Runs anywhere; looks, and changes nothing.
+"""Holdings: finds which names keep how many bytes of tensors alive. Runs anywhere; reads, and changes nothing.
 
 Memory counts once, under the first name that leads to it: models come first, then optimizers, tensors, and the
-rest in the order of their making. A tensor that an autograd graph has saved counts under the tensor whose graph it is.
-Not seen: tensors that only C++ holds (DDP's buckets), module globals, and what hooks of a graph have packed.
+rest in the order in which they were made. A tensor that an autograd graph has saved counts under the tensor with that
+graph. Not seen: tensors that only C++ holds (DDP's buckets), module globals, and what hooks of a graph have packed.
 
-It runs no code of the user's, and ends: what an object holds is asked of the garbage collector, not of the object.
+It runs no code of the user's, and terminates: the garbage collector, not the object, tells what an object holds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 __all__ = ["Holding", "holdings", "holds_tensors"]
 
 _MOST_OBJECTS = 300_000
-"""Looked at per name; more than that are data, and take longer to look at than anybody waits."""
+"""Objects to search per name; more than that are data, and take longer to search than a user would wait."""
 
 _MOST_SECONDS = 0.6
-"""For all names together. Models come first, so what is left out is most likely no tensor's holder."""
+"""Time for all names together. Models come first, so what is left out most likely holds no tensor."""
 
 _CLOSED = (type, types.ModuleType, types.FrameType, types.TracebackType, types.CodeType, str, bytes)
-"""What leads from an object to the rest of the process, or nowhere."""
+"""Objects that lead to the rest of the process, or nowhere; they are not followed."""
 
 
 class Holding(NamedTuple):
@@ -37,12 +37,12 @@ class Holding(NamedTuple):
 
 
 def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[Holding]:
-    """What keeps tensors alive among the names in `groups`, the largest first.
+    """Return what keeps tensors alive among the names in `groups`, the largest first.
 
-    groups: names and their objects; what is in an earlier group counts there.
+    groups: names and their objects; an object in an earlier group counts there.
     beside: objects that are not followed, such as the namespace itself.
 
-    Takes 0.6 s at most; what the names that come last lead to may then be left out.
+    Takes 0.6 s at most; objects under the last names may then be left out.
 
     >>> import torch
     >>> model = torch.nn.Linear(100, 10)
@@ -59,7 +59,7 @@ def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[H
     if torch is None:
         return []
     census = _Census(torch, beside, time.monotonic() + _MOST_SECONDS)
-    with torch._C.DisableTorchFunctionSubclass():  # classes of tensors may answer in any way, or refuse to
+    with torch._C.DisableTorchFunctionSubclass():  # classes of tensors may answer in any way, or refuse
         for names in groups:
             for name, thing in sorted(names.items(), key=lambda item: census.turn(item[1])):
                 census.take(name, thing)
@@ -67,7 +67,7 @@ def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[H
 
 
 def holds_tensors(thing: Any, until: float) -> bool:
-    """Whether `thing` keeps a tensor alive.  until: when to stop looking, in `time.monotonic()`."""
+    """Return whether `thing` keeps a tensor alive.  until: when to stop searching, in `time.monotonic()`."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -114,7 +114,7 @@ class _Census:
 
 
 def _storage_of(tensor: Any) -> Any:
-    """The memory of `tensor`; None where it has none of its own: no tensor, sparse, on "meta", around other tensors."""
+    """Return the memory of `tensor`; None where it has none: no tensor, sparse, on "meta", around other tensors."""
     try:
         storage = tensor.untyped_storage()
         return storage if storage.nbytes() and storage.device.type != "meta" and storage.data_ptr() else None
@@ -127,15 +127,15 @@ def _gradient_of(tensor: Any) -> Any:
 
 
 def _state_of(optimizer: Any) -> list[Any]:
-    """The values of its state, without the parameters that are the keys. A prepared one has that of what it wraps."""
+    """Return the values of its state, without the parameters that are the keys. A prepared one has the same state."""
     try:
         return list(optimizer.state.values())
-    except Exception:  # of a class of its own, which may have none
+    except Exception:  # a class of its own may have none
         return []
 
 
 def _tensors(torch: Any, thing: Any, beside: Collection[int], until: float) -> Iterator[Any]:
-    """Tensors that `thing` leads to by Python references."""
+    """Yield the tensors that `thing` leads to by Python references."""
     seen = set(beside)
     waiting = [thing]
     while waiting and len(seen) < _MOST_OBJECTS and time.monotonic() < until:
@@ -145,24 +145,24 @@ def _tensors(torch: Any, thing: Any, beside: Collection[int], until: float) -> I
         seen.add(id(thing))
         if _is(thing, torch.Tensor):
             yield thing
-        if type(thing) is types.FunctionType:  # its globals are everybody's
+        if type(thing) is types.FunctionType:  # its globals belong to all
             waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
         else:
             others = [other for other in gc.get_referents(thing) if gc.is_tracked(other)]
             waiting += others
-            waiting += [other for other in others if _is(other, torch.Tensor)]  # next, whatever there is beside them
+            waiting += [other for other in others if _is(other, torch.Tensor)]  # next, before all others
 
 
 def _is(thing: Any, kind: type | tuple[type, ...]) -> bool:
-    """By its true type: a lazy object's ``__class__`` may import what it stands for."""
+    """Return whether `thing` is of `kind` by its true type: a lazy object's ``__class__`` may import its target."""
     return issubclass(type(thing), kind)
 
 
 def _saved_by(torch: Any, tensors: Iterable[Any], until: float) -> Iterator[Any]:
-    """What the graphs behind `tensors` have saved for a backward.
+    """Yield what the graphs behind `tensors` have saved for a backward.
 
-    Read without unpacking: that would run the hooks of activation checkpointing, which compute it all again. What a
-    hook has packed is passed over, and so is all of it before torch 2.9 or thereabouts, which shows nothing.
+    They are read without unpacking: that would run the hooks of activation checkpointing, which compute it all again.
+    What a hook has packed is left out, and so is all of it before about torch 2.9, which shows nothing.
     """
     seen: set[Any] = set()
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

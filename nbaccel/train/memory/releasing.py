@@ -1,4 +1,4 @@
-"""Releasing: give back what nobody needs any more, and report what is still held. Runs in ranks, scripts, the kernel.
+"""Releasing: frees unused memory, and reports what is still held. Runs in ranks, scripts, the kernel.
 
 Names of the notebook are the user's: they are reported with their sizes, never deleted.
 """
@@ -24,12 +24,12 @@ _MOST_SHOWN = 6
 _MOST_SECONDS = 0.6
 _MOST_SECONDS_EACH = 0.1
 _LEAST_SECONDS_EACH = 0.002
-"""For looking through all outputs, and through one; it stays if no tensor was found in it by then."""
+"""Times for searching all outputs, and one; an output stays if no tensor was found in it by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What became of this process's memory.
+    """Memory of this process before and after a release.
 
     before, after: bytes by device, "cuda:0": its living tensors; "cpu": resident memory of the process.
     held: names that keep tensors alive, the largest first.
@@ -45,12 +45,12 @@ class Freed:
 
     @property
     def freed(self) -> dict[str, int]:
-        """Bytes by device that came free; negative where more is in use now."""
+        """Bytes by device that were freed; negative where more is in use now."""
         return {device: count - self.after.get(device, 0) for device, count in self.before.items()}
 
     @property
     def still_alive(self) -> list[tuple[str, int]]:
-        """Each name that keeps tensors alive, with their bytes on all devices; the largest first."""
+        """Each name that keeps tensors alive, with the bytes on all devices; the largest first."""
         totals: dict[str, int] = {}
         for holding in self.held:
             totals[holding.name] = totals.get(holding.name, 0) + holding.bytes
@@ -71,20 +71,20 @@ class Freed:
 def release_unused(only_young: bool = False) -> None:
     """Collect garbage, then return the caching allocators' unused blocks to their devices.
 
-    only_young: look at objects that were made lately, which takes no time; all of a large program's take half a second.
+    only_young: only check recently made objects, which takes no time; all of a large program's take half a second.
     Call it outside of `except`, or after `forget_frames`: the exception's frames hold the failed attempt's tensors.
     """
     if only_young:
         gc.collect(1)
     elif gc.collect():
-        gc.collect()  # what the first one ended may have held more
+        gc.collect()  # objects that the first collection ended may have held more
     empty_caches()
 
 
 def free(handed_in: tuple[Any, ...] = (), history: bool = False) -> Freed:
-    """Release what nobody needs: failed calls' variables, garbage, the allocators' caches; say what is still held.
+    """Release failed calls' variables, garbage, and the allocators' caches; return what is still held.
 
-    handed_in: objects that the caller will let go of; names of them are not reported.
+    handed_in: objects that the caller will drop; names of them are not reported.
     history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
     """
     before = bytes_in_use()
@@ -96,7 +96,7 @@ def free(handed_in: tuple[Any, ...] = (), history: bool = False) -> Freed:
 
 
 class _Weighing:
-    """Tells of many things whether they hold tensors, in a second or so. A large one does not hide the others."""
+    """Tells for many objects, in about a second, whether they hold tensors. A large one does not hide the others."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + _MOST_SECONDS
@@ -111,12 +111,12 @@ class _Weighing:
 
 
 def free_memory(*objects: Any, history: bool = False) -> list[None]:
-    """Release what nobody needs any more; one None per object, to be put in the places of the names.
+    """Release what nothing needs any more; return one None per object, to be assigned to the names.
 
-    In a notebook, what a failed cell had made goes too, although IPython still holds its exception. What your own names
-    hold stays: `Accelerator.last_free`, or `%accelerate memory`, tells which and how much.
+    In a notebook, what a failed cell had made is freed too, although IPython still holds its exception. What your own
+    names hold stays: `Accelerator.last_free`, or `%accelerate memory`, reports which and how much.
 
-    objects: no Accelerator of this process holds them any longer. What else one has prepared stays prepared;
+    objects: no Accelerator of this process holds them any longer. Other objects that one has prepared stay prepared;
     ``accelerator.free_memory()`` forgets all of it.
     history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
 
@@ -129,7 +129,7 @@ def free_memory(*objects: Any, history: bool = False) -> list[None]:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """`free_memory`, by Accelerate's name.
+    """Call `free_memory`; this is Accelerate's name.
 
     >>> model, optimizer = object(), object()
     >>> model, optimizer = release_memory(model, optimizer)

@@ -1,6 +1,6 @@
-"""Shell: the notebook's names, and what IPython keeps of its outputs. Runs in the kernel and in ranks.
+"""Shell: the notebook's names, and the outputs that IPython keeps. Runs in the kernel and in ranks.
 
-IPython is looked for, never imported: in a script the names are those of `__main__`, and there is no history.
+IPython is never imported, only used if loaded: in a script the names are those of `__main__`, without history.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _LAST = ("_", "__", "___")
 
 
 def named_holdings(leaving: Collection[Any] = ()) -> list[Holding]:
-    """What the program's names and a notebook's outputs keep alive, the largest first.
+    """Return what the program's names and a notebook's outputs keep alive, the largest first.
 
-    leaving: objects whose names do not count.
+    leaving: objects whose names are ignored.
     """
     names = Names.of_this_process()
     gone = {id(thing) for thing in leaving}
@@ -28,9 +28,9 @@ def named_holdings(leaving: Collection[Any] = ()) -> list[Holding]:
 
 
 class Names:
-    """The variables of the program that runs here, as its author calls them.
+    """Variables of the program that runs here, by the names its author uses.
 
-    shell: IPython's, or None for a script's.
+    shell: IPython's, or None in a script.
     """
 
     def __init__(self, shell: Any = None) -> None:
@@ -46,7 +46,7 @@ class Names:
         return vars(sys.modules["__main__"]) if self._shell is None else self._shell.user_ns
 
     def variables(self) -> dict[str, Any]:
-        """The program's own; without those that IPython made."""
+        """Return the program's own variables, without those that IPython made."""
         hidden: Mapping[str, Any] = {} if self._shell is None else self._shell.user_ns_hidden
         return {
             name: value
@@ -55,7 +55,7 @@ class Names:
         }
 
     def outputs(self) -> dict[str, Any]:
-        """What cells have shown and IPython keeps, as `Out[7]`; and `_7` or `_`, where only those are left."""
+        """Return outputs of cells that IPython keeps, as `Out[7]`; and `_7` or `_`, where only those are left."""
         if self._shell is None:
             return {}
         spaces = (self._shell.user_ns_hidden, self.namespace)
@@ -63,13 +63,13 @@ class Names:
         return {f"Out[{number}]": value for number, value in self._out().items()} | last
 
     def not_followed(self) -> list[Any]:
-        """Objects that would lead from one variable to all others."""
+        """Return objects that would lead from one variable to all others."""
         return [self.namespace, sys.modules, self._out(), *([] if self._shell is None else [self._shell])]
 
     def forget_history(self, is_heavy: Callable[[Any], bool]) -> None:
-        """Drop the outputs that are heavy wherever IPython keeps them: Out, `_7`, `_`, its display hook, its mirror.
+        """Drop the heavy outputs everywhere in IPython: Out, `_7`, `_`, its display hook, its mirror.
 
-        The mirror is `user_ns_hidden`, in which IPython remembers which names it made itself: values and all.
+        The mirror is `user_ns_hidden`, in which IPython records the names it made itself, with their values.
         """
         if self._shell is None:
             return
