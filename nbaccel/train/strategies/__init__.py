@@ -1,4 +1,4 @@
-"""Strategies: how one model is spread over the ranks of a run. A registry of strings, imported when chosen."""
+"""Strategies: distribute one model over the ranks of a run. A registry of strings, imported when chosen."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _REGISTRY = {
 def choose_strategy(
     world: World, device: torch.device, name: str | None = None, handlers: Handlers | None = None
 ) -> Strategy:
-    """The strategy called `name`; without a name, the plainest that keeps the ranks of `world` one training.
+    """Return the strategy called `name`; without a name, the simplest that makes the ranks of `world` one training.
 
     Raises:
-        ValueError: no such strategy; the message names the choices.
+            ValueError: there is no such strategy; the message names the choices.
     """
     chosen = name or ("replicated" if world.is_distributed else "single")
     if chosen not in _REGISTRY:
@@ -35,5 +35,5 @@ def choose_strategy(
 
 
 def strategy_names() -> tuple[str, ...]:
-    """What `choose_strategy` takes."""
+    """Return the names that `choose_strategy` accepts."""
     return tuple(_REGISTRY)

@@ -1,4 +1,4 @@
-"""Strategy: the interface to one way of spreading a model, and its honest default, a single device. Runs in ranks."""
+"""Strategy: the interface of a way to distribute a model, and its default, a single device. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Strategy", "without_compile"]
 
 
 class Strategy:
-    """One process, one device. Subclasses are final and override what their way of spreading needs."""
+    """One process, one device. Subclasses are final and override what their way of distribution needs."""
 
     has_peers = False
-    """Whether gradients are exchanged with other ranks at all."""
+    """True if gradients are exchanged with other ranks."""
 
     recovers = False
-    """Whether this training goes on after running out of memory: an optimizer's step is guarded then."""
+    """True if this training continues after running out of memory: an optimizer's step is guarded then."""
 
     def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None) -> None:
         self.world = world
@@ -35,15 +35,15 @@ class Strategy:
         self.handlers = handlers or Handlers()
 
     def setup(self, model: Module) -> Module:
-        """`model`, on its device already, made part of this strategy. Collective."""
+        """Return `model`, which is on its device already, as part of this strategy. Collective."""
         return model
 
     def keeps_together(self, model: Module) -> bool:
-        """Whether training `model` on every rank is one training. Always so on a single device."""
+        """Return whether training `model` on every rank is one training. Always so on a single device."""
         return True
 
     def finds_parallel(self) -> bool:
-        """Whether this process holds a module, prepared by us or made by the user, that trains as one."""
+        """Return whether this process holds a module, prepared or made by the user, that trains as one."""
         return True
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
@@ -59,16 +59,16 @@ class Strategy:
         return nullcontext()
 
     def await_backward(self, model: Module) -> None:
-        """Let the next backward synchronise gradients of `model`, also those of a forward that ran under `no_sync`."""
+        """Make the next backward synchronise gradients of `model`, also those of a forward under `no_sync`."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Collective where gradients synchronise during the backward."""
+        """Run the backward of `loss`. Collective where gradients synchronise in it."""
         loss.backward(**kwargs)
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
-        """The gradients of `models`, for `forward_backward` to accumulate and exchange. Collective.
+        """Return the gradients of `models`, for `forward_backward` to accumulate and exchange. Collective.
 
-        They are this strategy's again as soon as the program runs a forward of its own.
+        This strategy has them again as soon as the program runs a forward of its own.
 
         Raises:
             CannotSplit: a model that exchanges something in its forward, or whose gradients are not ours to lend.
@@ -76,11 +76,14 @@ class Strategy:
         return Gradients([self.unwrap(model) for model in models])
 
     def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
-        """Step `optimizer`: what it returned, and whether it took the step."""
+        """Step `optimizer`; return its result, and whether it took the step."""
         return precision.step(optimizer, closure)
 
     def has_finite_gradients(self, optimizer: Optimizer) -> bool:
-        """No synchronised gradient of `optimizer` is NaN or infinite; alike on all ranks. Waits for the device."""
+        """Return whether all synchronised gradients of `optimizer` are finite; equal on all ranks.
+
+        Waits for the device.
+        """
         gradients = [
             parameter.grad
             for group in optimizer.param_groups
@@ -94,20 +97,20 @@ class Strategy:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def state_dict(self, model: Module) -> dict[str, Any]:
-        """The whole model's state, as a single process would save it."""
+        """Return the whole model's state, as a single process would save it."""
         return self.unwrap(model).state_dict()
 
     def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
-        """options: as the module's own ``load_state_dict`` takes them, ``strict`` for example."""
+        """Load a state. options: as the module's own ``load_state_dict`` takes them, ``strict`` for example."""
         self.unwrap(model).load_state_dict(state, **options)
 
     def unwrap(self, model: Module) -> Module:
-        """The user's own module."""
+        """Return the user's own module."""
         return without_compile(model)
 
 
 def without_compile(model: Module) -> Module:
-    """The module inside ``torch.compile``'s wrapper, by the attribute that torch keeps it under."""
+    """Return the module inside ``torch.compile``'s wrapper, by the attribute in which torch keeps it."""
     while "_orig_mod" in model._modules:
         model = model._modules["_orig_mod"]  # type: ignore[assignment]
     return model

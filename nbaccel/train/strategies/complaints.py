@@ -1,7 +1,7 @@
-"""DDP's two complaints about parameters, said again with their names and the remedy. Runs in ranks.
+"""Two errors of DDP about parameters, explained with the parameters' names and the remedy. Runs in ranks.
 
-torch tells indices, since its reducer knows no names. Both errors come up on every rank that has the fault; this
-file only words them and raises nothing itself.
+torch gives indices, since its reducer knows no names. Both errors occur on every rank that has the fault; this
+module only makes the errors and raises nothing itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN = 8
 
 
 def explain_unused(error: RuntimeError, module: Module) -> RuntimeError | None:
-    """The error for parameters that took no part in the loss; None where `error` is about something else."""
+    """Return the error for parameters that took no part in the loss; None where `error` is about something else."""
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None
@@ -38,9 +38,9 @@ def explain_unused(error: RuntimeError, module: Module) -> RuntimeError | None:
 
 
 def explain_twice_ready(error: RuntimeError, find: Callable[[], Iterable[Module]]) -> RuntimeError | None:
-    """The error for a parameter whose gradient was complete twice; None where `error` is about something else.
+    """Return the error for a parameter whose gradient was complete twice; None where `error` is another one.
 
-    find: gives the modules that might be meant, since torch does not say which. Not called for other errors.
+    find: returns the modules that might be meant, since torch does not say which. Not called for other errors.
     """
     text = str(error)
     if "Expected to mark a variable ready only once" not in text:
@@ -68,7 +68,7 @@ def _here() -> str:
 
 
 def _reduced_names(module: Module) -> list[str]:
-    """The parameters that DDP counts, in its order."""
+    """Return the parameters that DDP counts, in its order."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in ignored]
 

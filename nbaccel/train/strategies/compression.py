@@ -1,4 +1,4 @@
-"""How DDP sends gradients: torch's communication hooks, by the names of `DDPCommunicationHookType`. Runs in ranks.
+"""Compression of DDP's gradients by torch's communication hooks, named as in `DDPCommunicationHookType`. In ranks.
 
 They change numerics: half-precision hooks round the averaged gradient, PowerSGD (arXiv:1905.13727) sends a low-rank
 approximation with error feedback and keeps per-rank state, which checkpoints do not hold.
@@ -23,7 +23,7 @@ _WRAPPERS = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_
 def compress_gradients(
     module: DistributedDataParallel, options: DistributedDataParallelKwargs, device: torch.device
 ) -> None:
-    """Register the hook that `options` name; without one, gradients are sent as they are.
+    """Register the hook that `options` name; without one, gradients are sent uncompressed.
 
     Raises:
         ValueError: the process group's backend cannot run this hook.
@@ -39,7 +39,7 @@ def compress_gradients(
     wrap = _WRAPPERS.get(wrapper)
     try:
         module.register_comm_hook(state, hook if wrap is None else wrap(hook))
-    except TypeError as error:  # torch's word for a backend without bf16
+    except TypeError as error:  # torch's error for a backend without bf16
         raise ValueError(
             f"comm_hook={chosen.value!r} does not work on {device.type} with the "
             f"{dist.get_backend()} backend ({error}). Use 'fp16' or 'power_sgd', or leave the hook out."
@@ -47,7 +47,7 @@ def compress_gradients(
 
 
 def _hook(options: DistributedDataParallelKwargs) -> tuple[Any, Any]:
-    """The hook's state and function."""
+    """Return the hook's state and function."""
     if options.comm_hook is Hook.FP16:
         return None, default_hooks.fp16_compress_hook
     if options.comm_hook is Hook.BF16:
@@ -58,8 +58,8 @@ def _hook(options: DistributedDataParallelKwargs) -> tuple[Any, Any]:
     if options.comm_hook is Hook.POWER_SGD:
         return state, powerSGD_hook.powerSGD_hook
     try:
-        # torch 2.13's batched hook hands this function one matrix, and it asserts on three dimensions: the run would
-        # end without a word at step `start_powerSGD_iter`, which is 1000.
+        # torch 2.13's batched hook passes this function one matrix, and it asserts on three dimensions: the run would
+        # end without a message at step `start_powerSGD_iter`, which is 1000.
         powerSGD_hook._orthogonalize(torch.eye(2, device="cpu"))
     except AssertionError:
         raise ValueError(

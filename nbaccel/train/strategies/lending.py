@@ -1,6 +1,6 @@
-"""Lending: which models' gradients `forward_backward` may take over, and why not the others'. Runs in ranks.
+"""Lending: decides whose gradients `forward_backward` may take over, and explains a refusal. Runs in ranks.
 
-A rank may repeat a forward alone only if nothing in it waits for peers. This file looks at modules; it runs none.
+A rank may repeat a forward alone only if nothing in it waits for peers. This module inspects modules; it runs none.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _INSTEAD = (
 
 
 def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
-    """Those of `models` that exchange gradients, out of ``torch.compile``; all of them are of the class `kind`.
+    """Return those of `models` that exchange gradients, without ``torch.compile``; all are of the class `kind`.
 
     Raises:
-        CannotSplit: one of them cannot be led in micro-batches; the reason, and what to use instead.
+        CannotSplit: one of them cannot run in micro-batches; gives the reason, and an alternative.
     """
     found: list[_M] = []
     for model in map(without_compile, models):
@@ -56,13 +56,13 @@ def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
 
 
 def is_parallel(model: Module) -> bool:
-    """Whether `model` synchronises its own gradients: DDP, or FSDP of either generation, ours or the user's."""
+    """Return whether `model` synchronises its own gradients: DDP, or FSDP of either generation, ours or the user's."""
     module = without_compile(model)
     return isinstance(module, DistributedDataParallel) or is_sharded(module)
 
 
 def is_sharded(module: Module) -> bool:
-    """Whether `module` is FSDP's, of either generation; by name, since importing them costs half a second."""
+    """Return whether `module` is FSDP's, of either generation; by name, since importing them costs half a second."""
     return any(
         kind.__name__ in ("FullyShardedDataParallel", "FSDPModule") and kind.__module__.startswith("torch.distributed")
         for kind in type(module).__mro__

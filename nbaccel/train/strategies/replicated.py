@@ -25,9 +25,9 @@ __all__ = ["Replica", "Replicated"]
 
 
 class Replica(DistributedDataParallel):
-    """DDP that names the parameters it complains about, and that can lend its gradients.
+    """DDP with parameter names in its errors, which can lend its gradients.
 
-    lent_to: who exchanges the gradients at present; DDP's own buckets are freed then. A forward with gradients
+    lent_to: the present user of the gradients; DDP's own buckets are freed then. A forward with gradients
     outside of `forward_backward` takes them back.
     """
 
@@ -47,14 +47,14 @@ class Replica(DistributedDataParallel):
             raise explained from error
 
     def free_buckets(self) -> None:
-        """Let go of DDP's reducer, which owns its buckets and its hooks in autograd."""
+        """Drop DDP's reducer, which owns its buckets and its hooks in autograd."""
         self.__dict__.pop("reducer", None)
         self.__dict__.pop("logger", None)  # owns the reducer too
 
     def build_buckets(self) -> None:
-        """What `free_buckets` undid; not collective. Communication hooks are to be registered again."""
+        """Undo `free_buckets`; not collective. Communication hooks must be registered again."""
         self.lent_to = None
-        super().__setstate__({})  # type: ignore[no-untyped-call]  # torch's own way to make its reducer anew
+        super().__setstate__({})  # type: ignore[no-untyped-call]  # torch's own way to make a new reducer
 
     def __getstate__(self) -> dict[str, Any]:
         if self.lent_to is None:
@@ -90,7 +90,7 @@ class Replicated(Strategy):
             compress_gradients(replica, options, self.device)
 
     def _options(self) -> dict[str, Any]:
-        """What DDP is to be told: its defaults are its own, and some options are renamed from one torch to the next."""
+        """Return the options for DDP: defaults are its own, and some options change names between torch versions."""
         chosen = self.handlers.ddp.to_kwargs()
         return {name: value for name, value in chosen.items() if not name.startswith("comm_")}
 
@@ -115,7 +115,7 @@ class Replicated(Strategy):
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
-        if isinstance(module, (Replica, DistributedDataParallel)):  # ours first: DDP is abstract, and slow to ask
+        if isinstance(module, (Replica, DistributedDataParallel)):  # ours first: DDP is abstract, and its check slow
             return _NoReduce(module)
         no_sync = getattr(module, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
@@ -134,13 +134,13 @@ class Replicated(Strategy):
         self._awaiting = (*self._awaiting, weakref.ref(without_compile(model)))
 
     def _expect_gradients(self, loss: Tensor) -> None:
-        """Make up for the forwards of `loss`, if they ran under `no_sync`: then the reducer expects no gradients."""
+        """Prepare the reducer for the forwards of `loss` under `no_sync`, where it expects no gradients."""
         awaiting, self._awaiting = self._awaiting, ()
         for reference in awaiting:
             module = reference()
             if not isinstance(module, DistributedDataParallel) or module.require_forward_param_sync:
-                continue  # the last forward has told the reducer
-            if "reducer" in module.__dict__:  # else gradients are lent
+                continue  # the last forward has prepared the reducer
+            if "reducer" in module.__dict__:  # otherwise gradients are lent
                 module.reducer.prepare_for_backward([loss])  # it looks for unused parameters from there
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
@@ -174,7 +174,7 @@ class Replicated(Strategy):
         return module
 
     def finds_parallel(self) -> bool:
-        # Some 10 ms, so it is asked once, before refusing.
+        # Takes some 10 ms, so it is called once, before refusing.
         return any(is_parallel(module) for module in _living_modules())
 
 
@@ -183,7 +183,7 @@ def _replicated_modules() -> list[Module]:
 
 
 def _living_modules() -> Iterator[Module]:
-    """Every module of this process. By type(): a lazy object's ``__class__`` may import what it stands for."""
+    """Yield every module of this process. By type(): a lazy object's ``__class__`` may import its target."""
     return (thing for thing in gc.get_objects() if issubclass(type(thing), Module))
 
 
@@ -204,7 +204,7 @@ class _NoReduce:
 
 
 class _Alone:
-    """`_NoReduce`, and no buffers from rank 0 either: DDP sends them in the first forward after a synchronised one."""
+    """`_NoReduce` without buffers from rank 0: DDP sends them in the first forward after a synchronised one."""
 
     __slots__ = ("_before", "_module")
 
@@ -221,7 +221,7 @@ class _Alone:
 
 
 class _AloneWithBuckets:
-    """Gradients go into the buckets of `forward_backward`, as they do in training, and are not exchanged."""
+    """Puts gradients into the buckets of `forward_backward`, as in training, and does not exchange them."""
 
     __slots__ = ("_gradients", "_opened")
 
@@ -241,10 +241,10 @@ class _AloneWithBuckets:
 
 
 class _Reduce:
-    """Let the next backward reduce gradients, although its forward ran under `no_sync`.
+    """Lets the next backward reduce gradients, although its forward ran under `no_sync`.
 
-    DDP prepares its reducer in the forward, and then only when gradients are to be reduced; here that is made up
-    for. It is told of no outputs, hence expects a gradient for every parameter.
+    DDP prepares its reducer in the forward, and then only when gradients must be reduced; here that is done later.
+    The reducer is given no outputs, hence expects a gradient for every parameter.
     """
 
     __slots__ = ("_before", "_module")
