@@ -1,5 +1,5 @@
-"""Micro-batches: one batch of the loader in several forward passes, and out of memory as an event. Runs in ranks.
+"""Micro-batches: one batch of the loader in several forward passes, with recovery from out-of-memory. Runs in ranks.
 
-`StepEngine` leads a step, the other files are its parts: which samples, what they weigh, whose gradients, what has
+`StepEngine` runs a step; the other modules are its parts: samples, their weights, gradients, and sizes that have
 fitted so far. None of them knows the Accelerator.
 """

@@ -1,9 +1,9 @@
 """Buckets: gradients that are exchanged with peers, in a sequence that is the same in every attempt. Runs in ranks.
 
 Flat tensors, allocated once; ``parameter.grad`` is a view into them, at an aligned address. Every attempt of every
-rank adds up bucket 0, 1, ... B-1 in this order, whatever happened locally: a rank that failed sends what it has. The
+rank sums bucket 0, 1, ... B-1 in this order, whatever happened locally: a rank that failed sends what it has. The
 last bucket also carries the rank's `Report`, which parameters took part, and rank 0's running statistics, so nothing
-else is exchanged. Finishing the sequence allocates nothing on the device. Who may repeat what is the engine's business.
+else is exchanged. Finishing the sequence allocates nothing on the device. The engine decides which rank repeats.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Buckets"]
 _WORDS = len(Report().numbers)
 
 _ALIGNMENT = 128
-"""Bytes. Kernels that take several elements at once want addresses that 16 bytes divide, and go slower over a whole
-list of tensors if one of them has none; 128 are a line of a GPU's cache."""
+"""Bytes. Vectorised kernels need addresses that 16 bytes divide, and are slower over a whole list of tensors
+if one of them has none; 128 are a line of a GPU's cache."""
 
 _EXACT = (torch.float32, torch.float64)
 """Dtypes in which counts of tokens are still exact when they are added."""
 
 
 class Buckets(Gradients):
-    """The gradients of `models`, which are alike on all ranks.
+    """The gradients of `models`, which are equal on all ranks.
 
     cap_bytes: size of one bucket, unless a single parameter is larger.
-    sends_statistics: let all ranks have rank 0's running statistics of normalisation layers, as DDP does.
-    on_return: called by `give_back`, when they are somebody else's to exchange.
+    sends_statistics: copy rank 0's running statistics of normalisation layers to all ranks, as DDP does.
+    on_return: called by `give_back`, when the gradients are returned to their owner.
     """
 
     has_peers = True
@@ -112,7 +112,7 @@ class Buckets(Gradients):
         self.restore(None)
 
     def _lay_aside(self) -> list[Tensor]:
-        """Gradients of earlier steps that nobody zeroed; of the last backward, or set to zero in place."""
+        """Save gradients of earlier steps that were not zeroed; they may be buckets of the last backward, or zeroed."""
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 if parameter.grad is None:
@@ -147,7 +147,7 @@ class Buckets(Gradients):
             torch._foreach_add_(self._flats, self._aside_flats)
         for index, is_unused in enumerate(self._unused or [not used for used in self._used]):
             if is_unused and not self._had[index]:
-                self.parameters[index].grad = None  # as plain PyTorch: the optimizer leaves it alone
+                self.parameters[index].grad = None  # as plain PyTorch: the optimizer skips it
         self._aside_flats = []
         self._unused = []
         self.is_open = False
@@ -178,7 +178,7 @@ class Buckets(Gradients):
         self._overlaps = True
 
     def _completed(self, index: int, parameter: Tensor) -> None:
-        """autograd has added a gradient to a parameter's."""
+        """Note that autograd has added a gradient to that of a parameter."""
         view = self._views[index]
         if parameter.grad is not view and self.is_busy:  # added out of place: a sparse gradient, for one
             view.copy_(parameter.grad)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ class Buckets(Gradients):
 
 
 def _grouped(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[int]]:
-    """Indices of the parameters of each bucket: one dtype and device, and at most `cap_bytes` unless alone."""
+    """Return the indices of each bucket's parameters: one dtype and device, at most `cap_bytes` unless a single one."""
     open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     done: list[list[int]] = []
@@ -254,13 +254,13 @@ def _grouped(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[int]]
 
 
 def _room(parameter: Tensor) -> int:
-    """Elements between the beginning of one gradient and that of the next; what nobody writes stays zero."""
+    """Return the number of elements from one gradient to the next; unused ones stay zero."""
     step = _ALIGNMENT // parameter.element_size()
     return -(-parameter.numel() // step) * step
 
 
 def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:
-    """The part of `flat` for one gradient, in the memory layout of its parameter."""
+    """Return the part of `flat` for one gradient, in the memory layout of its parameter."""
     part = flat[offset : offset + parameter.numel()]
     return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 

@@ -1,12 +1,12 @@
-"""StepEngine: leads one step through its micro-batches, on every rank, whatever runs out of memory. Runs in ranks.
+"""StepEngine: runs one step in micro-batches, on every rank, whatever runs out of memory. Runs in ranks.
 
 The invariant: every rank issues the same collectives in every attempt of every step, whatever happens locally.
-  - Out of memory before gradients were sent is this rank's own affair: it goes on in smaller micro-batches, and its
-    peers wait in the sums that they would wait in anyway.
-  - After gradients were sent, the rank finishes the sequence and says so in it; all ranks repeat the batch, and
-    nobody has stepped.
-  - A rank whose smallest micro-batch does not fit, or whose program raised, finishes the sequence too: all ranks
-    raise in the same step.
+- Out of memory before gradients were sent concerns this rank alone: it continues in smaller micro-batches, and its
+  peers wait in the sums in which they would wait anyway.
+- After gradients were sent, the rank finishes the sequence and reports it there; all ranks repeat the batch, and
+  no rank has stepped.
+- A rank whose smallest micro-batch does not fit, or whose program raised, finishes the sequence too: all ranks
+  raise in the same step.
 The engine holds no optimizer, counts no windows, and knows no Accelerator.
 """
 
@@ -42,7 +42,7 @@ __all__ = ["StepEngine"]
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What came of running a batch once on this rank.
+    """Result of running a batch once on this rank.
 
     loss: the batch's mean loss.  weight: of the samples that took part.
     needs_repeat: gradients that were sent are wrong, so all ranks repeat the batch.
@@ -56,15 +56,15 @@ class _Attempt:
 
 
 def _unfit() -> _Attempt:
-    """A batch that has no loss."""
+    """Return the result of a batch that has no loss."""
     return _Attempt(torch.full((), math.nan, device="cpu"), 0.0, is_unfit=True)
 
 
 @dataclass(slots=True)
 class _Window:
-    """What the open accumulation window holds of this rank: calls, batches (parts of batches count as such), weight.
+    """Contents of the open accumulation window on this rank: calls, batches (parts count as fractions), weight.
 
-    is_unfit: a batch of it did not fit. Peers are told at its end, where they listen: so all raise in the same call.
+    is_unfit: a batch of it did not fit. Peers are told at its end, where they exchange, so all raise in the same call.
     """
 
     calls: int = 0
@@ -73,14 +73,14 @@ class _Window:
     is_unfit: bool = False
 
     def with_weight(self, weight: float) -> float:
-        """The weight of one batch, on average, once a batch of `weight` has been added."""
+        """Return the average weight of a batch, once a batch of `weight` has been added."""
         return (self.weight + weight) / self.batches if self.batches else 0.0
 
 
 class StepEngine:
     """Runs batches of `models` in micro-batches that fit, and exchanges gradients at the end of each window.
 
-    sizes: which micro-batches fit on this rank; a planner may set where they start.
+    sizes: micro-batch sizes that fit on this rank; a planner may set where they start.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class StepEngine:
         self._gradients: Gradients | None = None
         self._overlaps = True
         self._window = _Window()
-        self._unit = 0.0  # weight by which losses are scaled; alike on all ranks
+        self._unit = 0.0  # weight by which losses are scaled; equal on all ranks
         self._has_warned = False
-        self._has_listened = not strategy.has_peers  # whether the first forward was watched for collectives
+        self._has_listened = not strategy.has_peers  # the first forward was watched for collectives
 
     def run(self, task: Task) -> Tensor:
-        """One batch forward and backward; the mean loss of this rank's samples, detached.
+        """Run one batch forward and backward; return the mean loss of this rank's samples, detached.
 
         Collective where the task ends a step. After it, gradients are those of all ranks' samples.
 
@@ -123,11 +123,11 @@ class StepEngine:
             raise
 
     def prepare(self) -> None:
-        """Take the gradients over, as the first `run` would. Collective then."""
+        """Take over the gradients, as the first `run` would. Collective then."""
         self._take_gradients()
 
     def release(self) -> None:
-        """Give the gradients back; the next `run` takes them again. What fits is remembered."""
+        """Return the gradients to their owner; the next `run` takes them again. Sizes that fit are remembered."""
         gradients, self._gradients = self._gradients, None
         if gradients is not None and not gradients.is_released:
             gradients.discard()
@@ -173,7 +173,7 @@ class StepEngine:
         return attempt.loss
 
     def _read(self, task: Task, gradients: Gradients) -> Work:
-        """The task's samples and weights; a window is opened by its first batch, also where that cannot be read."""
+        """Return the task's samples and weights; its first batch opens a window, even if it cannot be read."""
         expected = 0.0
         try:
             work = task.read(self._is_shifted)
@@ -185,7 +185,7 @@ class StepEngine:
         return work
 
     def _attempt(self, work: Work, gradients: Gradients, kept: object, overlaps: bool) -> _Attempt:
-        """Run the whole batch, in parts as large as fit; alone, without a word to other ranks."""
+        """Run the whole batch, in the largest parts that fit; alone, without communication."""
         losses: list[tuple[Tensor, float]] = []
         done = 0
         is_last_try = False
@@ -217,18 +217,18 @@ class StepEngine:
             losses.clear()
             done = 0
         if gradients.is_torn:
-            self._overlaps = False  # for good: this model completes gradients twice
+            self._overlaps = False  # permanently: this model completes gradients twice
         return _Attempt(*_mean(losses, self._strategy.device), needs_repeat=gradients.is_torn)
 
     def _run_part(
         self, work: Work, gradients: Gradients, start: int, stop: int, overlaps: bool
     ) -> tuple[Tensor | Shortage, float]:
-        """The samples `start` to `stop`, forward and backward: their mean loss and their weight."""
+        """Run the samples `start` to `stop` forward and backward; return their mean loss and their weight."""
         task = work.task
         if stop - start < work.count:
             self._warn_of_batch_norm(stop - start, work.count)
         micro_batch, weight = work.part(start, stop)
-        if work.weights.is_known and weight() == 0:  # the forward is spared
+        if work.weights.is_known and weight() == 0:  # no forward is needed
             return torch.zeros((), device=self._strategy.device), 0.0
         sends_early = overlaps and stop == work.count and self.sizes.is_proven(stop - start, work.shapes)
         part = Part(
@@ -246,7 +246,7 @@ class StepEngine:
         finally:
             gradients.is_busy = False
 
-    # -- what the ranks tell each other
+    # -- reports between the ranks
 
     def _report(self, attempt: _Attempt, weight: float) -> Report:
         return Report(
@@ -257,14 +257,14 @@ class StepEngine:
         )
 
     def _exchange(self, task: Task, gradients: Gradients, report: Report) -> Report:
-        """What all ranks report, unless that is an error. Collective where the window's gradients are exchanged."""
+        """Return what all ranks report, or raise their error. Collective where the window's gradients are exchanged."""
         said = gradients.exchange(report) if task.exchanges else report
         judge(said, self._strategy.world, self._clock.step, self._least)
         return said
 
     @contextmanager
     def _telling_peers(self, task: Task, gradients: Gradients) -> Iterator[None]:
-        """What this rank does alone. Should it raise, the peers are told, in the exchange in which they wait for it."""
+        """Run a block without communication. If it raises, tell the peers, in the exchange in which they wait."""
         try:
             yield
         except Exception:
@@ -278,7 +278,7 @@ class StepEngine:
             gradients.begin()
         try:
             gradients.exchange(Report(failed=1, failed_ranks=world.rank))
-        except Exception as error:  # the peers are gone: this rank's own error is the one to raise
+        except Exception as error:  # the peers have left: raise this rank's own error
             warnings.warn(f"the other ranks could not be told of an error in {place_of(world)}: {error}", stacklevel=2)
 
     # -- gradients
@@ -302,11 +302,11 @@ class StepEngine:
         return gradients
 
     def _needs_unit(self) -> bool:
-        """Whether the weight of the next batch becomes the unit."""
+        """Return whether the weight of the next batch becomes the unit."""
         return not self._window.calls and not (self._unit and self._strategy.has_peers)
 
     def _open_window(self, gradients: Gradients, expected: float) -> None:
-        """Begin a window whose first batch has the weight `expected`. Collective at the very first one.
+        """Begin a window whose first batch has the weight `expected`. Collective for the very first window.
 
         Losses are scaled by the weight of all ranks' batches, as it was one step ago, so that gradients have about
         their true size: sums over tokens would overflow in fp16.
@@ -319,12 +319,12 @@ class StepEngine:
 
     @property
     def is_unfit(self) -> bool:
-        """Whether a batch of the open window did not fit: its loss is NaN, and the window will end with an error."""
+        """True if a batch of the open window did not fit: its loss is NaN, and the window will end with an error."""
         return self._window.is_unfit
 
     @property
     def _least(self) -> int:
-        """The smallest micro-batch: BatchNorm refuses to normalise a single value while it trains."""
+        """The smallest micro-batch: BatchNorm refuses to normalise a single value in training."""
         return 2 if any(norm.training for norm in self._norms) else 1
 
     def _warn_of_batch_norm(self, size: int, count: int) -> None:
@@ -341,11 +341,11 @@ class StepEngine:
 
 
 def _nothing() -> None:
-    """The backward of a part that sends nothing."""
+    """Do nothing: the backward of this part sends no gradients."""
 
 
 def _mean(losses: Sequence[tuple[Tensor, float]], device: torch.device) -> tuple[Tensor, float]:
-    """The weighted mean of some losses and their weight; of one loss, the loss itself."""
+    """Return the weighted mean of some losses and their weight; of one loss, the loss itself."""
     total = sum(weight for _, weight in losses)
     if len(losses) == 1:
         return losses[0]

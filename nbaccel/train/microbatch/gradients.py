@@ -1,7 +1,7 @@
-"""Gradients: those of some models while a step is under way, of one process. Runs in ranks.
+"""Gradients: the gradients of some models during a step, in one process. Runs in ranks.
 
-The engine asks for little: lay aside what was there, begin again, close the step. `Gradients` is one process alone
-and touches nothing but ``parameter.grad``; `buckets` is the same thing with peers. No memory is freed here, no
+The engine needs few operations: save existing gradients, begin again, close the step. `Gradients` is for one process
+and touches nothing but ``parameter.grad``; `buckets` does the same with peers. No memory is freed here, no
 forward is run.
 """
 
@@ -22,12 +22,12 @@ __all__ = ["Gradients", "Report", "copies_of"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank says at the end of its part of a step; added up, what all of them say.
+    """Report of one rank at the end of its part of a step; summed, the report of all.
 
     weight: of the rank's samples, per batch of the window.
     poisoned: ranks that failed after they had sent gradients.  unfit: ranks where the smallest micro-batch does not
-    fit.  failed: ranks with another error.  unfit_ranks, failed_ranks: the sum of their numbers, which names the rank
-    where there is one.
+    fit.  failed: ranks with another error.  unfit_ranks, failed_ranks: the sum of their numbers, which identifies the
+    rank if there is a single one.
     """
 
     weight: float = 0.0
@@ -45,16 +45,16 @@ class Report:
 class Gradients:
     """The gradients of `models` in one process.
 
-    is_busy: a forward of ours is under way; forwards of the models at other times are the program's own.
-    is_open: gradients of an accumulation window are in them that no step has used yet.
+    is_busy: a forward of ours is running; other forwards of the models are the program's own.
+    is_open: they contain gradients of an accumulation window that no step has used yet.
     """
 
     has_peers = False
     has_launched = False
-    """Whether peers may hold gradients of this attempt, so that it cannot be repeated by this rank alone."""
+    """True if peers may hold gradients of this attempt, so that this rank alone cannot repeat it."""
 
     is_torn = False
-    """Whether gradients were sent before they were complete, so that all ranks have to repeat this attempt."""
+    """True if gradients were sent before they were complete, so that all ranks have to repeat this attempt."""
 
     is_released = False
 
@@ -68,42 +68,42 @@ class Gradients:
 
     @property
     def are_outgrown(self) -> bool:
-        """Whether parameters need gradients that did not when this object was made: layers were unfrozen."""
+        """True if parameters need gradients that did not when this object was made: layers were unfrozen."""
         return any(parameter.requires_grad for parameter in self._frozen)
 
     @property
     def were_zeroed(self) -> bool:
-        """Whether the program has done away with the open window's gradients: it left a loop in the middle."""
+        """True if the program has dropped the open window's gradients: it left a loop in the middle."""
         return all(parameter.grad is None for parameter in self.parameters)
 
     def open(self) -> None:
-        """A window begins: gradients that are there already are laid aside, and added at its end."""
+        """Begin a window: existing gradients are saved, and added at its end."""
         self._aside = [parameter.grad for parameter in self.parameters]
         self.is_open = True
         self.restore(None)
 
     def keep(self) -> Any:
-        """A copy of the window's gradients so far, for `restore`; a copy on the host where the device is full."""
+        """Return a copy of the window's gradients so far, for `restore`; on the host where the device is full."""
         return copies_of([parameter.grad for parameter in self.parameters])
 
     def restore(self, kept: Any) -> None:
-        """The gradients are those of `keep`; for None, there are none."""
+        """Set the gradients to those of `keep`; for None, to none."""
         copies = [None] * len(self.parameters) if kept is None else copies_of(kept)
         for parameter, copy in zip(self.parameters, copies, strict=True):
             parameter.grad = None if copy is None else copy.to(parameter.device)
 
     def begin(self) -> None:
-        """An attempt begins: nothing is sent yet."""
+        """Begin an attempt: nothing is sent yet."""
 
     def overlap(self) -> None:
-        """Send gradients as soon as the backward that follows has completed them. Their last one before `exchange`."""
+        """Send gradients as soon as the next backward has completed them. It must be the last one before `exchange`."""
 
     def exchange(self, report: Report) -> Report:
-        """Add up the gradients and reports of all ranks. Collective: every rank gets here, also one that failed."""
+        """Sum the gradients and reports of all ranks. Collective: every rank calls it, also one that failed."""
         return report
 
     def close(self, factor: float) -> None:
-        """The window ends: its gradients times `factor`, and those that were laid aside."""
+        """End the window: multiply its gradients by `factor`, and add those that were saved."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
@@ -114,7 +114,7 @@ class Gradients:
         self.is_open = False
 
     def discard(self) -> None:
-        """The window failed: its gradients are gone, and those that were laid aside are back."""
+        """Drop the gradients of a failed window, and restore those that were saved."""
         if not self.is_open:
             return
         for parameter, aside in zip(self.parameters, self._aside, strict=True):
@@ -123,14 +123,14 @@ class Gradients:
         self.is_open = False
 
     def release(self) -> None:
-        """Give up what this object holds; ``parameter.grad`` stays."""
+        """Release what this object holds; ``parameter.grad`` stays."""
         self.is_released = True
 
     def give_back(self) -> None:
-        """Let others exchange the gradients again: the program runs a forward of its own.
+        """Return the gradients to their owner, since the program runs a forward of its own.
 
         Raises:
-            RuntimeError: in the middle of a window.
+            RuntimeError: a window is open.
         """
         if self.is_open:
             raise RuntimeError(
@@ -142,7 +142,7 @@ class Gradients:
 
 
 def _to_train(models: Iterable[Module]) -> list[Parameter]:
-    """The parameters of `models` that need gradients, each once, also where models or layers share it.
+    """Return the parameters of `models` that need gradients, each once, even if models or layers share it.
 
     Raises:
         NotPrepared: there are none.
@@ -161,7 +161,7 @@ def _unique(models: Iterable[Module]) -> list[Parameter]:
 
 
 def copies_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Each of `tensors` again, on the host where the device has no room for all of them."""
+    """Return a copy of each of `tensors`, on the host where the device has no space for all of them."""
     try:
         return [None if tensor is None else tensor.clone() for tensor in tensors]
     except torch.OutOfMemoryError:

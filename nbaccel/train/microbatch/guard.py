@@ -1,7 +1,7 @@
 """Guard: an optimizer's step that is taken, or not begun, or reported as torn. Runs in ranks.
 
-When the optimizer runs out of memory the activations are gone already, so smaller batches would not help. It is told
-by versions of tensors how far it came. Gradients and other ranks are none of this file's business.
+When the optimizer runs out of memory the activations are freed already, so smaller batches would not help. The
+versions of tensors show how far the step came. This module handles neither gradients nor other ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _T = TypeVar("_T")
 
 
 def guarded_step(optimizer: Optimizer, take: Callable[[], _T], place: str, step: int) -> _T:
-    """``take()``, which steps `optimizer`; once more, in smaller pieces, if it ran out of memory before any update.
+    """Call `take`, which steps `optimizer`; again, in smaller pieces, if memory ran out before any update.
 
-    State that was only half made is dropped, so that a later step makes it anew.
+    State that was only half made is dropped, so that a later step makes it again.
     place: which rank this is, for messages.  step: the number of the step.
 
     Raises:
-        torch.OutOfMemoryError: it did not fit the second time either. Nothing was updated.
+            torch.OutOfMemoryError: the step did not fit the second time either. Nothing was updated.
         StepCorrupted: some parameters, or their state, were updated and others not.
     """
     before = _Versions.of(optimizer)
@@ -70,7 +70,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Versions:
-    """How often each parameter, and each entry of its state, had been changed in place; None where it had no state."""
+    """Numbers of in-place changes of each parameter, and of each entry of its state; None where it had no state."""
 
     parameters: list[tuple[Tensor, int, dict[str, Any] | None]]
 
@@ -85,10 +85,10 @@ class _Versions:
         ])  # fmt: skip
 
     def bring_back(self, optimizer: Optimizer, place: str, step: int, message: str) -> None:
-        """Drop what is new in the optimizer's state.
+        """Drop new entries of the optimizer's state.
 
         Raises:
-            StepCorrupted: something that was there before has changed.
+                StepCorrupted: a tensor that existed before has changed.
         """
         changed = sum(self._has_changed(optimizer, *known) for known in self.parameters)
         if changed:
@@ -115,7 +115,7 @@ def _marks(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _one_by_one(optimizer: Optimizer) -> Iterator[None]:
-    """Let `optimizer` update one tensor after the other, which needs less memory at once, where it knows how to."""
+    """Let `optimizer` update one tensor after the other, where it can: that needs less memory at once."""
     groups = [group for group in optimizer.param_groups if "foreach" in group and not group.get("fused")]
     chosen = [group["foreach"] for group in groups]
     for group in groups:

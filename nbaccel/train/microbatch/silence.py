@@ -1,7 +1,7 @@
-"""Silence: a loss function that may be repeated by one rank alone waits for no other. Runs in ranks, for one forward.
+"""Silence: refuses collectives in a loss function, since one rank alone may repeat it. Runs in ranks, for one forward.
 
 It sees every collective that goes through torch's dispatcher, ours and the program's own, and refuses it before any
-rank waits. Looking costs some microseconds per operation, so it is done in the first forward only.
+rank waits. Watching costs some microseconds per operation, so it is done in the first forward only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["silenced"]
 
 
 def silenced(loss_fn: LossFunction) -> LossFunction:
-    """`loss_fn`, in which a collective raises `CannotSplit`."""
+    """Return `loss_fn`, in which a collective raises `CannotSplit`."""
 
     def run(micro_batch: Any) -> Tensor:
         with _Silence():  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ def silenced(loss_fn: LossFunction) -> LossFunction:
 class _Silence(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # compiled models are compiled as without it
+        return False  # compiled models are compiled as they would be without this mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):

@@ -1,8 +1,8 @@
-"""Sizes: which micro-batches fit on this rank, by what it has seen. Runs in ranks; pure bookkeeping, no tensors.
+"""Sizes: records which micro-batches fit on this rank. Runs in ranks; pure bookkeeping, no tensors.
 
 Samples of similar shapes are one class and share a size: it halves when a micro-batch did not fit, and grows back
-after many steps that did. Beside it stand the shapes that went through forward and backward: what is no larger in
-any dimension is *proven*, and gradients may be sent while it still computes.
+after many steps that did. Shapes that went through forward and backward are also recorded: a micro-batch that is no
+larger in any dimension is *proven*, and gradients may be sent while it still computes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ Shapes = tuple[tuple[int, ...], ...]
 """The shape of one sample in each tensor of a batch."""
 
 GROW_AFTER = 200
-"""Batches of a class without a failure until it tries the double size; twice as many after each try that failed."""
+"""Batches of a class without a failure until it tries the double size; doubled after each try that failed."""
 
 
 @dataclass(slots=True)
 class _Fit:
-    """What one class of shapes can take.
+    """Size that fits for one class of shapes.
 
     size: the largest micro-batch to run now; None while nothing has failed.
-    clean: batches since the last failure or growth.  patience: how many it takes to grow.
+    clean: batches since the last failure or growth.  patience: how many are needed to grow.
     is_trial: the size is a growth that has not been confirmed.
     """
 
@@ -62,16 +62,16 @@ class MicroBatches:
             self._fits.clear()
 
     def next_part(self, left: int, shapes: Shapes, least: int = 1) -> int:
-        """How many of the `left` samples of a batch to run next, so that all its parts are of about equal size.
+        """Return how many of the `left` samples of a batch to run next, so that all parts are about equally large.
 
-        least: smaller parts make no sense to the model.
+        least: the smallest part that the model accepts.
         """
         largest = min(left, self._largest(shapes) or left)
         parts = max(1, min(-(-left // largest), left // least))
         return -(-left // parts)
 
     def failed(self, size: int, shapes: Shapes, least: int = 1) -> int:
-        """A micro-batch of `size` did not fit: the next size, or 0 where there is none."""
+        """Record that a micro-batch of `size` did not fit; return the next size, or 0 where there is none."""
         fit = self._fit(shapes)
         if fit.is_trial:
             fit.patience *= 2
@@ -85,7 +85,7 @@ class MicroBatches:
         return fit.size
 
     def fitted(self, count: int, shapes: Shapes) -> None:
-        """A whole batch of `count` samples went through."""
+        """Record that a whole batch of `count` samples went through."""
         fit = self._fit(shapes)
         if fit.size is None or fit.size >= min(count, self.ceiling or count):
             return
@@ -97,19 +97,19 @@ class MicroBatches:
             fit.is_trial = True
 
     def prove(self, size: int, shapes: Shapes) -> None:
-        """A micro-batch of this size went through forward and backward."""
+        """Record that a micro-batch of this size went through forward and backward."""
         kind, flat = _flat(size, shapes)
         known = self._proven.setdefault(kind, [])
         if not any(_covers(proven, flat) for proven in known):
             self._proven[kind] = [proven for proven in known if not _covers(flat, proven)] + [flat]
 
     def is_proven(self, size: int, shapes: Shapes) -> bool:
-        """Whether a micro-batch that was at least as large in every dimension went through."""
+        """Return whether a micro-batch that was at least as large in every dimension went through."""
         kind, flat = _flat(size, shapes)
         return any(_covers(proven, flat) for proven in self._proven.get(kind, ()))
 
     def _largest(self, shapes: Shapes) -> int | None:
-        """The size to run now: by the class itself, or where that is new by those of smaller samples."""
+        """Return the size to run now: by the class itself, or for a new class by those of smaller samples."""
         fit = self._fits.get(_class_of(shapes))
         if fit is not None and fit.size is not None:
             return fit.size
@@ -128,12 +128,12 @@ class MicroBatches:
 
 
 def _class_of(shapes: Shapes) -> Shapes:
-    """Each dimension by its power of two: lengths 33 to 64 are one class."""
+    """Return each dimension's power of two: lengths 33 to 64 are one class."""
     return tuple(tuple((length - 1).bit_length() for length in shape) for shape in shapes)
 
 
 def _flat(size: int, shapes: Shapes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many dimensions each tensor has, and all lengths in a row."""
+    """Return the number of dimensions of each tensor, and all lengths in a row."""
     return tuple(map(len, shapes)), (size, *(length for shape in shapes for length in shape))
 
 

@@ -1,7 +1,7 @@
-"""Slicing: some samples out of a collated batch, whatever containers it comes in. Runs in ranks.
+"""Slicing: takes samples out of a collated batch, whatever containers it has. Runs in ranks.
 
-What cannot be cut without guessing is refused: a batch that is cut wrongly trains on, and nobody sees it. Nothing
-here knows memory, gradients or other ranks.
+A batch that can only be cut by guessing is refused: a batch that is cut wrongly would train without any notice.
+Nothing here knows memory, gradients or other ranks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from nbaccel.train.talk.nested import children, is_container, map_children
 __all__ = ["Samples", "SplitFunction", "is_array", "is_shared", "named_children", "sample_shapes"]
 
 SplitFunction = Callable[[Any, int, int], Any]
-"""``split_fn(batch, start, stop)``: a batch of the samples `start` to `stop`."""
+"""``split_fn(batch, start, stop)``: returns a batch of the samples `start` to `stop`."""
 
 _SHARED = (str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch.device, torch.Generator)
-"""Leaves that stand for the whole batch and go into every part as they are; so do 0-d tensors."""
+"""Leaves that belong to the whole batch and are copied unchanged into every part; so are 0-d tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A batch, and how many samples it holds.
+    """A batch, and the number of its samples.
 
-    split: how some of them are taken; by default every tensor and array along its first dimension, and lists with
-    one entry per sample. Numbers, strings and 0-d tensors go into every part.
+    split: takes some of them; by default every tensor and array is cut along its first dimension, and lists with
+    one entry per sample. Numbers, strings and 0-d tensors are copied into every part.
 
     >>> batch = Samples.of({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "train": True})
     >>> batch.count
@@ -48,10 +48,10 @@ class Samples:
 
     @classmethod
     def of(cls, batch: Any, split: SplitFunction | None = None, count: int | None = None) -> Samples:
-        """Count the samples of `batch`, or believe `count`.
+        """Count the samples of `batch`, or use `count`.
 
         Raises:
-            CannotSplit: it is not clear how many there are, or which of its parts belong to which sample.
+            CannotSplit: it is not clear how many there are, or which parts of the batch belong to which sample.
         """
         if split is None:
             counted = _count(batch)
@@ -66,7 +66,7 @@ class Samples:
         return cls(batch, count, split)
 
     def take(self, start: int, stop: int) -> Any:
-        """A batch of the samples `start` to `stop`, its tensors views; `batch` itself where that is all of them."""
+        """Return a batch of the samples `start` to `stop`, with tensors as views; `batch` itself for all of them."""
         if start == 0 and stop == self.count:
             return self.batch
         if self.split is not None:
@@ -74,12 +74,12 @@ class Samples:
         return _sliced(self.batch, start, stop, self.count)
 
     def pick(self, rows: Sequence[int]) -> Any:
-        """A batch of the samples `rows`, in this order, as often as they are named; copies. Not with a `split`."""
+        """Return a batch of the samples `rows`, in this order, with repetitions; copies. Not with a `split`."""
         return _picked(self.batch, list(rows), self.count)
 
 
 def sample_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """The shape of one sample in each tensor of `batch`, in the order of its containers."""
+    """Return the shape of one sample in each tensor of `batch`, in the order of its containers."""
     return tuple(tuple(leaf.shape[1:]) for _, leaf in _leaves(batch, "batch") if is_array(leaf))
 
 
@@ -131,7 +131,7 @@ def _picked(value: Any, rows: list[int], count: int) -> Any:
 
 
 def _strangers(value: Any, path: str, count: int | None) -> Iterator[tuple[str, Any]]:
-    """Leaves that are neither cut nor shared by all samples."""
+    """Yield leaves that are neither cut nor shared by all samples."""
     if _lists_samples(value, count):
         return
     if not _goes_deeper(value):
@@ -143,7 +143,7 @@ def _strangers(value: Any, path: str, count: int | None) -> Iterator[tuple[str, 
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Each end of the containers with its path, ``batch['x'][0]``."""
+    """Yield each leaf of the containers with its path, ``batch['x'][0]``."""
     if not _goes_deeper(value):
         yield path, value
         return
@@ -164,7 +164,7 @@ def _goes_deeper(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """A dense tensor, or an array, that has a first dimension."""
+    """Return whether `value` is a dense tensor, or an array, that has a first dimension."""
     if isinstance(value, Tensor):
         return value.ndim > 0 and value.layout is torch.strided and not value.is_nested
     return hasattr(value, "__array__") and bool(getattr(value, "ndim", 0))
@@ -175,7 +175,7 @@ def is_shared(leaf: Any) -> bool:
 
 
 def _lists_samples(value: Any, count: int | None) -> bool:
-    """A list with one entry per sample, as default_collate keeps strings and objects."""
+    """Return whether `value` is a list with one entry per sample, as default_collate keeps strings and objects."""
     return type(value) in (list, tuple) and len(value) == count and not any(_holds_array(entry) for entry in value)
 
 

@@ -1,7 +1,7 @@
 """Snapshots: random generators and buffers as they were before a forward that may have to run again. Runs in ranks.
 
-A forward that is repeated shall see the same dropout and count each sample once in BatchNorm's statistics. The
-memory for the copies of buffers is taken once, not when memory is short.
+A repeated forward must draw the same dropout and count each sample once in BatchNorm's statistics. The
+memory for the copies of buffers is allocated once, before memory is short.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """What a forward changes beside gradients: python's, NumPy's and torch's generators, and `buffers`.
+    """State that a forward changes beside gradients: Python's, NumPy's and torch's generators, and `buffers`.
 
-    device: whose generator counts beside the CPU's.
+    device: its generator is saved beside the CPU's.
     """
 
     def __init__(self, buffers: Sequence[Tensor], device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Snapshot:
         self._generators: list[Any] = []
 
     def take(self) -> None:
-        """Remember how things stand."""
+        """Save the present state."""
         numpy = sys.modules.get("numpy")
         self._generators = [random.getstate(), torch.get_rng_state(), numpy and numpy.random.get_state()]
         if self._device.type == "cuda":
@@ -41,7 +41,7 @@ class Snapshot:
             torch._foreach_copy_(self._copies, self._buffers)
 
     def restore(self) -> None:
-        """Bring back what the last `take` saw."""
+        """Restore the state of the last `take`."""
         python, cpu, numpy_state, *device = self._generators
         random.setstate(python)
         torch.set_rng_state(cpu)

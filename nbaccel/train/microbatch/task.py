@@ -1,7 +1,7 @@
-"""Task: what a user asked of one `forward_backward`, and one part of it run forward and backward. Runs in ranks.
+"""Task: the arguments of one `forward_backward`, and the forward and backward of one part. Runs in ranks.
 
-A part runs in a frame of its own, so that after a failure nothing keeps its activations alive. Whether it is tried
-again, and how large, is the engine's business.
+A part runs in a frame of its own, so that after a failure nothing keeps its activations alive. The engine decides
+whether it is tried again, and at which size.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from nbaccel.train.microbatch.weights import Weight, Weights, make_weights
 __all__ = ["LossFunction", "Part", "Shortage", "Task", "Work"]
 
 LossFunction = Callable[[Any], Tensor]
-"""``loss_fn(micro_batch)``: the mean loss over its units, a tensor with one element."""
+"""``loss_fn(micro_batch)``: returns the mean loss over its units, a tensor with one element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """The arguments of one call.
 
-    divisor: what this batch's loss is divided by in an accumulation window.
-    share: how much of a batch of the loader this is; less than 1 where a gate hands batches out in parts.
+    divisor: divides the loss of this batch in an accumulation window.
+    share: the fraction of the loader's batch; less than 1 where a gate hands batches out in parts.
     ends_step: the window ends here.  exchanges: gradients of this window are exchanged with peers.
     """
 
@@ -47,7 +47,7 @@ class Task:
     def read(self, is_shifted: bool) -> Work:
         """Count samples and units."""
         samples = Samples.of(self.batch, self.split, self.count)
-        # What a sample is that only the user can cut, nobody else knows.
+        # Only the user's function can tell the shape of a sample that it alone can cut.
         shapes = sample_shapes(self.batch) if self.split is None else ()
         return Work(self, samples, make_weights(self.weight, samples, is_shifted), shapes)
 
@@ -56,7 +56,7 @@ class Task:
 class Work:
     """A task whose batch has been read.
 
-    shapes: what memory depends on, beside the number of samples.
+    shapes: the shapes that memory depends on, beside the number of samples.
     """
 
     task: Task
@@ -66,16 +66,16 @@ class Work:
 
     @property
     def count(self) -> int:
-        """Samples to run: none of a batch that was handed out before and weighs nothing."""
+        """Samples to run: 0 for a batch that was handed out before and has weight zero."""
         return self.samples.count if self.task.share else 0
 
     @property
     def weight(self) -> float:
-        """That of the whole batch."""
+        """The weight of the whole batch."""
         return self.weights.of(0, self.samples.count, self.samples.batch)
 
     def part(self, start: int, stop: int) -> tuple[Any, Callable[[], float]]:
-        """The samples `start` to `stop`, and what tells their weight."""
+        """Return the samples `start` to `stop`, and a function that returns their weight."""
         micro_batch = self.samples.take(start, stop)
         return micro_batch, partial(self.weights.of, start, stop, micro_batch)
 
@@ -93,11 +93,11 @@ class Shortage:
 
 @dataclass(slots=True)
 class Part:
-    """One micro-batch on its way.
+    """One micro-batch to run.
 
-    weight: tells how much it counts; asked once, when its forward has fitted. A part that counts nothing has no say:
+    weight: returns its weight; called once, when its forward has fitted. A part of weight zero contributes nothing:
     its mean loss, over nothing, is NaN.
-    unit: the weight of a loss that counts as it is.  scale: the precision's scaling, for fp16.
+    unit: the weight of a loss that is not rescaled.  scale: the precision's scaling, for fp16.
     before_backward: called when its forward has fitted.
     """
 
@@ -110,9 +110,9 @@ class Part:
     phase: str = "forward"
 
     def run(self) -> Tensor | Shortage:
-        """Forward and backward: the loss, detached; or the shortage, with nothing of the attempt left alive.
+        """Run forward and backward; return the loss, detached, or the shortage, with nothing of the attempt left alive.
 
-        Any other error passes through.
+        Any other error is raised.
         """
         try:
             return self._run()
@@ -137,10 +137,10 @@ class Part:
 
 
 def mean_loss(loss_fn: LossFunction, micro_batch: Any) -> Tensor:
-    """What `loss_fn` returns, if that is a loss.
+    """Return the result of `loss_fn`, if that is a loss.
 
     Raises:
-        TypeError: it is not one element.
+        TypeError: the result is not one element.
     """
     loss = loss_fn(micro_batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -1,6 +1,6 @@
-"""Verdict: what all ranks raise after they have told each other how a step went. Runs in ranks; words only.
+"""Verdict: the error that all ranks raise after they have exchanged reports of a step. Runs in ranks; messages only.
 
-Every rank reads the same sums, so all of them come to the same verdict; nobody has stepped by then.
+Every rank reads the same sums, so all of them come to the same verdict; no rank has stepped by then.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["judge", "place_of", "samples_of"]
 
 
 def judge(said: Report, world: World, step: int, least: int) -> None:
-    """Raise what the reports of all ranks come to, if anything.
+    """Raise the error that follows from the reports of all ranks, if any.
 
     least: samples of the smallest micro-batch.
     Raises:
-        PeerFailed: a rank's program raised, or it could not read its batch.
-        torch.OutOfMemoryError: the smallest micro-batch does not fit somewhere; the same words on all ranks.
+            PeerFailed: a rank's program raised, or it could not read its batch.
+            torch.OutOfMemoryError: the smallest micro-batch does not fit on a rank; the same message on all ranks.
     """
     if said.failed:
         raise PeerFailed(
@@ -45,5 +45,5 @@ def samples_of(count: int) -> str:
 
 
 def _who(count: float, ranks: float, world: World) -> str:
-    """Whom a sum of rank numbers names: one rank, or where there are several their number."""
+    """Return the rank that a sum of rank numbers identifies, or for several ranks their count."""
     return f"rank {int(ranks)} of {world.world_size}" if count == 1 else f"{int(count)} of {world.world_size} ranks"

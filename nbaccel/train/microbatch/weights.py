@@ -2,8 +2,8 @@
 
 A loss function returns the mean over its units. With w units in a part, the gradient of the whole batch is
 sum(w * grad(part)) / sum(w) over all parts of all ranks, whatever their sizes: the step that one process would take
-on everything at once. This file only counts. What is counted on CUDA is asked for when a batch comes and read once,
-after the first forward: by then the device has something to do while this rank waits for the number.
+on everything at once. This module only counts. A count on CUDA is started when a batch comes and read once,
+after the first forward: by then the device has work while this rank waits for the number.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Weight = str | Callable[[Any], float]
 """``"samples"``, ``"tokens"``, or a function of a (micro-)batch."""
 
 IGNORED_LABEL = -100
-"""What `torch.nn.functional.cross_entropy` leaves out of its mean, and transformers pads labels with."""
+"""Label that `torch.nn.functional.cross_entropy` leaves out of its mean, and with which transformers pads labels."""
 
 
 class Weights(ABC):
     """The weights of one batch's parts."""
 
     is_known = True
-    """Whether `of` answers without waiting for what is computed before."""
+    """True if `of` answers without waiting for what is computed before."""
 
     @abstractmethod
     def of(self, start: int, stop: int, part: Any) -> float:
-        """The weight of the samples `start` to `stop`, which are `part`."""
+        """Return the weight of the samples `start` to `stop`, which are `part`."""
 
 
 def make_weights(weight: Weight, samples: Samples, is_shifted: bool) -> Weights:
-    """The weights of `samples` by the rule that the user named.
+    """Return the weights of `samples` by the rule that the user named.
 
     is_shifted: tokens are predicted from the ones before them, so the first of each sequence is no unit.
     Raises:
-        ValueError: no such rule, or there are no labels to count.
+        ValueError: there is no such rule, or there are no labels to count.
     """
     if weight == "samples":
         return _Samples()
@@ -58,7 +58,7 @@ def make_weights(weight: Weight, samples: Samples, is_shifted: bool) -> Weights:
 
 
 def shifts_labels(models: Sequence[Module]) -> bool:
-    """Whether one of `models` is a causal language model of transformers, which shifts labels in its own loss."""
+    """Return whether one of `models` is a causal language model of transformers, which shifts labels in its loss."""
     return any(getattr(model, "loss_type", None) == "ForCausalLM" for model in models)
 
 
@@ -86,7 +86,7 @@ class _Tokens(Weights):
 
 
 def _waits(units: Tensor) -> bool:
-    """Whether reading `units` waits for what was computed before, and can be put off."""
+    """Return whether reading `units` waits for what was computed before, and can be delayed."""
     return units.is_cuda
 
 

@@ -1,8 +1,8 @@
-"""Words: the few numbers that ranks add up beside their gradients, between the host and the device. Runs in ranks.
+"""Words: the few numbers that ranks sum beside their gradients, between the host and the device. Runs in ranks.
 
-The host writes them before a sum and reads them after it. On the CPU they are where they are. On CUDA they travel
-through pinned memory, in the stream of the computation: writing waits for nothing, and one event says that they can be
-read. Memory for that is taken once, since a rank that has no memory left has to write its words too.
+The host writes them before a sum and reads them after it. On the CPU they are accessed in place. On CUDA they are
+copied through pinned memory, in the stream of the computation: writing waits for nothing, and one event says that
+they can be read. Memory for that is allocated once, since a rank without free memory has to write its words too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Words", "make_words"]
 
 
 class Words:
-    """A report of `count` numbers, and behind it one mark per parameter, in `place`: the end of what is summed.
+    """A report of `count` numbers, followed by one mark per parameter, in `place`: the end of the summed tensor.
 
     This class is for a place that the host can write and read.
     """
@@ -32,7 +32,7 @@ class Words:
         return self._place
 
     def write(self, report: Sequence[float], used: Sequence[bool]) -> None:
-        """This rank's words.  used: which parameters took part."""
+        """Write this rank's words.  used: the parameters that took part."""
         numbers, marks = self._written[: self._count], self._written[self._count :]
         numbers.copy_(torch.tensor(report, dtype=torch.float64, device="cpu"))
         if all(used):
@@ -41,28 +41,28 @@ class Words:
             marks.copy_(torch.tensor(used, dtype=torch.float32, device="cpu"))
 
     def arrival(self, last_sum: Any) -> Any:
-        """What to wait for in the place of `last_sum`, the work that adds up the words."""
+        """Return the work to wait for instead of `last_sum`, the work that sums the words."""
         return last_sum
 
     def read(self) -> list[float]:
-        """The report of all ranks; the sums are over."""
+        """Return the report of all ranks; called after the sums are over."""
         said: list[float] = self._received[: self._count].tolist()
         return said
 
     def unused(self) -> list[bool]:
-        """Which parameters took part nowhere, as of the last `read`."""
+        """Return which parameters took part on no rank, as of the last `read`."""
         return [mark == 0 for mark in self._received[self._count :].tolist()]
 
 
 def make_words(place: Tensor, count: int, sums_on: torch.device) -> Words:
-    """The words in `place`.  sums_on: where the process group adds up."""
+    """Return the words in `place`.  sums_on: the device on which the process group sums."""
     if place.is_cpu:
         return Words(place, count)
     return _Pinned(place, count, sums_on) if place.device.type == "cuda" else _Copied(place, count)
 
 
 class _Copied(Words):
-    """Words on a device of which it is not known how to copy without waiting."""
+    """Words on a device for which no copy without waiting is known."""
 
     def _lay_out(self) -> Tensor:
         return torch.zeros(self._place.shape, dtype=self._place.dtype, device="cpu")
@@ -89,7 +89,7 @@ class _Pinned(Words):
         return torch.zeros(self._place.shape, dtype=self._place.dtype, device="cpu", pin_memory=True)
 
     def write(self, report: Sequence[float], used: Sequence[bool]) -> None:
-        self._left.synchronize()  # of the step before; still under way only if that one broke off
+        self._left.synchronize()  # of the step before; not done only if that one was aborted
         super().write(report, used)
         self._place.copy_(self._written, non_blocking=True)
         self._left.record(torch.cuda.current_stream(self._place.device))
@@ -98,7 +98,7 @@ class _Pinned(Words):
         return _Arrival(last_sum, self) if self._follows_sums else last_sum
 
     def fetch(self) -> torch.cuda.Event:
-        """Begin to copy the words to the host; the event tells when they are there."""
+        """Begin to copy the words to the host; return the event that marks the end of the copy."""
         self._received.copy_(self._place, non_blocking=True)
         self._arrived.record(torch.cuda.current_stream(self._place.device))
         return self._arrived
