@@ -1,1 +1,1 @@
-"""How ranks talk: the process group, collectives over nested containers, objects, and the checks that they agree."""
+"""Communication between ranks: process group, collectives over nested containers, objects, and checks of agreement."""

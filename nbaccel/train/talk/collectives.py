@@ -1,8 +1,8 @@
 """Collectives over nested containers: gather, reduce, broadcast, pad, barrier. Run in ranks, by every rank.
 
-`Collectives` itself is one process alone: values come back as they went in. `GroupCollectives` talks through
-torch's default process group; its first calls are compared between the ranks (`Fingerprints`). It decides what is
-sent; how, and how long to wait, is the `Transport`'s business.
+`Collectives` itself is for one process: values come back as they went in. `GroupCollectives` uses torch's default
+process group; its first calls are compared between the ranks (`Fingerprints`). It decides what is sent; the `Transport`
+decides how, and how long to wait.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class Collectives:
-    """One process alone."""
+    """Collectives of a single process."""
 
     def gather(self, value: Any) -> Any:
-        """Every tensor in `value`, those of all ranks joined along the first dimension, on every rank.
+        """Gather every tensor in `value`, those of all ranks joined along the first dimension, on every rank.
 
-        A value without any tensor is gathered as `gather_objects` does; None stays None.
+        A value without any tensor is gathered as by `gather_objects`; None stays None.
         """
         return value
 
     def gather_uneven(self, value: Any) -> Any:
-        """`gather` for first dimensions that may differ between ranks; one more small exchange."""
+        """Gather as `gather` does, for first dimensions that may differ between ranks; one more small exchange."""
         return value
 
     def gather_objects(self, value: Any) -> Any:
-        """Any picklable value: lists of all ranks joined, mappings joined by key, other values listed by rank."""
+        """Gather any picklable values: lists of all ranks joined, mappings joined by key, others listed by rank."""
         return value
 
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Every tensor in `value` summed, averaged or compared over the ranks; `value` itself is not changed.
+        """Sum, average or compare every tensor in `value` over the ranks; `value` itself is not changed.
 
         Sums and means of booleans count them.
         """
@@ -53,56 +53,56 @@ class Collectives:
         return value if scale == 1.0 else _map_tensors("reduce", lambda tensor: tensor * scale, value)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Every tensor in `value` as rank `source` has it."""
+        """Return every tensor in `value` as rank `source` has it."""
         return value
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
-        """The picklable entries of the list `values` as rank `source` has them; the list is changed in place."""
+        """Return the picklable entries of the list `values` as rank `source` has them; the list is changed in place."""
         return values
 
     def pad(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Every tensor in `value` as long along `dim` as the longest of all ranks."""
+        """Pad every tensor in `value` along `dim` to the longest of all ranks."""
         return value
 
     def any(self, flag: bool, call: str = "any") -> bool:
-        """Whether `flag` is true on any rank.  call: what the ranks are in, for messages."""
+        """Return whether `flag` is true on any rank.  call: what the ranks are doing, for messages."""
         return flag
 
     def announce(self, call: str, text: str = "") -> list[str]:
-        """What every rank says, by rank, cut to half a kilobyte.  call: what the ranks are in, for messages."""
+        """Return every rank's text, by rank, cut to half a kilobyte.  call: what the ranks are doing, for messages."""
         return [text]
 
     def agree(self, call: str) -> None:
-        """Return once every rank is about to make the same `call`; for what torch does for itself, and waits for ever.
+        """Wait until every rank is about to make the same `call`; for calls in which torch itself would wait for ever.
 
         Raises:
             CollectiveMismatch: the ranks are about to do different things.
         """
 
     def barrier(self) -> None:
-        """Return once every rank has called this."""
+        """Wait until every rank has called this."""
 
     def tell(self, call: str, numbers: Tensor) -> Tensor:
-        """A small tensor of every rank, stacked, on the host.  call: what the ranks are in, for messages."""
+        """Return a small tensor of every rank, stacked, on the host.  call: what the ranks are doing, for messages."""
         return numbers.cpu()[None]
 
     @property
     def device(self) -> torch.device:
-        """Where `start_sum` takes tensors."""
+        """The device on which `start_sum` takes tensors."""
         return torch.device("cpu")
 
     def start_sum(self, tensor: Tensor) -> Any:
-        """Begin to add up `tensor` of all ranks in place, where the backend can add it; for `finish_sums`."""
+        """Begin to sum `tensor` of all ranks in place, if the backend can add it; for `finish_sums`."""
 
     def finish_sums(self, call: str, sums: Sequence[Any]) -> None:
-        """Return once all of `sums`, at least one, are over.  call: what the ranks are in, for messages."""
+        """Wait until all of `sums`, at least one, are over.  call: what the ranks are doing, for messages."""
 
 
 class GroupCollectives(Collectives):
-    """The ranks of torch's default process group.
+    """Collectives of the ranks of torch's default process group.
 
-    What the host alone knows, and what it wants to know, goes from host to host where the group can do that: no rank
-    waits then for what a device has yet to compute. Tensors that the program hands over go by the device's backend
+    Data that only the host has, or needs, are sent from host to host where the group can do that: no rank then
+    waits for a device's pending work. Tensors of the program are sent by the device's backend
     wherever they are, since one rank's may be on the CPU and another one's not.
 
     device: this rank's.  debug: compare every call, not only the first ones.
@@ -118,12 +118,12 @@ class GroupCollectives(Collectives):
         self._check = self._fingerprints.check
 
     def anew(self) -> GroupCollectives:
-        """The same for the default group as it is now; its calls are counted, and compared, from the first one."""
+        """Return new collectives for the present default group; calls are counted and compared from the first one."""
         return GroupCollectives(self._world, self._device, self._debug)
 
     @property
     def calls(self) -> int:
-        """How many collectives this group has seen."""
+        """Number of collectives of this group so far."""
         return self._transport.calls
 
     def gather(self, value: Any) -> Any:
@@ -220,7 +220,7 @@ class GroupCollectives(Collectives):
         return (by or self._transport).all_gather(rows.contiguous() if rows.ndim else rows[None])
 
     def _gather_rows(self, tensor: Tensor, sizes: list[int], by: Transport | None = None) -> Tensor:
-        """`_gather_one` for first dimensions of `sizes`, by rank."""
+        """Gather as `_gather_one` does, for first dimensions of `sizes`, by rank."""
         rows = tensor if tensor.ndim else tensor[None]
         longest = max(sizes)
         if min(sizes) == longest:
@@ -243,7 +243,7 @@ class GroupCollectives(Collectives):
         return reduced if scale == 1.0 else reduced * scale
 
     def _sizes(self, sizes: list[int]) -> list[list[int]]:
-        """For each of this rank's `sizes`, what it is on every rank."""
+        """Return, for each of this rank's `sizes`, its value on every rank."""
         by_rank: list[list[int]] = self._host.read_all(torch.tensor(sizes, device="cpu")).tolist()
         return [list(size) for size in zip(*by_rank, strict=True)]
 
@@ -253,12 +253,12 @@ class GroupCollectives(Collectives):
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether there is a tensor anywhere in `value`."""
+    """Return whether there is a tensor anywhere in `value`."""
     return isinstance(value, Tensor) or any(isinstance(leaf, Tensor) for leaf in leaves(value))
 
 
 def holds_only_tensors(value: Any) -> bool:
-    """Whether `value` can be gathered as tensors: there are some, and beside them nothing but None."""
+    """Return whether `value` can be gathered as tensors: it contains some, and nothing else but None."""
     return holds_tensors(value) and all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves(value))
 
 
@@ -286,7 +286,7 @@ def _map_tensors(operation: str, function: Callable[[Tensor], Tensor], value: An
 
 
 def _size(tensor: Tensor, dim: int) -> int:
-    """How long `tensor` is along `dim`; 0 where it has no such dimension, and nothing to be padded."""
+    """Return the length of `tensor` along `dim`; 0 where it has no such dimension, and nothing to be padded."""
     return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
 
 
@@ -300,7 +300,7 @@ def _pad(tensor: Tensor, dim: int, missing: int, pad_index: float, pad_first: bo
 
 
 def _packed(value: Any) -> tuple[bytes, bool]:
-    """`value` as bytes and True, or the reason why that cannot be and False. Before any collective: nobody hangs."""
+    """Return `value` as bytes and True, or the reason why not and False. Before any collective, so no rank hangs."""
     try:
         return pack(value), True
     except Exception as error:
@@ -308,7 +308,7 @@ def _packed(value: Any) -> tuple[bytes, bool]:
 
 
 def _refuse_unsent(call: str, reasons: dict[int, bytes]) -> None:
-    """Raise, on every rank, what kept some ranks' objects from being sent."""
+    """Raise, on every rank, the reasons why some ranks' objects were not sent."""
     if reasons:
         sides = "\n".join(f"  rank {rank}: {reason.decode()}" for rank, reason in reasons.items())
         raise TypeError(f"{call} sends what can be pickled, and one rank's object cannot be:\n{sides}")

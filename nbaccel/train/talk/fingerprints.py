@@ -1,7 +1,7 @@
-"""Fingerprints: do all ranks make the same call? Compared before a collective, by every rank. Runs in ranks.
+"""Fingerprints: check before a collective that all ranks make the same call. Runs in ranks, on every rank.
 
-torch itself would hang, or mix the bytes of two calls up. Comparing costs one more small exchange, so only the first
-calls of a process group are compared, and all in debug mode: a program that mixes its collectives up does so at once.
+torch itself would hang, or mix the bytes of two calls. Comparing costs one more small exchange, so only the first
+calls of a process group are compared, and all in debug mode: a program that mixes its collectives does so early.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nbaccel.train.talk.transport import Transport
 __all__ = ["CHECKED_CALLS", "Fingerprints", "Shape"]
 
 CHECKED_CALLS = 16
-"""How many calls of a group are compared without debug mode."""
+"""Number of calls of a group that are compared without debug mode."""
 
 _TEXT_BYTES = 512
 _DIGEST_BYTES = 8
 
 
 class Shape(Enum):
-    """What of a tensor's shape must be equal on all ranks."""
+    """The part of a tensor's shape that must be equal on all ranks."""
 
     ALL = "all dimensions"
     ROWS_VARY = "all dimensions but the first"
@@ -40,8 +40,8 @@ class Shape(Enum):
 class Fingerprints:
     """Counts the calls of one process group, and compares them.
 
-    transport: by which they are compared.  debug: compare every call, not only the first ones.
-    told: the transports of the group, which are told of each call.
+    transport: used for the comparison.  debug: compare every call, not only the first ones.
+    told: the transports of the group, to which each call is reported.
     """
 
     def __init__(self, transport: Transport, debug: bool, told: Collection[Transport]) -> None:
@@ -50,11 +50,11 @@ class Fingerprints:
         self._compared = sys.maxsize if debug else CHECKED_CALLS
 
     def check(self, operation: str, value: Any = None, shape: Shape = Shape.ALL, always: bool = False) -> bool:
-        """Enter a collective; False when it was not compared with the other ranks'.
+        """Enter a collective; return False when it was not compared with the other ranks'.
 
-        always: compare it, however many there were.
+        always: compare it, whatever the number of calls.
         Raises:
-            CollectiveMismatch: on every rank, naming what each of them called.
+            CollectiveMismatch: on every rank, with the call of each rank.
         """
         self.enter(operation)
         transport = self._transport
@@ -76,11 +76,11 @@ class Fingerprints:
             each.calls += 1
 
     def exchange(self, text: str) -> list[str]:
-        """What every rank says, cut to half a kilobyte."""
+        """Return every rank's text, cut to half a kilobyte."""
         return [said for said, _ in self._exchange(text)]
 
     def _exchange(self, text: str) -> list[tuple[str, bytes]]:
-        """What every rank says: its beginning, and a digest of all of it."""
+        """Return every rank's text: its beginning, and a digest of the whole text."""
         data = text.encode()
         digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
         shown = data[: _TEXT_BYTES - _DIGEST_BYTES].ljust(_TEXT_BYTES - _DIGEST_BYTES)
@@ -99,7 +99,7 @@ class Fingerprints:
 
 
 def _describe(value: Any, shape: Shape) -> str:
-    """dtype and shape of each tensor: ``{x: float32[4, 3], y: int64[4]}``; the class of anything else."""
+    """Return dtype and shape of each tensor: ``{x: float32[4, 3], y: int64[4]}``; the class of anything else."""
     if isinstance(value, Tensor):
         sizes = list(map(str, value.shape))
         if shape is Shape.ROWS_VARY:

@@ -1,7 +1,7 @@
-"""Hosts: what a process group of two backends can do beside its device. Runs in ranks.
+"""Hosts: communication from host to host in a process group of two backends. Runs in ranks.
 
 The form ``"cpu:gloo,cuda:nccl"`` sends tensors of the host by gloo. That does not wait for the device, which is busy
-with all that was asked of it before, and a rank that waits can be interrupted.
+with its queued work, and a rank that waits can be interrupted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["collective_counter", "host_transport"]
 
 
 def host_transport(transport: Transport) -> Transport:
-    """From host to host, for the ranks of `transport`; itself where the default group knows no other way."""
+    """Return a transport from host to host for the ranks of `transport`; itself where the group has no other."""
     if transport.device.type == "cpu" or _backends().get("cpu") != "gloo":
         return transport
     return Transport(transport.world_size, torch.device("cpu"))
 
 
 def collective_counter() -> Callable[[], int] | None:
-    """Tells how many collectives this rank has begun in the default group; None where its backend does not count."""
+    """Return a function that counts this rank's collectives in the default group; None if its backend cannot count."""
     group: Any = dist.group.WORLD
     if group is None:
         return None
@@ -42,7 +42,7 @@ def collective_counter() -> Callable[[], int] | None:
 
 
 def _backends() -> dict[str, str]:
-    """The default group's backend for each kind of device that it knows."""
+    """Return the default group's backend for each kind of device that it knows."""
     return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
 
 

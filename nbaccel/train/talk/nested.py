@@ -1,6 +1,6 @@
-"""Nested containers: one batch or one output, in whatever tuples, dicts and dataclasses it comes. Runs in ranks.
+"""Nested containers: functions over one batch or one output of any tuples, dicts and dataclasses. Runs in ranks.
 
-`map_children` rebuilds one level of a container; recursion is the caller's, who knows what a leaf is.
+`map_children` rebuilds one level of a container; the caller recurses, since it knows what a leaf is.
 It opens no file, knows no device and no process group.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["children", "concatenate", "count_rows", "is_container", "leaves", "m
 
 
 def map_children(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` rebuilt with `function` applied to each direct child; `value` itself when it is no container.
+    """Return `value` rebuilt with `function` applied to each direct child; `value` itself when it is no container.
 
     Tuples stay tuples, named tuples named; a mapping or dataclass of any class is copied and refilled, so
     classes whose constructor takes other arguments (transformers' ``ModelOutput``) keep their type. A mapping that
@@ -53,7 +53,7 @@ def map_children(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Each direct child of a container with its name, in the order of `map_children`."""
+    """Yield each direct child of a container with its name, in the order of `map_children`."""
     if isinstance(value, Mapping):
         yield from ((str(key), child) for key, child in value.items())
     elif isinstance(value, (list, tuple)):
@@ -63,7 +63,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is at the ends of a container, in the order in which `map_children` visits it.
+    """Yield the leaves of a container, in the order in which `map_children` visits them.
 
     >>> list(leaves({"a": (1, 2), "b": [3]}))
     [1, 2, 3]
@@ -76,14 +76,14 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def is_container(value: Any) -> bool:
-    """Whether `map_children` would look inside."""
+    """Return whether `map_children` would look inside of `value`."""
     return isinstance(value, (Mapping, list, tuple)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     )
 
 
 def count_rows(value: Any) -> int | None:
-    """How many samples a collated batch holds: the first dimension of its first tensor. None without one."""
+    """Return the number of samples in a collated batch: the first dimension of its first tensor. None without one."""
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.ndim else None
     for _, child in children(value):
@@ -94,7 +94,7 @@ def count_rows(value: Any) -> int | None:
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of a collated batch; strings and numbers that stand for the batch stay whole."""
+    """Return samples `start` to `stop` of a collated batch; strings and numbers of the whole batch are not cut."""
     if isinstance(value, torch.Tensor):
         return value[start:stop] if value.ndim else value
     if _lists_samples(value):
@@ -103,7 +103,7 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Collated batches of one structure joined along the samples, or their tensors along another dimension.
+    """Join collated batches of one structure along the samples, or their tensors along another dimension.
 
     >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
     torch.Size([3, 2])
@@ -119,5 +119,5 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def _lists_samples(value: Any) -> bool:
-    """default_collate keeps strings and objects as a list with one entry per sample."""
+    """Return whether `value` is a list with one entry per sample, as default_collate keeps strings and objects."""
     return type(value) in (list, tuple) and bool(value) and count_rows(value) is None

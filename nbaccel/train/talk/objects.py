@@ -1,6 +1,6 @@
-"""Objects of all ranks: how any picklable value becomes bytes and back, and how the ranks' values are joined.
+"""Objects of all ranks: convert any picklable value to bytes and back, and join the ranks' values.
 
-Pure; runs in ranks. Pickles are read here that ranks of our own process group wrote, and no others.
+Pure; runs in ranks. Only pickles that ranks of our own process group wrote are read here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["join", "pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
-    """`value` as bytes; tensors of a device travel by way of the host."""
+    """Return `value` as bytes; tensors of a device are copied to the host."""
     written = io.BytesIO()
     _Pickler(written, pickle.HIGHEST_PROTOCOL).dump(value)
     return written.getvalue()
 
 
 def unpack(data: bytes, device: torch.device) -> Any:
-    """What was packed; tensors that were on a device are on `device`, whatever the sender's number was."""
+    """Return what was packed; tensors that were on a device are on `device`, whatever the sender's number was."""
     return _Unpickler(io.BytesIO(data), device).load()
 
 
@@ -43,7 +43,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def join(values: list[Any]) -> Any:
-    """The values of all ranks as one: lists joined, mappings joined by key, tensors by rows, others listed by rank.
+    """Join the values of all ranks: lists joined, mappings joined by key, tensors by rows, others listed by rank.
 
     Values of different kinds are listed by rank too.
 

@@ -1,7 +1,7 @@
-"""ProcessGroup: torch's default process group; who forms it, by which store, and who ends it. Runs in ranks.
+"""ProcessGroup: forms and ends torch's default process group, and keeps its store. Runs in ranks.
 
-A group that the program made itself is used, and left alone at the end. A group whose connections were cut, because
-a rank ran out of memory, is formed anew among the same ranks.
+A group that the program made itself is used, and not ended here. A group whose connections were cut, because
+a rank ran out of memory, is formed again among the same ranks.
 """
 
 from __future__ import annotations
@@ -43,24 +43,22 @@ __all__ = ["GroupOptions", "process_group"]
 _LOOK_UP = timedelta(seconds=0.5)
 
 _SETTLE_S = 1.0
-"""How long a rank that ends its group with an error on its way waits for its device, and again for an abort."""
+"""Time that a rank which ends its group during an error waits for its device, and again for an abort."""
 
 _END_S = 5.0
-"""How long a rank waits for its peers at the end of a group in which nothing is under way, and then for that end, or
-its abort.
-"""
+"""Time that a rank waits for its peers at the end of an idle group, and then for that end, or its abort."""
 
 _END_POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What a program wants of its process group.
+    """Choices of a program for its process group.
 
     backend: "gloo", "nccl", ...; by default what fits the device. Ranks with GPUs in one machine have two of them, nccl
     for tensors of the device and gloo for those of the host, which then wait for nothing that the device computes.
     timeout: how long a collective may take; by default torch's.
-    init_method: where the ranks meet, as an address of torch's; by default where their launcher said.
+    init_method: where the ranks meet, as an address of torch's; by default the launcher's choice.
     """
 
     backend: str | None = None
@@ -70,9 +68,9 @@ class GroupOptions:
 
 @dataclass(frozen=True, slots=True)
 class MeetingPlace:
-    """Some keys of the store that a group was formed by, where its ranks can meet although the group is broken.
+    """Keys in the store by which a group was formed, where its ranks can meet although the group is broken.
 
-    base, base_for_thread: two connections to that store.  prefix: what the keys begin with.
+    base, base_for_thread: two connections to that store.  prefix: the beginning of the keys.
     """
 
     base: Any
@@ -81,7 +79,7 @@ class MeetingPlace:
 
     @property
     def store(self) -> Any:
-        """The place itself."""
+        """The store with the prefix of this place."""
         return dist.PrefixStore(self.prefix, self.base)
 
     @property
@@ -91,19 +89,19 @@ class MeetingPlace:
 
     @property
     def port(self) -> int | None:
-        """Where the store listens, if it does."""
+        """The port on which the store listens, if it does."""
         return getattr(_root(self.base), "port", None)
 
     def within(self, name: str) -> MeetingPlace:
-        """A place of its own in this one."""
+        """Return a separate place inside this one."""
         return MeetingPlace(self.base, self.base_for_thread, f"{self.prefix}/{name}")
 
 
 class ProcessGroup:
     """The default group of this process.
 
-    torch has one default group per process, whoever asks for it. So this one fact is the process's and not an
-    instance's: whether we made that group (then we end it), by which store, and how often; a group that is
+    torch has one default group per process, for all users. So this state belongs to the process and not to an
+    instance: whether we made that group (then we end it), by which store, and how often; a group that is
     formed again must not read the addresses that the one before left in the store.
     """
 
@@ -123,14 +121,13 @@ class ProcessGroup:
         self._retired: Any = None
         self._unended: Any = None
         self.users: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        """The Accelerators of this process in the order of their making: they let go what they hold of a group that is
-        over.
-        """
+        """The Accelerators of this process in the order in which they were made; they release what they hold of a group
+        that has ended."""
         self.recoveries: list[Any] = []
-        """Calls that are under way and would renew the group, outermost first; theirs, kept here for the inner ones."""
+        """Calls in progress that would renew the group, outermost first; kept here for the inner ones."""
 
     def join(self, world: World, device: torch.device, options: GroupOptions) -> GroupCollectives:
-        """Talk through the group of this `world`; formed now, by all ranks together, where there is none."""
+        """Return the collectives of this `world`'s group, which all ranks form now together if there is none."""
         if not dist.is_initialized():
             self._form(world, device, options)
         if dist.group.WORLD is self._unended:
@@ -146,7 +143,7 @@ class ProcessGroup:
 
     @property
     def talk(self) -> GroupCollectives | None:
-        """The way to talk through the group as it was joined; None if it was not, or is not the same any more."""
+        """The collectives of the group as it was joined; None if it was not, or is another one now."""
         return self._talk if self._group is dist.group.WORLD else None
 
     @property
@@ -155,7 +152,7 @@ class ProcessGroup:
         return None if self.talk is None else self._device
 
     def leave(self) -> None:
-        """End the group, if we formed it. One whose device does not let go stays; `join` refuses it then."""
+        """End the group, if we formed it. If its device does not release it, it stays; `join` refuses it then."""
         try:
             if self._world is not None and dist.is_initialized() and self._group is dist.group.WORLD:
                 # The last reference must not be dropped yet, by us or by a DDP module that dies a moment later: gloo's
@@ -171,7 +168,7 @@ class ProcessGroup:
     def _do_peers_leave(self) -> bool:
         """Return whether all ranks of this machine come to the end of this group, within `_END_S` from now.
 
-        They are all told the same, by the first one that knows: a rank that comes later does not wait for those that
+        All get the same answer, from the first one that knows it: a rank that comes later does not wait for those that
         have given it up.
         """
         assert self._world is not None, "not a group of ours"
@@ -190,9 +187,9 @@ class ProcessGroup:
         return bool(store.get(answer) == b"yes")
 
     def meeting_place(self, name: str = "") -> MeetingPlace:
-        """A place beside the group's own, and empty.
+        """Return an empty place beside the group's own.
 
-        name: nobody has met there. Without one the n-th call of one rank finds the n-th of its peers.
+        name: a name that was not used before. Without one the n-th call of one rank finds the n-th of its peers.
         """
         if not name:
             self._meetings += 1
@@ -201,12 +198,12 @@ class ProcessGroup:
         return MeetingPlace(another(base), another(base), f"nbaccel/{name}")
 
     def drop(self) -> None:
-        """Leave the default group, whoever formed it; its connections are cut already. `renew` follows."""
+        """Leave the default group, whether we formed it or not; its connections are cut already. `renew` follows."""
         backend = dist.get_backend()
         timeout = self._options.timeout if self._world is not None else _timeout()
         self._lost = _Lost(None if backend == "undefined" else backend, timeout, dist.get_rank(), dist.get_world_size())
         if self._store is None and dist.group.WORLD is not self._renewed_group:
-            # The program's own. Dropped with its group, the store's file would be removed, or its server would end.
+            # The program's own group. Dropped with it, the store's file would be removed, or its server would end.
             self._base = c10d._get_default_store()
         self._retired = dist.group.WORLD  # see leave
         dist.destroy_process_group()
@@ -227,7 +224,7 @@ class ProcessGroup:
             self._talk = self._talk.anew()
 
     def warn_of_others(self, options: GroupOptions) -> None:
-        """Say which of `options` a group that exists already does not have."""
+        """Warn of `options` that an existing group does not have."""
         backend: str = dist.get_backend()
         if options.backend in _kinds(backend):  # as one of two
             backend = options.backend
@@ -255,15 +252,15 @@ class ProcessGroup:
             leave_device_errors_to_the_program()
         if not _is_one_machine(world) and backend != "gloo":
             # When ranks abort because one ran out of memory, a peer on another machine may see a connection close
-            # before it has begun to. Torch's watchdog ends the process for that, a minute later; with 0 it is an error
-            # where somebody waits. A collective that hangs still ends the process, by the monitor of the watchdog.
+            # before it has begun to abort. Torch's watchdog ends the process for that, a minute later; with 0 it is an
+            # error in the waiting call. A collective that hangs still ends the process, by the monitor of the watchdog.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         _init(backend, store, world.rank, world.world_size, options.timeout, device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """What the group was that is to be formed again; backend None: torch's choice for each kind of device."""
+    """Properties of a group that will be formed again; backend None: torch's choice for each kind of device."""
 
     backend: str | None
     timeout: timedelta | None
@@ -272,11 +269,11 @@ class _Lost:
 
 
 def _end_on_device(do_peers_leave: Callable[[], bool]) -> bool:
-    """End the groups on this rank's device, as far as they have to be waited for; whether that could be done.
+    """End the groups on this rank's device, as far as they have to be waited for; return whether that succeeded.
 
-    NCCL's own end waits for all that is enqueued, deaf to interrupts. While an error is on its way that may be for
-    ever, and this rank has not told anybody of its error yet. Otherwise it is for peers who are late: that wait looks
-    up, and whoever knows that they will not come ends it.
+    NCCL's own end waits for all queued work and ignores interrupts. During an error that may be for ever, and this rank
+    has not reported its error yet. Otherwise it waits for peers who are late: that wait polls, and a receiver of
+    `Waiting` that knows that they will not come ends it.
     """
     if sys.exception() is not None:
         return end_device_groups(_END_S, do_peers_leave) if settle(_SETTLE_S) else abort_device_groups(_SETTLE_S)
@@ -294,7 +291,7 @@ def _end_on_device(do_peers_leave: Callable[[], bool]) -> bool:
 
 
 def another(store: Any) -> Any:
-    """`store` by a connection of its own, which does not wait while somebody waits in the first one."""
+    """Return `store` with a separate connection, which does not wait while another thread waits in the first one."""
     root = _root(store)
     if isinstance(root, dist.FileStore):
         return dist.FileStore(root.path)  # type: ignore[attr-defined]  # a clone counts as one more worker, and the last but one removes the file
@@ -311,15 +308,15 @@ def _root(store: Any) -> Any:
 def _init(
     backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta | None, device: torch.device | None
 ) -> None:
-    """timeout: None for torch's own, which is 10 minutes for NCCL and 30 for the others."""
-    # Without a device, with which nccl would connect in here: without a limit, and deaf. It connects in the warm-up.
+    """Form the group. timeout: None for torch's own, which is 10 minutes for NCCL and 30 for the others."""
+    # Without a device: with one, nccl would connect here, without a limit or interrupts. It connects in the warm-up.
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if timeout is None and backend is not None and ":" in backend:
         for part in device_parts():  # torch gives both parts of "cpu:gloo,cuda:nccl" the longer one
             if hasattr(part, "_set_default_timeout") and c10d.default_pg_nccl_timeout is not None:
                 part._set_default_timeout(c10d.default_pg_nccl_timeout)
     if backend == "gloo":
-        # gloo returns on each rank when that rank's connections stand. One that is done quickly could leave while
+        # gloo returns on each rank when that rank's connections exist. One that is done quickly could leave while
         # a peer still connects, and the peer would fail.
         dist.barrier()
     elif backend is not None and "gloo" in _kinds(backend):
@@ -327,31 +324,31 @@ def _init(
     if device is not None and uses_device():
         warm_up(rank, world_size, device)
         if backend is not None and device.type == "cuda" and "nccl" in _kinds(backend):
-            # As if it had been told before: torch's barrier uses this device, and groups of some ranks split off the
-            # connection that stands.
+            # As if it had been given at the start: torch's barrier uses this device, and groups of some ranks
+            # split off the existing connection.
             dist.group.WORLD.bound_device_id = device  # type: ignore[union-attr]
 
 
 def _fitting(device: torch.device, world: World) -> str:
-    """The backend for ranks with such a `device`, in torch's words."""
+    """Return the backend for ranks with such a `device`, by torch's name."""
     if device.type != "cuda":
         return "gloo"
-    # Between machines gloo needs names or an interface by which they find each other, and nccl may not.
+    # Between machines gloo needs names or an interface by which they find each other, and nccl may not need them.
     return "cpu:gloo,cuda:nccl" if _is_one_machine(world) else "nccl"
 
 
 def _is_one_machine(world: World) -> bool:
-    """Whether the launcher has said so. Wrappers of srun and mpirun may set LOCAL_RANK alone, on each of several."""
+    """Return whether the launcher has said so. Wrappers of srun and mpirun may set LOCAL_RANK alone, on several."""
     return os.environ.get("LOCAL_WORLD_SIZE") == str(world.world_size)
 
 
 def _kinds(backend: str) -> list[str]:
-    """The backends in ``"cpu:gloo,cuda:nccl"``; of a single name, that one."""
+    """Return the backends in ``"cpu:gloo,cuda:nccl"``; of a single name, that one."""
     return [pair.rpartition(":")[2] for pair in backend.split(",")]
 
 
 def _timeout() -> timedelta | None:
-    """That of a group which the program made; None where its backend does not tell."""
+    """Return the timeout of a group which the program made; None where its backend does not tell."""
     try:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
         found: timedelta = backend.options._timeout
@@ -361,9 +358,9 @@ def _timeout() -> timedelta | None:
 
 
 def _meet(store: Any, world: World, timeout: timedelta) -> None:
-    """Return once all ranks are about to form the group.
+    """Wait until all ranks are about to form the group.
 
-    torch would wait for them too, but silently and for half an hour, also for a rank that has finished already.
+    torch would wait for them too, but without a sign and for half an hour, even for a rank that has finished already.
     """
     emit(CollectiveEntered("forming the process group"))
     store.set(f"here/{world.rank}", "1")
@@ -373,7 +370,7 @@ def _meet(store: Any, world: World, timeout: timedelta) -> None:
         try:
             store.wait(everyone, min(_LOOK_UP, timeout))
             return
-        except RuntimeError:  # "Wait timeout"; a store that is lost says so when it is asked again
+        except RuntimeError:  # "Wait timeout"; a lost store raises in the check below
             missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
             waited += _LOOK_UP
             if waited >= timeout and missing:

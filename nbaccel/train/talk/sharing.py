@@ -1,6 +1,6 @@
-"""Sharing: inputs cut into one part per rank, for inference and evaluation. Pure; runs in ranks.
+"""Sharing: splits inputs into one part per rank, for inference and evaluation. Pure; runs in ranks.
 
-Whatever it is given is cut correctly or refused: a rank never gets the whole, which would be the same work N times.
+Every input is cut correctly or refused: a rank never gets the whole, which would be the same work N times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SLICED = (list, tuple, range, UserList)
 
 
 def share(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
-    """The part of `inputs` that is `rank`'s; see `ProcessControl.split_between_processes`.
+    """Return the part of `inputs` for `rank`; see `ProcessControl.split_between_processes`.
 
     >>> share(range(5), rank=0, world_size=2, apply_padding=False)
     range(0, 3)
@@ -74,10 +74,10 @@ class _Part:
 
 
 def _readable(inputs: Any) -> Any:
-    """`inputs` in a form that has a length and an order; every rank must come to the same one.
+    """Return `inputs` in a form that has a length and an order; every rank must come to the same one.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no such form.
     """
     if isinstance(inputs, Mapping):
         return map_children(_readable, inputs)
@@ -117,7 +117,7 @@ def _is_array(inputs: Any) -> bool:
 
 
 def _is_table(inputs: Any) -> bool:
-    """Hugging Face's `datasets.Dataset` and its like, whose rows are taken with `select`."""
+    """Return whether `inputs` is like Hugging Face's `datasets.Dataset`, whose rows are taken with `select`."""
     return hasattr(inputs, "select") and hasattr(inputs, "column_names")
 
 

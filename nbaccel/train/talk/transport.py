@@ -1,8 +1,8 @@
-"""Transport: one tensor to or from all ranks of the default process group, and the wait for them. Runs in ranks.
+"""Transport: sends one tensor to or from all ranks of the default process group, and waits for them. Runs in ranks.
 
-torch's own wait is silent and, for gloo, deaf to interrupts. This one looks up twice a second: Python handles its
-signals, and a `Waiting` event asks whoever listens whether the peers will ever come. It knows tensors only; what
-they mean, and whether all ranks agree, is `Collectives`' business.
+torch's own wait gives no sign and, for gloo, ignores interrupts. This one polls twice a second: Python handles its
+signals, and a `Waiting` event lets receivers check whether the peers will ever come. It knows tensors only;
+`Collectives` knows what they mean, and checks that all ranks agree.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["Transport"]
 _LOOK_UP = timedelta(seconds=0.5)
 _DEVICE_POLL_S = 50e-6
 _SETTLE_S = 0.2
-"""How long a rank that leaves a wait stays for peers who may be about to come."""
+"""Time that a rank that leaves a wait stays for peers who may be about to come."""
 
 _INTERRUPTED_S = 2.0
-"""The same for one that was interrupted: most likely its peers are well, and on their way."""
+"""The same for a rank that was interrupted: most likely its peers are well, and about to come."""
 
 _ABORT_S = 0.2
-"""And then for its abort, which may have to wait for the peers' own, and goes on without it."""
+"""Time for its abort after that, which may have to wait for the peers' own, and continues without it."""
 
 # torch 2.13 gave it a new name; the old one warns there.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,17 +47,17 @@ _SENDABLE = frozenset({
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 })  # fmt: skip
-"""What every backend can send and add as it is."""
+"""Dtypes that every backend can send and add unchanged."""
 
 _ADDED_AS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""In what the others are reduced; what is not here is a tiny float, reduced as float32, or torch's to refuse."""
+"""Dtypes in which the others are reduced; any other dtype is a tiny float, reduced as float32, or torch refuses it."""
 
 
 class Transport:
-    """The ranks of torch's default process group, as somewhere to send tensors.
+    """The ranks of torch's default process group, to which tensors are sent.
 
-    device: this rank's. Tensors elsewhere are brought to where the backend can send from, and the answer back.
-    call, calls: the collective under way in words, and how many there were with it; for `Waiting`.
+    device: this rank's. Other tensors are copied to where the backend can send from, and results are copied back.
+    call, calls: the current collective in words, and the number of collectives including it; for `Waiting`.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Transport:
         self._finish = self._let_the_device_wait if is_polled else self._wait_on_host
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """`rows` of all ranks, joined along the first dimension; their shapes must be equal."""
+        """Gather `rows` of all ranks, joined along the first dimension; their shapes must be equal."""
         count, *others = rows.shape
         if not rows.numel():
             return rows.new_empty((self.world_size * count, *others))
@@ -82,14 +82,14 @@ class Transport:
         return joined
 
     def read_all(self, numbers: Tensor) -> Tensor:
-        """A small tensor of each rank, stacked, on the host, for its program to read."""
+        """Gather a small tensor of each rank, stacked, on the host, for the program to read."""
         sent = numbers.to(self.device)
         joined = sent.new_empty((self.world_size, *sent.shape))
         self._wait(_all_gather(joined, sent[None], async_op=True))
         return joined.cpu()
 
     def all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
-        """`tensor` of all ranks added or compared; a new tensor, of its dtype and on its device."""
+        """Add or compare `tensor` of all ranks; return a new tensor, of its dtype and on its device."""
         reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not self._can_send(tensor):
             kind = tensor.dtype if tensor.dtype in _SENDABLE else _ADDED_AS.get(tensor.dtype, torch.float32)
@@ -98,17 +98,17 @@ class Transport:
         return reduced.to(tensor.device, tensor.dtype)
 
     def start_sum(self, tensor: Tensor) -> Any:
-        """Begin to add up `tensor` of all ranks, in place; what `finish_sums` waits for."""
+        """Begin to sum `tensor` of all ranks, in place; return the work for `finish_sums`."""
         return dist.all_reduce(tensor, async_op=True)
 
     def finish_sums(self, sums: Sequence[Any]) -> None:
-        """Return once all of `sums` are over, in the order in which they were started."""
+        """Wait until all of `sums` are over, in the order in which they were started."""
         for work in sums[:-1]:
             self._finish(work)
         self._wait(sums[-1])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """`tensor` as rank `source` has it; a new tensor. Dtypes and shapes must be equal."""
+        """Return `tensor` as rank `source` has it; a new tensor. Dtypes and shapes must be equal."""
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not copy.numel():
             return copy
@@ -119,7 +119,7 @@ class Transport:
         return _like(sent, tensor).reshape(tensor.shape)
 
     def barrier(self) -> None:
-        """Return once every rank has called this."""
+        """Wait until every rank has called this."""
         ids = [self.device.index] if self.device.type == "cuda" else None
         self._wait(dist.barrier(device_ids=ids, async_op=True))
 
@@ -130,13 +130,13 @@ class Transport:
         return (rows if rows.dtype in _SENDABLE else rows.view(torch.uint8)).to(self.device)
 
     def _wait_on_host(self, work: Any) -> None:
-        """Return once gloo is done; look up now and then while it is not."""
+        """Wait until gloo is done; poll now and then while it is not."""
         waited_s = 0.0
         while True:
             try:
                 work.wait(_LOOK_UP)
                 return
-            except RuntimeError:  # "Operation timed out!": only this wait, the work goes on
+            except RuntimeError:  # "Operation timed out!": only this wait; the work continues
                 if work.is_completed():
                     self._end(work)
                     return
@@ -144,12 +144,12 @@ class Transport:
             self._look_up(waited_s)
 
     def _wait_for_device(self, work: Any) -> None:
-        """The same for NCCL, which aborts its communicator when a wait with a time limit expires; so it is polled."""
+        """Wait for NCCL by polling, since it aborts its communicator when a wait with a time limit expires."""
         began = time.monotonic()
         due_s = _LOOK_UP.total_seconds()
         try:
-            # Work of an aborted communicator is not asked: torch's answer waits for the lock that the abort holds, and
-            # has Python's meanwhile, so that nothing of this process would run until the abort has come back.
+            # Work of an aborted communicator is not polled: torch's answer waits for the lock that the abort holds, and
+            # holds the GIL meanwhile, so that nothing of this process would run until the abort has returned.
             while not is_aborted() and not work.is_completed():
                 time.sleep(_DEVICE_POLL_S)
                 waited_s = time.monotonic() - began
@@ -157,7 +157,7 @@ class Transport:
                     due_s += _LOOK_UP.total_seconds()
                     self._look_up(waited_s)
         except BaseException as error:
-            # The kernel would wait on, and whatever this rank asks of its device next would wait behind it.
+            # The kernel would wait on, and the next work of this rank on its device would wait behind it.
             if not (self._settle_for_peers() if isinstance(error, KeyboardInterrupt) else settle(_SETTLE_S)):
                 abort_device_groups(_ABORT_S)
             raise
@@ -165,9 +165,9 @@ class Transport:
         self._let_the_device_wait(work)
 
     def _settle_for_peers(self) -> bool:
-        """Whether the collective that an interrupt has left is over soon after all.
+        """Return whether the collective that an interrupt has left is over soon after all.
 
-        The wait ends by `_INTERRUPTED_S`, by an abort, by another interrupt, and by whoever hears of `Waiting` and
+        The wait ends by `_INTERRUPTED_S`, by an abort, by another interrupt, and by a receiver of `Waiting` that
         knows that a peer will never come.
         """
         if not uses_device():
@@ -184,12 +184,12 @@ class Transport:
         return True
 
     def _let_the_device_wait(self, work: Any) -> None:
-        """On a device, what is computed next waits for the collective, and the program goes on."""
+        """Make the device's next work wait for the collective, while the program continues."""
         work.wait()
         refuse_if_aborted(self._where())  # it counts as complete then, with whatever is in its buffers
 
     def _end(self, work: Any) -> None:
-        """Raise what went wrong in a collective that is over, if anything did, and say which one it was."""
+        """Raise the error of a collective that is over, if there is one, with a note of which one it was."""
         try:
             work.wait()
         except RuntimeError as error:

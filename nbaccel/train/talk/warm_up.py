@@ -1,10 +1,10 @@
-"""Warm-up: the first exchanges of a new process group over its devices, with answers that are known. Runs in ranks.
+"""Warm-up: the first exchanges of a new process group over its devices, with known results. Runs in ranks.
 
 NCCL connects the devices at the first collective of each kind, and allocates its buffers then, outside of torch's
-allocator. So that comes before anybody measures what memory there is. Where direct access between devices does not
-work, behind an IOMMU or in some containers, the first exchange hangs, or its sums are wrong: that is found here, by
-name, and not after an epoch. The program's thread waits with a limit and looks up; the exchange runs in another one,
-for it may hang where NCCL connects, before there is anything to poll.
+allocator. So the warm-up runs before any measurement of memory. Where direct access between devices does not
+work, behind an IOMMU or in some containers, the first exchange hangs, or its sums are wrong: the warm-up detects and
+names that, before an epoch is lost. The program's thread waits with a limit and polls; the exchange runs in another
+thread, since it may hang where NCCL connects, before there is anything to poll.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nbaccel.events import Waiting, emit
 __all__ = ["LIMIT_S", "warm_up"]
 
 LIMIT_S = 60.0
-"""NCCL connects eight devices in about a second; a bad connection does not become better."""
+"""NCCL connects eight devices in about a second; a bad connection does not improve."""
 
 _LOOK_UP_S = 0.5
 _ABORT_S = 5.0
 _LARGE = 1 << 20
-"""Numbers, in 4 MB: more than what NCCL sends by its protocols for short messages."""
+"""Numbers, in 4 MB: more than NCCL sends by its protocols for short messages."""
 
 _CURE = (
     "The devices are not connected in the way in which {backend} takes them to be. Set one of these before the ranks "
@@ -38,11 +38,11 @@ _CURE = (
 
 
 def warm_up(rank: int, world_size: int, device: torch.device) -> None:
-    """Exchange over `device` what all ranks know beforehand. Collective.
+    """Exchange over `device` values that all ranks know in advance. Collective.
 
     Raises:
-        TimeoutError: that was not over after `LIMIT_S`; the groups are aborted.
-        RuntimeError: what arrived was not what was sent; or what the backend says itself, with a note.
+        TimeoutError: the exchange was not over after `LIMIT_S`; the groups are aborted.
+        RuntimeError: wrong values arrived; or the backend's own error, with a note.
     """
     exchange = _Exchange(rank, world_size, device)
     waited_s = 0.0
@@ -63,9 +63,9 @@ def warm_up(rank: int, world_size: int, device: torch.device) -> None:
 
 
 class _Exchange:
-    """The exchange, in its thread.
+    """The exchange, in its own thread.
 
-    step: the one under way, in words.  error: what went wrong, once it is over.
+    step: the current one, in words.  error: the error, once it is over.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class _Exchange:
             self.error = error
 
     def _steps(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """What arrived and what should have, one exchange after the other. Whole numbers, so that sums are exact."""
+        """Yield received and expected tensors, one exchange after the other. Whole numbers, so that sums are exact."""
         numbers = torch.arange(_LARGE, dtype=torch.float32, device=self._device) % 1000
         ranks = self._world_size * (self._world_size - 1) / 2
         for count in (1, _LARGE):
@@ -109,7 +109,7 @@ class _Exchange:
         yield copy, numbers
 
     def _difference(self, received: Tensor, expected: Tensor) -> str:
-        """What is wrong in this exchange; empty where nothing is."""
+        """Return what is wrong in this exchange; empty if nothing is."""
         wrong = (received != expected).flatten().nonzero().flatten()
         if not len(wrong):
             return ""
