@@ -1,4 +1,4 @@
-"""The user's methods by concept, as base classes of the Accelerator and of the states. Run in ranks; parts do the work.
+"""The user's methods by concept, as base classes of the Accelerator and of the states. Run in ranks.
 
-A face says what it needs of its host by abstract names; the host owns the parts.
+Each base class declares what it needs of its host by abstract names; the host owns the parts, which do the work.
 """

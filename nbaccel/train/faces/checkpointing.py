@@ -1,7 +1,7 @@
-"""Checkpointing: the user's methods that save and load a training. Runs in ranks; the Accelerator is one.
+"""Checkpointing: the user's methods that save and load a training. Runs in ranks; a base class of the Accelerator.
 
 `save_state` contains no collective: rank 0 writes and commits the folder, every other rank that calls it adds its
-random states, and nobody waits for anybody. So it may be called by all ranks or under `is_main_process`.
+random states, and no rank waits for another. So it may be called by all ranks or under `is_main_process`.
 `load_state` is collective: rank 0 chooses and verifies, all read.
 
 Not saved: gradients. In an open accumulation window its batches count as not yet seen.
@@ -53,7 +53,7 @@ LoadHook = Callable[[list[Module], str], None]
 
 @dataclass(slots=True)
 class Registered:
-    """What the program added to its checkpoints: objects of its own, and hooks. `free_memory` leaves it alone."""
+    """Additions of the program to its checkpoints: objects of its own, and hooks. `free_memory` does not clear them."""
 
     objects: list[Any] = field(default_factory=list)
     save_hooks: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
@@ -61,7 +61,7 @@ class Registered:
 
 
 class Checkpointing(Exporting):
-    """`save_state`, `load_state`, what takes part in them, and where they write."""
+    """`save_state`, `load_state`, the hooks and objects that take part in them, and the folders that they write."""
 
     _shelf: Shelf
     _registered: Registered
@@ -71,11 +71,11 @@ class Checkpointing(Exporting):
 
     @abstractmethod
     def _join_world(self) -> None:
-        """Take part in the world as it is now, process group included. Collective where the group is formed."""
+        """Join the world as it is now, process group included. Collective where the group is formed."""
 
     @abstractmethod
     def _handed_in(self, model: Module) -> Module:
-        """The program's own module inside a prepared `model`: out of DDP, and out of our ``torch.compile``."""
+        """Return the program's own module inside a prepared `model`: without DDP, and without our ``torch.compile``."""
 
     # -- where
 
@@ -93,7 +93,7 @@ class Checkpointing(Exporting):
 
     @property
     def logging_dir(self) -> str | os.PathLike[str] | None:
-        """Where trackers write; the project's folder unless another one was chosen."""
+        """Folder of the trackers' files; the project's folder unless another one was chosen."""
         return self._shelf.project.logging_dir
 
     @property
@@ -111,7 +111,7 @@ class Checkpointing(Exporting):
         blocking: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write everything prepared and registered, and the random states, into a folder; returns its name.
+        """Write everything prepared and registered, and the random states, into a folder; return its name.
 
         No collective: call it on all ranks, or on the main process only (the other ranks' random numbers are then
         derived at load). Blocks rank 0 until the disk has it; a checkpoint of that name is replaced, and the older
@@ -120,19 +120,19 @@ class Checkpointing(Exporting):
         output_dir: the folder. Where it holds other things too, these stay, and the checkpoint is a subfolder
         ``nbaccel_checkpoint``, which `load_state` finds. None, with ``automatic_checkpoint_naming=True`` in the
         project's configuration, for ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
-        Numbers go on behind the newest that is there, which a line says where another run has left it.
+        Numbers continue after the newest existing one; a printed line says so where another run has left it.
         safe_serialization: for Accelerate's programs; a checkpoint is always safetensors and JSON. Only a state
-        that is more than data (of a registered object, say) becomes a pickle, and a warning says so.
+        that is more than data (of a registered object, for example) becomes a pickle, with a warning.
         blocking: False copies the state, into memory of the host that is kept for the next time, and writes it in
         the background; the next save, `load_state`, `end_training` and the end of the process wait for it. Not with
-        hooks of the program's, which may look at the models.
+        hooks of the program, which may look at the models.
         save_model_func_kwargs: accepted with a warning; in Accelerate they are for DeepSpeed.
 
         Raises:
             ValueError: no folder, or the number that was set by hand exists; or hooks, and not `blocking`.
-            CannotSave: no space, or no right to write there. The older checkpoint is as it was. With
-                ``on_save_error="warn"`` it is a warning, and the training goes on. What a save in the background met
-                is raised by whoever waits for it.
+            CannotSave: no space, or no right to write there. The older checkpoint does not change. With
+                ``on_save_error="warn"`` it is a warning, and the training continues. The error of a save in the
+                background is raised by the call that waits for it.
 
         >>> import tempfile
         >>> from nbaccel import Accelerator
@@ -160,7 +160,7 @@ class Checkpointing(Exporting):
                 f"{target.parent} holds other things too, so the checkpoint is {target}; load_state finds it there",
             )
         if is_numbered:
-            shelf.count_on(target)  # also where the save fails: nobody else takes that number
+            shelf.count_on(target)  # also where the save fails: no other save takes that number
             self._tell(shelf, target)
         self._save(target, moment, blocking, shelf if is_numbered else None)
         return os.fspath(target)
@@ -176,20 +176,20 @@ class Checkpointing(Exporting):
         """Continue from a checkpoint, in this or another number of ranks. Collective.
 
         Everything that was prepared and registered when it was written must be so now, in the same order. Prepared
-        loaders go on at the batch after the last one that was trained on, so a program need not skip any itself
+        loaders continue at the batch after the last one that was trained on, so a program need not skip any itself
         (`skip_first_batches` replaces that position). Folders that Accelerate wrote load too; they have no position.
 
-        input_dir: the folder; None for the newest whole one of those that are named automatically. Damaged ones
-        are passed over with a warning, and the numbering of `save_state` goes on behind the newest.
-        trust: load pickles too, which can run any code; ``load_kwargs={"weights_only": False}`` says the same, and the
-        other `load_kwargs` of Accelerate mean nothing here.
+        input_dir: the folder; None for the newest complete one of those that are named automatically. Damaged ones
+        are skipped with a warning, and the numbering of `save_state` continues after the newest.
+        trust: load pickles too, which can run any code; ``load_kwargs={"weights_only": False}`` does the same, and the
+        other `load_kwargs` of Accelerate have no effect here.
         load_model_func_kwargs: for each model's ``load_state_dict``, such as ``strict=False`` for a checkpoint with
-        more or fewer weights. A `map_location` is accepted: tensors go where the objects that take them are.
+        more or fewer weights. A `map_location` is accepted: tensors are loaded to the devices of their objects.
 
         Raises:
-            FileNotFoundError: no checkpoint there.
+            FileNotFoundError: there is no checkpoint.
             CheckpointCorrupt: it is damaged; the error names the file, and what was expected and found.
-            UntrustedPickle: a file of it is a pickle that could run code, and `trust` is not given.
+            UntrustedPickle: one of its files is a pickle that could run code, and `trust` is not given.
             ValueError: other models, optimizers or schedulers are prepared. RuntimeError: other objects registered.
         """
         self._join_world()
@@ -201,7 +201,7 @@ class Checkpointing(Exporting):
         self._shelf.go_on_at(free)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Let `save_state` and `load_state` take `objects` along, in this order. On every rank.
+        """Add `objects` to what `save_state` and `load_state` handle, in this order. Every rank calls it.
 
         Raises:
             ValueError: one of them lacks `state_dict` or `load_state_dict`; nothing is registered then.
@@ -225,12 +225,12 @@ class Checkpointing(Exporting):
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call ``hook(models, weights, folder)`` in every `save_state`, before anything is written.
 
-        models: the program's own, as it handed them to `prepare`: out of DDP, so ``isinstance`` and
+        models: the program's own, as it passed them to `prepare`: without DDP, so ``isinstance`` and
         ``save_pretrained`` work on them as in one process. weights: their state dicts; those that the hook removes
-        are not saved by us.
+        are not saved by nbaccel.
         folder: on rank 0 the unfinished folder that becomes the checkpoint, for files of the hook's own; on other
         ranks the checkpoint's final name, which may not exist yet.
-        Returns a handle whose `remove()` takes the hook off again.
+        Returns a handle whose `remove()` removes the hook.
 
         >>> from nbaccel import Accelerator
         >>> handle = Accelerator().register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
@@ -243,9 +243,9 @@ class Checkpointing(Exporting):
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call ``hook(models, folder)`` in every `load_state`, on every rank, before anything is loaded.
 
-        models: the program's own, as it handed them to `prepare`; those that the hook removes from the list are not
-        filled by us.
-        Returns a handle whose `remove()` takes the hook off again.
+        models: the program's own, as it passed them to `prepare`; those that the hook removes from the list are not
+        loaded by nbaccel.
+        Returns a handle whose `remove()` removes the hook.
 
         >>> from nbaccel import Accelerator
         >>> handle = Accelerator().register_load_state_pre_hook(lambda models, folder: models.clear())
@@ -258,7 +258,7 @@ class Checkpointing(Exporting):
     # -- how
 
     def _look_at_project_dir(self) -> None:
-        """Warn now, and not hours later at the first save, if nothing can be saved there."""
+        """Warn now, and not hours later at the first save, if nothing can be saved in `project_dir`."""
         place = self.project_dir
         if place is not None and self._writes and not may_write_below(Path(place)):
             warn_user(
@@ -269,21 +269,21 @@ class Checkpointing(Exporting):
     @property
     @abstractmethod
     def _saves_itself(self) -> bool:
-        """Whether `checkpoint_every` was chosen."""
+        """True if `checkpoint_every` was chosen."""
 
     @property
     def _writes(self) -> bool:
         return self.is_main_process or (self.project_configuration.save_on_each_node and self.is_local_main_process)
 
     def _tell(self, shelf: Shelf, target: Path) -> None:
-        """Say once what other runs have left where `target` is about to be made."""
+        """Print once what other runs have left where `target` is about to be made."""
         if self.is_main_process and (news := shelf.news(target)):
             self.print(news)
 
     def _agree_on_names(self) -> None:
         """Name this run, and the first number of its checkpoints, equally on all ranks; once. Collective.
 
-        Asked where ranks speak with each other anyway. A save before that, or without it, has the names of rank 0.
+        Called where ranks communicate anyway. A save before that, or without it, has the names of rank 0.
         """
         lineage = self._shelf.lineage
         if lineage.is_agreed or not (self._saves_itself or self.project_configuration.automatic_checkpoint_naming):
@@ -293,7 +293,7 @@ class Checkpointing(Exporting):
         self._shelf.go_on_at(free)
 
     def _save(self, target: Path, stamp: Stamp, blocking: bool, shelf: Shelf | None) -> None:
-        """This rank's share of a checkpoint.  shelf: what tidies up, in rank 0, once it is complete."""
+        """Save this rank's share of a checkpoint.  shelf: cleans up, in rank 0, once the checkpoint is complete."""
         refuse_if_aborted(f"the checkpoint {target}")
         training = self._training()
         if self._writes:
@@ -309,14 +309,14 @@ class Checkpointing(Exporting):
             self._go_on_without(error)
 
     def _write(self, target: Path, training: Training, stamp: Stamp, blocking: bool, shelf: Shelf | None) -> None:
-        """In rank 0: the whole folder, now or in the background; then `shelf` tidies up."""
+        """Write the whole folder, now or in the background; then `shelf` cleans up. Runs in rank 0."""
         then = None if shelf is None else shelf.tidy
         if unseen := training.accumulation.window.unfinished:
             warn_user(
                 f"save_state inside an accumulation window: the gradients of its {unseen} batch(es) are not saved, "
                 "and load_state sees these batches again. Where accelerator.sync_gradients is true nothing is lost.",
             )
-        self._writer.join()  # the one before, whose buffers are used again
+        self._writer.join()  # the save before, whose buffers are used again
         staging = None if blocking else self._staging
         state = training.generators()
         weights = training.weights()
@@ -335,7 +335,7 @@ class Checkpointing(Exporting):
             self._shelf.latest,
         )
         if blocking:
-            # Hooks may take weights out, before the parts are made of what is left.
+            # Hooks may remove weights, before the parts are made of the others.
             self._complete(save, then, lambda folder: self._run_save_hooks(training, weights, folder))
         else:
             self._writer.start(lambda: self._complete(save, then))
@@ -361,7 +361,7 @@ class Checkpointing(Exporting):
             )
 
     def _go_on_without(self, error: CannotSave) -> None:
-        """A warning instead of `error`, where ``on_save_error="warn"`` asks for that."""
+        """Raise `error`, or with ``on_save_error="warn"`` warn instead."""
         if self._on_save_error == "raise":
             raise error
         warn_user(f"{error} The training goes on without this checkpoint.")
@@ -372,7 +372,7 @@ class Checkpointing(Exporting):
             hook(models, weights, os.fspath(folder))
 
     def _run_load_hooks(self, training: Training, folder: Path) -> list[Module]:
-        """The prepared models that no hook took out, which are ours to fill."""
+        """Return the prepared models that no hook removed, which are loaded here."""
         prepared = training.prepared.models
         models = [self._handed_in(model) for model in prepared]
         known = dict(zip(map(id, models), prepared, strict=True))
@@ -384,7 +384,7 @@ class Checkpointing(Exporting):
     def _load(
         self, choice: Choice, trust: bool, was_chosen: bool, options: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """Continue from `choice`, in which every rank agrees. Collective.
+        """Continue from `choice`, which is the same on every rank. Collective.
 
         was_chosen: by us, among several.  options: for the models' ``load_state_dict``.
         """
@@ -401,7 +401,7 @@ class Checkpointing(Exporting):
         seed = content.progress.get("seed", torch.initial_seed())
         self._shelf.latest = choice.folder
         self._shelf.lineage.follow(choice.manifest)
-        missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after it
+        missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after this
         self._say_who_draws_anew(missing)
         if self.is_main_process and choice.manifest is not None:
             place = in_words(training.step, training.prepared.loaders) if was_chosen else ""
@@ -418,7 +418,7 @@ class Checkpointing(Exporting):
             )
 
     def _restore_generators(self, choice: Choice, training: Training, seed: int, trust: bool) -> list[str]:
-        """Continue this rank's random numbers; for each rank, why they had to be derived, or an empty text."""
+        """Restore this rank's random states; return for each rank why they had to be derived, or an empty text."""
         rank, device = self.process_index, training.device
         if choice.manifest is None:
             reason = restore_foreign_generators(choice.folder, rank, device, trust)
@@ -432,7 +432,7 @@ class Checkpointing(Exporting):
         return reasons
 
     def _say_who_draws_anew(self, missing: Sequence[str]) -> None:
-        """On rank 0, once.  missing: for each rank why it had no random states, or an empty text."""
+        """Warn once, on rank 0.  missing: for each rank why it had no random states, or an empty text."""
         derived = [rank for rank, reason in enumerate(missing) if reason]
         if derived and self.is_main_process:
             ranks = ", ".join(map(str, derived))
@@ -442,7 +442,7 @@ class Checkpointing(Exporting):
             )
 
     def _from_main(self, ask: Callable[[], _T]) -> _T:
-        """What `ask` answers, or raises, on rank 0; the same on every rank. Collective."""
+        """Return the result of `ask` on rank 0, or raise its error; the same on every rank. Collective."""
         answer: _T | None = None
         error: Exception | None = None
         if self.is_main_process:
@@ -454,7 +454,7 @@ class Checkpointing(Exporting):
             answer, error = self.collectives.gather_objects([(answer, error)])[0]
         if error is not None:
             raise error
-        return answer  # type: ignore[return-value]  # rank 0 has asked
+        return answer  # type: ignore[return-value]  # rank 0 has called it
 
 
 def _named(options: Mapping[str, Any]) -> str:
@@ -468,10 +468,10 @@ def _read(choice: Choice, trust: bool) -> Content:
 
 
 def _news(folder: Path, manifest: Manifest, world_size: int, place: str, reorders: bool) -> Iterator[str]:
-    """What the program did not say itself, for a person.
+    """Yield lines for a person about facts that the program itself did not choose.
 
-    place: where the training goes on; empty where the program chose the folder itself.  reorders: a loader's epoch
-    under way goes on in another order.
+    place: where the training continues; empty where the program chose the folder itself.  reorders: the current
+    epoch of a loader continues in another order.
     """
     if place:
         yield f"continuing from {folder}: {place}"
@@ -488,6 +488,6 @@ def _news(folder: Path, manifest: Manifest, world_size: int, place: str, reorder
 
 
 def _whole(parts: Iterable[Part], target: Path) -> Iterator[Part]:
-    """`parts`, which come from the device one by one; at their end an error, if they waited there for an abort."""
+    """Yield `parts`, which come from the device one by one; raise at the end if they waited there for an abort."""
     yield from parts
     refuse_if_aborted(f"the checkpoint {target}")

@@ -1,8 +1,8 @@
-"""ProcessControl: who this process is and what only some processes do. The face that states and Accelerators share.
+"""ProcessControl: the rank of this process, and actions of only some processes. Base of states and Accelerators.
 
 Runs in ranks, in scripts, and alone in a kernel. It decides nothing: `world`, `device` and `collectives` are the
-host's. What depends on the rank is asked when a function is called, not when it is decorated: a function that was
-decorated in the notebook's kernel does the right thing in the ranks.
+host's. A decorated function reads the rank when it is called, not when it is decorated: a function that was
+decorated in the notebook's kernel behaves correctly in the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class ProcessControl(ABC):
-    """Names that programs written for Accelerate find on `PartialState` and on `Accelerator` alike."""
+    """Names that programs written for Accelerate find both on `PartialState` and on `Accelerator`."""
 
     _is_triggered = False
 
@@ -40,12 +40,12 @@ class ProcessControl(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device on which this process computes."""
 
     @property
     @abstractmethod
     def collectives(self) -> Collectives:
-        """How this process talks to its peers; forms the process group where there is none. Collective then."""
+        """The collectives of this process; forms the process group where there is none. Collective then."""
 
     # -- who
 
@@ -75,18 +75,18 @@ class ProcessControl(ABC):
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.world.is_distributed
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together, for programs that compare it: ``DistributedType.MULTI_GPU``."""
+        """The kind of cooperation of the processes, for programs that compare it: ``DistributedType.MULTI_GPU``."""
         return DistributedType.of(self.world, self.device)
 
     # -- only some processes
 
     def on_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-        """Decorator: the function runs on rank 0 and is None elsewhere.
+        """Decorate a function to run on rank 0 and return None elsewhere.
 
         >>> from nbaccel import PartialState
         >>> @PartialState().on_main_process
@@ -98,17 +98,17 @@ class ProcessControl(ABC):
         return _only_where(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-        """Decorator: the function runs on the first process of each node and is None elsewhere."""
+        """Decorate a function to run on the first process of each node and return None elsewhere."""
         return _only_where(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-        """Decorator: the function runs on the last rank and is None elsewhere."""
+        """Decorate a function to run on the last rank and return None elsewhere."""
         return _only_where(lambda: self.is_last_process, function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorator with an argument, ``@state.on_process(process_index=1)``: the function runs on that rank.
+        """Decorate, with an argument, ``@state.on_process(process_index=1)``, a function to run on that rank.
 
-        A process that is alone runs it whatever the number, as in Accelerate.
+        A single process runs it whatever the number, as in Accelerate.
         """
         index = _required("process_index", process_index)
         return _decorator(lambda: not self.use_distributed or self.process_index == index, function)
@@ -116,33 +116,33 @@ class ProcessControl(ABC):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorator with an argument: the function runs on the process of that local number, on each node.
+        """Decorate, with an argument, a function to run on the process of that local number, on each node.
 
-        A process that is alone runs it whatever the number, as in Accelerate.
+        A single process runs it whatever the number, as in Accelerate.
         """
         index = _required("local_process_index", local_process_index)
         return _decorator(lambda: not self.use_distributed or self.local_process_index == index, function)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print`, on the main process of each node."""
+        """Print on the main process of each node."""
         if self.is_local_main_process:
             print(*values, **options)
 
     # -- one after the other, or all at once
 
     def wait_for_everyone(self) -> None:
-        """Return once every rank is here. Collective.
+        """Wait until every rank is here. Collective.
 
-        Ranks with GPUs in one machine meet on the host, and do not wait for what their devices have yet to compute;
-        `torch.cuda.synchronize()` does, for who measures time.
+        Ranks with GPUs in one machine meet on the host, and do not wait for the pending work of their devices;
+        for measuring time call `torch.cuda.synchronize()`, which does.
         """
         self.collectives.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A block that rank 0 runs first, and the others when it is through; for caches and downloads. Collective.
+        """Return a block that rank 0 runs first, and the others afterwards; for caches and downloads. Collective.
 
         Raises:
-            PeerFailed: on the other ranks, which do not enter the block, when it failed on rank 0.
+                PeerFailed: on the other ranks, which do not enter the block, if it failed on rank 0.
 
         >>> from nbaccel import PartialState
         >>> with PartialState().main_process_first():
@@ -151,12 +151,12 @@ class ProcessControl(ABC):
         return self._first("main_process_first", self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """`main_process_first`, with one first process on each node. Collective, over all nodes."""
+        """Return the block of `main_process_first`, with one first process per node. Collective, over all nodes."""
         return self._first("local_main_process_first", self.is_local_main_process)
 
     @contextmanager
     def _first(self, call: str, is_first: bool) -> Iterator[None]:
-        # Those who go first end the others' wait, also when they fail.
+        # The first ranks end the others' wait, also when they fail.
         if not is_first:
             said = self.collectives.announce(call)
             failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
@@ -172,11 +172,11 @@ class ProcessControl(ABC):
         self.collectives.announce(call)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this rank, to be seen by all at the next `check_trigger`; for early stopping."""
+        """Set a flag on this rank, which all ranks see at the next `check_trigger`; for early stopping."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has raised its flag since the last check; lowers it. Collective, in every step or none.
+        """Return whether any rank has set its flag since the last check; clear it. Collective, in every step or none.
 
         >>> from nbaccel import Accelerator
         >>> accelerator = Accelerator()
@@ -187,11 +187,11 @@ class ProcessControl(ABC):
         mine, self._is_triggered = self._is_triggered, False
         return self.collectives.any(mine, "check_trigger")
 
-    # -- everyone a part
+    # -- a part for every rank
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's share of `inputs`; the first ranks get one more when they do not divide evenly.
+        """Yield this rank's share of `inputs`; the first ranks get one more when they do not divide evenly.
 
         inputs: a list, tuple, range, tensor, array, data frame, dataset, or a mapping of those with equal lengths
         (each rank gets a new mapping); other iterables are read into a list, the same one on every rank.

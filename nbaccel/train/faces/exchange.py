@@ -1,7 +1,7 @@
-"""Exchange: values of all ranks, over nested containers. The face that states and Accelerators share. Runs in ranks.
+"""Exchange: values of all ranks, over nested containers. Base of states and Accelerators. Runs in ranks.
 
-Every method here is collective: every rank calls it, in the same order. A process that is alone gets back what it
-gave.
+Every method here is collective: every rank calls it, in the same order. A process that is alone gets its own value
+back.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Exchange"]
 
 
 class Exchange(ProcessControl):
-    """`gather`, `reduce` and their kin."""
+    """`gather`, `reduce` and related methods."""
 
     def gather(self, tensor: Any) -> Any:
-        """Every tensor in `tensor`, those of all ranks joined along the first dimension, on every rank. Collective.
+        """Gather every tensor in `tensor` on every rank: all ranks' joined along the first dimension. Collective.
 
         tensor: tensors in any nesting, of equal shapes on all ranks; scalars give one entry per rank, None stays
         None. A value without any tensor, such as a list of generated texts, is gathered by pickle: lists joined,
@@ -38,10 +38,10 @@ class Exchange(ProcessControl):
         return self.collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without the samples that only fill up the loader's last round: each sample once. Collective.
+        """Gather without the samples that only fill up the loader's last round: each sample once. Collective.
 
         Objects other than tensors are gathered by pickle, one list entry per sample.
-        use_gather_object: do that also with tensors, whose shapes may differ between samples then.
+        use_gather_object: use pickle for tensors too, whose shapes may then differ between samples.
 
         >>> from nbaccel import Accelerator
         >>> Accelerator().gather_for_metrics(["cat", "dog"])
@@ -57,9 +57,9 @@ class Exchange(ProcessControl):
         return joined if samples is None else slice_rows(joined, 0, samples)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Every tensor in `tensor` reduced over the ranks by "sum", "mean", "max" or "min". Collective.
+        """Reduce every tensor in `tensor` over the ranks by "sum", "mean", "max" or "min". Collective.
 
-        scale: what the result is multiplied with.  `tensor` is not changed; booleans are counted.
+        scale: factor of the result.  `tensor` is not changed; booleans are counted.
         Raises:
             CollectiveMismatch: the ranks called it with different structures, dtypes or shapes.
 
@@ -70,10 +70,10 @@ class Exchange(ProcessControl):
         return self.collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Every tensor in `tensor` padded along `dim` to the longest of all ranks. Collective.
+        """Pad every tensor in `tensor` along `dim` to the longest of all ranks. Collective.
 
-        pad_index: what is filled in.  pad_first: in front instead of behind.
-        A tensor without that dimension stays as it is.
+        pad_index: the value of the padding.  pad_first: at the front instead of the end.
+        A tensor without that dimension is not changed.
 
         >>> from nbaccel import Accelerator
         >>> Accelerator().pad_across_processes(torch.ones(2)).shape
@@ -82,14 +82,14 @@ class Exchange(ProcessControl):
         return self.collectives.pad(tensor, dim, pad_index, pad_first)
 
     def _last_round(self) -> tuple[bool, int | None]:
-        """Whether ranks may hold differently many samples, and how many of all ranks' are real; None for all.
+        """Return whether ranks may hold different numbers of samples, and how many of all are real; None for all.
 
-        A state knows no loader; an Accelerator does.
+        A state has no loader; an Accelerator has.
         """
         return False, None
 
     def _counts_nothing(self) -> bool:
-        """Whether this rank's samples were gathered before, and only make up the number of the others' calls."""
+        """Return whether this rank's samples were gathered before, and are only there to match the others' calls."""
         return False
 
 

@@ -1,6 +1,6 @@
-"""Exporting: the user's methods by which a model leaves a training, for other programs. Runs in ranks.
+"""Exporting: the user's methods that write a model for other programs. Runs in ranks.
 
-The main process writes; nobody waits. How the files look is `checkpoint.weights`' and `saving`'s business.
+The main process writes; no rank waits. `checkpoint.weights` and `saving` define the files.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Exporting(ProcessControl):
 
     @abstractmethod
     def _training(self) -> Training:
-        """The parts of this Accelerator, as they are in this process."""
+        """Return the parts of this Accelerator, as they are in this process."""
 
     @property
     @abstractmethod
     def _writes(self) -> bool:
-        """Whether this process writes files that are for all ranks."""
+        """True if this process writes files that are for all ranks."""
 
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole model's state dict, without the prefixes of DDP and ``torch.compile``. Tensors are not copied.
+        """Return the whole model's state dict, without prefixes of DDP and ``torch.compile``. Tensors are not copied.
 
-        unwrap: False gives that of the module as it is. Collective with sharded strategies.
+        unwrap: False returns that of the module as it is. Collective with sharded strategies.
 
         >>> import torch
         >>> from nbaccel import Accelerator
@@ -55,8 +55,8 @@ class Exporting(ProcessControl):
     ) -> None:
         """Write `model` as Hugging Face libraries expect it: ``model.safetensors``, or shards and their index.
 
-        Rank 0 writes; on the others nothing happens. `nbaccel.utils.load_model` reads it, and so does
-        ``from_pretrained`` where there is a config.json beside.
+        Rank 0 writes; the others do nothing. `nbaccel.utils.load_model` reads it, and so does
+        ``from_pretrained`` where there is a config.json beside it.
         max_shard_size: of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
         safe_serialization: False writes ``pytorch_model.bin``, a pickle.
 
@@ -76,7 +76,7 @@ class Exporting(ProcessControl):
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False, *, save_on_each_node: bool = False) -> None:
-        """``torch.save(obj, f)`` on the main process only; a path is written beside its name and renamed.
+        """Call ``torch.save(obj, f)`` on the main process only; a path is written under a temporary name and renamed.
 
         save_on_each_node: on the first rank of each node.
         safe_serialization: `obj` is a dict of tensors; write it as safetensors.

@@ -1,4 +1,4 @@
-"""Loading: the calls about data, as the user makes them on an `Accelerator`. Runs in ranks.
+"""Loading: the user's calls about data on an `Accelerator`. Runs in ranks.
 
 Each is a few lines over the package `data`, where batches are dealt. Nothing is decided here.
 """
@@ -24,7 +24,7 @@ __all__ = ["Loading"]
 
 
 class Loading(ProcessControl):
-    """`prepare_data_loader`, `skip_first_batches` and their kin."""
+    """`prepare_data_loader`, `skip_first_batches` and related methods."""
 
     dataloader_config: DataLoaderConfiguration
     device_placement: bool
@@ -33,7 +33,7 @@ class Loading(ProcessControl):
 
     @abstractmethod
     def _join_world(self) -> None:
-        """Take part in the world as it is now. Collective where the process group is formed."""
+        """Join the world as it is now. Collective where the process group is formed."""
 
     @abstractmethod
     def _agree_on_names(self) -> None:
@@ -45,17 +45,17 @@ class Loading(ProcessControl):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch is that of all ranks together, instead of each rank's."""
+        """True if a loader's batch is that of all ranks together, instead of each rank's."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all ranks; None: for streams only."""
+        """True if rank 0 reads for all ranks; None: for streams only."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round is filled up, for loaders that are prepared from now on; may be changed."""
+        """True if the last round is filled up, for loaders that are prepared from now on; may be changed."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -80,12 +80,12 @@ class Loading(ProcessControl):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: SliceFunction | None = None,
     ) -> PreparedLoader:
-        """`data_loader` as this rank sees it: its share of the batches, on its device. Collective.
+        """Return `data_loader` as this rank sees it: its share of the batches, on its device. Collective.
 
         In rounds of one batch per rank, rank r gets batches r, r + n, r + 2n, ...; the last round is filled up with the
         first samples. See `DataLoaderConfiguration` for other ways.
 
-        device_placement: whether batches are moved to the device; by default as the Accelerator was told.
+        device_placement: whether batches are moved to the device; by default the Accelerator's choice.
         slice_fn_for_dispatch: where rank 0 reads for all, cuts a round's whole batch for one rank:
         ``slice_fn(batch, data_slice, process_index=r, num_processes=n)``; called on rank 0.
 
@@ -104,9 +104,9 @@ class Loading(ProcessControl):
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """`dataloader` without the first `num_batches` of this rank; its length shrinks by as many. On every rank.
+        """Return `dataloader` without this rank's first `num_batches`; its length shrinks by as many. On every rank.
 
-        The order is that of the same epoch without it, and the epochs count on in `dataloader` itself. It replaces a
+        The order is that of the same epoch without it, and epochs are counted in `dataloader` itself. It replaces a
         position that `load_state` has set.
 
         >>> from nbaccel import Accelerator
@@ -119,14 +119,14 @@ class Loading(ProcessControl):
         return rest
 
     def total_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
-        """Optimizer steps of `epochs` passes over `loader`, prepared or not: each pass ends with a step.
+        """Return the optimizer steps of `epochs` passes over `loader`, prepared or not: each pass ends with a step.
 
         A prepared scheduler moves `num_processes` times per optimizer step (once with `split_batches`), so that it
-        is at its end when as many batches were seen as one process alone would see. What such a scheduler must be
-        told is `total_scheduler_steps`.
+        is at its end when as many batches were seen as a single process would see. The number for such a scheduler
+        is `total_scheduler_steps`.
 
         Raises:
-            TypeError: a loader without length.
+                TypeError: `loader` has no length.
 
         >>> from nbaccel import Accelerator
         >>> accelerator = Accelerator(gradient_accumulation_steps=4)
@@ -138,7 +138,7 @@ class Loading(ProcessControl):
         return epochs * -(-batches // self._accumulation.steps)
 
     def total_scheduler_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
-        """How often a prepared scheduler moves in `epochs` passes over `loader`; the scheduler's ``total_steps``.
+        """Return how often a prepared scheduler moves in `epochs` passes over `loader`: the scheduler's total_steps.
 
         >>> from nbaccel import Accelerator
         >>> Accelerator().total_scheduler_steps(DataLoader(range(20), batch_size=2), epochs=3)
@@ -151,9 +151,9 @@ class Loading(ProcessControl):
         """Let ranks with fewer batches take part in the others' last steps, with zero gradients. Collective.
 
         joinables: the prepared models that are trained inside, and other `Joinable` objects.
-        even_batches: overrides that choice for prepared loaders inside; loaders over streams keep theirs.
+        even_batches: replaces that choice for prepared loaders inside; loaders over streams keep theirs.
 
-        Gradients are divided by the number of ranks also in the steps that only some have data for. Collectives other
+        Gradients are divided by the number of ranks also in the steps for which only some have data. Collectives other
         than those of the models (`gather`, `check_trigger`, ...) must not be called inside: a rank that has joined
         does not answer them. In one process nothing happens.
 
@@ -201,7 +201,7 @@ class Loading(ProcessControl):
         return Facts.from_tensor(self.collectives.gather(mine.as_tensor().to(self.device)))
 
     def _batches_once_prepared(self, loader: DataLoader[Any]) -> int:
-        """This rank's batches, without preparing `loader`."""
+        """Return this rank's number of batches, without preparing `loader`."""
         batches, rank, ranks = len(loader), self.process_index, self.num_processes
         if self.split_batches:
             return batches

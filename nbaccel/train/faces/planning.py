@@ -1,4 +1,4 @@
-"""Planning: `find_batch_size`, as the user calls it on an `Accelerator`. Runs in ranks, on all of them."""
+"""Planning: the user's `find_batch_size` on an `Accelerator`. Runs in ranks, on all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Planning"]
 
 
 class Planning(ProcessControl):
-    """`find_batch_size`, on an `Accelerator`."""
+    """The method `find_batch_size` of an `Accelerator`."""
 
     _accumulation: Accumulation
     _found: Found
@@ -46,27 +46,27 @@ class Planning(ProcessControl):
         cache: str | os.PathLike[str] | None = None,
         meter: Gauge | None = None,
     ) -> int:
-        """The largest batch per rank whose training step fits in memory, on every rank. Collective.
+        """Return the largest batch per rank whose training step fits in memory, on every rank. Collective.
 
-        Some four to eight trials of two whole steps each, forward, backward and optimizer; most searches run out of
-        memory not once. Afterwards models, optimizers and random generators are bit by bit as before, and no loader
+        Runs some four to eight trials of two whole steps each, forward, backward and optimizer; most searches never
+        run out of memory. Afterwards models, optimizers and random generators are bit by bit as before, and no loader
         has moved. The size returned was run on every rank, whatever the prediction said; it is within about 3 % of
         the largest possible one, and a multiple of eight where that costs nothing.
 
         loss_fn: from a batch on this rank's device to its loss, ``lambda batch: F.cross_entropy(model(batch[0]),
-            batch[1])``, with prepared models. What it remembers by itself is not undone.
-        example: the loader that will train, of which some hundred samples are looked at for the longest ones; or one
+            batch[1])``, with prepared models. State that it keeps itself is not restored.
+        example: the loader that will train, of which some hundred samples are read to find the longest ones; or one
             batch. A sample longer than those can still be too large: see `forward_backward`, which survives it.
-        max_batch_size: the largest size worth having, such as a rank's share of a small dataset.
+        max_batch_size: the largest useful size, such as a rank's share of a small dataset.
         cache: a folder where sizes are kept from run to run. Without it they are kept as long as this Accelerator.
             A size found before is tried once more instead of searched for.
-        meter: what measures memory, instead of what knows the device: torch's allocator on CUDA; on the CPU the
+        meter: measures memory, instead of the device's own measure: torch's allocator on CUDA; on the CPU the
             `nbaccel.testing.MemLimit` that is entered, else the bytes of tensors, against ``ulimit`` and 80 % of the
-            free memory, which does not see all: leave some room there. Where nothing can be measured (mps), sizes
-            are tried until one does not fit, which takes more trials.
+            free memory, which does not see everything: leave some memory free there. Where nothing can be measured
+            (mps), sizes are tried until one does not fit, which takes more trials.
 
         Raises:
-            torch.OutOfMemoryError: not even one sample fits; it says what one needs, and the limit. On every rank.
+            torch.OutOfMemoryError: not even one sample fits; gives the memory one needs, and the limit. On every rank.
             NotPrepared: no model or no optimizer is prepared; both are part of what has to fit.
             PeerFailed: `loss_fn` failed on another rank.
 

@@ -1,6 +1,6 @@
-"""Preparing: the user's methods that make models, optimizers, loaders and schedulers ready for a run. Run in ranks.
+"""Preparing: the user's methods that prepare models, optimizers, loaders and schedulers for a run. Run in ranks.
 
-Each kind is prepared by its own part of the room; here is only the order, and what is asked of whom.
+Another module prepares each kind; this one decides only the order, and calls them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Preparing"]
 
 
 class Preparing(Loading):
-    """`prepare`, and the same for one object of a known kind."""
+    """`prepare`, and its variants for one object of a known kind."""
 
     step_scheduler_with_optimizer: bool
     _compiling: Compiling
@@ -38,9 +38,9 @@ class Preparing(Loading):
     _watch: LossWatch
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Models, optimizers, loaders and schedulers made ready for this run, in the order given; collective.
+        """Return models, optimizers, loaders and schedulers prepared for this run, in the order given; collective.
 
-        Other objects pass through, and so does what is prepared already. One argument gives one object.
+        Other objects are returned unchanged, and so is what is prepared already. One argument gives one object.
         device_placement: for each object, whether to move it to the device.
         """
         if device_placement is not None and len(device_placement) != len(objects):
@@ -48,7 +48,7 @@ class Preparing(Loading):
         self._join_world()
         moves = device_placement or [self.device_placement] * len(objects)
         prepared = [self._prepare_one(thing, move) for thing, move in zip(objects, moves, strict=True)]
-        # Schedulers come last: they follow prepared optimizers, which may stand behind them in the call.
+        # Schedulers come last: they follow prepared optimizers, which may come after them in the call.
         prepared = [self._prepare_scheduler(thing) for thing in prepared]
         self._bring_states()
         self._resume_if_complete()
@@ -66,14 +66,14 @@ class Preparing(Loading):
     def prepare_model(
         self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Module:
-        """`model` on the device, in the run's precision, spread by its strategy. Collective where there are peers.
+        """Return `model` on the device, in the run's precision and strategy. Collective where there are peers.
 
-        device_placement: whether to move it; by default as the Accelerator was told. Quantised models and those
-        that lie on several devices stay where they are.
+        device_placement: whether to move it; by default the Accelerator's choice. Quantised models and those
+        on several devices are not moved.
         evaluation_mode: for inference only: gradients will not synchronise, and no rank waits for another.
 
         Raises:
-            ValueError: a model spread over several devices, in several processes.
+                ValueError: the model is spread over several devices, and there are several processes.
         """
         self._join_world()
         move = self.device_placement if device_placement is None else device_placement
@@ -83,9 +83,9 @@ class Preparing(Loading):
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """`optimizer` as one that steps when gradients are synchronised. On every rank.
+        """Return `optimizer` as one that steps when gradients are synchronised. Every rank calls it.
 
-        device_placement: accepted as Accelerate does; an optimizer's state follows its parameters.
+        device_placement: accepted as by Accelerate; an optimizer's state follows its parameters.
         """
         self._join_world()
         prepared = self._prepare_optimizer(optimizer)
@@ -94,7 +94,7 @@ class Preparing(Loading):
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        """`scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
+        """Return `scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
         self._join_world()
         prepared: PreparedScheduler = self._prepare_scheduler(scheduler)
         self._resume_if_complete()
@@ -131,7 +131,7 @@ class Preparing(Loading):
         )
 
     def _bring_states(self) -> None:
-        """A model may be moved after its optimizer was prepared."""
+        """Move optimizer states to their parameters, since a model may be moved after its optimizer was prepared."""
         for optimizer in self._prepared.optimizers:
             follow_parameters(optimizer.optimizer)
 

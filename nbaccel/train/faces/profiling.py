@@ -1,4 +1,4 @@
-"""Profiling: torch's profiler around a part of the training, one trace per rank. Runs in ranks.
+"""Profiling: runs torch's profiler around a part of the training, one trace per rank. Runs in ranks.
 
 It starts, stops and writes; torch measures.
 """
@@ -19,7 +19,7 @@ __all__ = ["Profiling"]
 
 
 class Profiling(ProcessControl):
-    """`profile`, on an `Accelerator`."""
+    """The method `profile` of an `Accelerator`."""
 
     _handlers: Handlers
 

@@ -1,6 +1,6 @@
-"""Recovering: the step that survives running out of memory, as a user calls it on an `Accelerator`. Runs in ranks.
+"""Recovering: the user's step that survives running out of memory, on an `Accelerator`. Runs in ranks.
 
-A few lines over the parts: accumulation says where the step ends, the `StepEngine` leads the batch through it.
+A few lines over the parts: the accumulation decides where the step ends, the `StepEngine` runs the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Recovering"]
 
 
 class Recovering(Stepping):
-    """`forward_backward`, and what it remembers."""
+    """The method `forward_backward`, and its state."""
 
     _engine: StepEngine | None
     _micro_batches: MicroBatches
@@ -38,25 +38,25 @@ class Recovering(Stepping):
         split_fn: SplitFunction | None = None,
         samples: int | None = None,
     ) -> Tensor:
-        """Forward and backward of `batch`, in micro-batches as large as fit into memory; the effective batch stays.
+        """Run forward and backward of `batch`, in micro-batches that fit into memory; the effective batch is the same.
 
-        It takes the place of the forward and of `backward`; clipping, accumulation, the optimizer and the scheduler
-        stay as they are. A rank that runs out of memory goes on in smaller micro-batches; its peers wait in the
+        It replaces the forward and `backward`; clipping, accumulation, the optimizer and the scheduler
+        do not change. A rank that runs out of memory continues in smaller micro-batches; its peers wait in the
         exchange of gradients, as they would in any case. Sizes grow back after 200 batches that fitted. Each rank
         has its own.
 
         loss_fn: ``loss_fn(micro_batch)`` runs the prepared model and returns the mean loss, one element. It is called
         once per micro-batch, again for those that did not fit; it changes nothing but random generators and buffers
-        of the model, which are brought back before a repetition. It may not wait for other ranks.
-        weight: what that mean is over: "samples"; "tokens", the entries of ``batch["labels"]`` that are not -100
+        of the model, which are restored before a repetition. It may not wait for other ranks.
+        weight: the units of that mean: "samples"; "tokens", the entries of ``batch["labels"]`` that are not -100
         (without the first of each sequence, where the model is a causal language model of transformers); or a function
         of a batch that counts its units. With it gradients are exact for any sizes: those of one step on all samples
         of all ranks at once, sum(w * grad) / sum(w).
         micro_batch_size: no micro-batch is larger. "auto": the first batch is used for a few trial steps, each rank
-            for itself, which find the largest micro-batch that fits and leave no trace, as `find_batch_size` does.
+            for itself, which find the largest micro-batch that fits and are undone, as in `find_batch_size`.
         split_fn, samples: ``split_fn(batch, start, stop)`` and the number of samples, for batches other than tensors
         and arrays, all with the samples in the first dimension, in any nesting of tuples, lists, dicts, mappings and
-        dataclasses. Numbers, strings and 0-d tensors go into every micro-batch.
+        dataclasses. Numbers, strings and 0-d tensors are copied into every micro-batch.
 
         Returns the mean loss of this rank's batch, detached, as one forward of the whole batch would give it.
         Parameters that no rank used keep ``grad`` None. BatchNorm normalises each micro-batch by itself and counts each
@@ -67,8 +67,8 @@ class Recovering(Stepping):
         Raises:
             torch.OutOfMemoryError: the smallest micro-batch does not fit. On all ranks, if on one: where there are
             several, in the call that ends the accumulation window; until then that rank's calls return NaN.
-            PeerFailed: `loss_fn` raised on another rank in this step. There it is that error, in the call that raised.
-            CannotSplit: the batch, or the model (SyncBatchNorm, FSDP), cannot be taken in parts.
+            PeerFailed: `loss_fn` raised on another rank in this step. There: its own error, in that call.
+                CannotSplit: the batch, or the model (SyncBatchNorm, FSDP), cannot be split.
 
         In none of these cases has a weight changed, and the next step works, begun on all ranks with the same batch.
 
@@ -120,7 +120,7 @@ class Recovering(Stepping):
     def _plan_micro_batches(
         self, loss_fn: LossFunction, batch: Any, split_fn: SplitFunction | None, samples: int | None
     ) -> None:
-        """Find where the sizes of this rank's micro-batches start. Collective at the engine's first step only."""
+        """Find the starting size of this rank's micro-batches. Collective at the engine's first step only."""
         self._step_engine().prepare()
         size = find_micro_batch_size(
             loss_fn,
@@ -133,7 +133,7 @@ class Recovering(Stepping):
             self._micro_batches.start_at(size)
 
     def _step_engine(self) -> StepEngine:
-        """The engine of the models that are prepared now."""
+        """Return the engine of the models that are prepared now."""
         engine = self._engine
         if engine is None or len(engine.models) != len(self._prepared.models):
             if engine is not None:
@@ -149,7 +149,7 @@ class Recovering(Stepping):
         return engine
 
     def _release_engine(self) -> None:
-        """Give the memory of the engine's gradients back."""
+        """Free the memory of the engine's gradients."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.release()

@@ -1,7 +1,7 @@
-"""Replicas: the answers to programs that ask how a model is spread. Here it is not: every rank holds a whole one.
+"""Replicas: answers to programs that ask how a model is distributed. Here every rank holds a whole model.
 
 In ranks, in scripts, and alone in a kernel. Programs ask before they take another way, so that most of these are
-None, False or 0. What was prepared is shown under Accelerate's private names, which programs read and change as well.
+None, False or 0. Prepared objects are available under Accelerate's private names, which programs read and change too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas(ProcessControl):
-    """What `Accelerator` answers about DeepSpeed, FSDP, fp8 and parallelism within a model."""
+    """Answers of `Accelerator` about DeepSpeed, FSDP, fp8 and parallelism within a model."""
 
     _prepared: Prepared
 
@@ -38,18 +38,18 @@ class Replicas(ProcessControl):
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are several processes with a device each."""
+        """True if there are several processes with a device each."""
         return self.use_distributed and self.distributed_type != DistributedType.MULTI_CPU
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process is the one that writes whole models: the first of each node."""
+        """True if this process writes whole models: the first of each node."""
         return self.is_local_main_process
 
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[None]:
-        """A block in which nothing is different: sequences are not split over the ranks."""
+        """Return a block in which nothing changes: sequences are not split over the ranks."""
         return nullcontext()
 
     @property

@@ -1,7 +1,7 @@
-"""Resuming: the user's methods for a program that goes on after its session ended. Runs in ranks.
+"""Resuming: the user's methods for a program that continues after its session ended. Runs in ranks.
 
-With ``resume`` the state is restored by itself, once as much is prepared as the checkpoint holds; `epochs` and
-`remember` bring the program to where it was.
+With ``resume`` the state is restored automatically, once everything that the checkpoint holds is prepared; `epochs`
+and `remember` restore the position and the values of the program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TWO_LINES = """    for epoch in accelerator.epochs(n):              # instead o
 
 
 class Resuming(Checkpointing):
-    """`epochs`, `remember`, and what `checkpoint_every` and `resume` do."""
+    """`epochs`, `remember`, and the effects of `checkpoint_every` and `resume`."""
 
     _accumulation: Accumulation
     _epochs: Epochs
@@ -41,24 +41,24 @@ class Resuming(Checkpointing):
     _prepared: Prepared
     _settings: RunSettings
     _limit_s: float | None
-    """The time limit of the program's own, in seconds."""
+    """The program's own time limit, in seconds."""
     _autosave: Autosave
     _pending: Path | None
-    """What is to be continued from, while it is not."""
+    """The path to resume from, until that is done."""
     _choice: Choice | None
-    """The checkpoint there, on which all ranks agreed at the first `prepare`."""
+    """The checkpoint at that path, on which all ranks agreed at the first `prepare`."""
     _resumed: Choice | None
 
     @abstractmethod
     def _bind(self) -> None:
-        """Belong to the world of this process, if not yet."""
+        """Bind to the world of this process, if not done yet."""
 
     def epochs(self, count: int) -> Iterator[int]:
-        """``range(count)`` for epochs, which after a resume begins at the epoch that was under way. On every rank.
+        """Yield ``range(count)`` for epochs; after a resume begin at the epoch that was in progress. On every rank.
 
-        Its training loader goes on where it was, so the loop is written as if nothing had happened. An epoch is done
-        when its training loader went through and no loader is being iterated: a checkpoint that is written then
-        resumes at the next one. What follows the training in an epoch (an evaluation) comes again if it was not over.
+        Its training loader continues where it was, so the loop is written as if nothing had happened. An epoch is done
+        when its training loader is exhausted and no loader is being iterated: a checkpoint that is written then
+        resumes at the next one. What follows the training in an epoch (an evaluation) is repeated if it was not over.
 
         >>> from nbaccel import Accelerator
         >>> list(Accelerator().epochs(3))
@@ -68,7 +68,7 @@ class Resuming(Checkpointing):
         return self._epochs.run(count, self._accumulation)
 
     def remember(self, **defaults: Any) -> Remembered:
-        """Values of the program's own that checkpoints hold too; returns them as attributes. On every rank.
+        """Keep values of the program's own in checkpoints too; return them as attributes. Every rank calls it.
 
         A value that a loaded checkpoint has, or an earlier call gave, stays; the checkpoint is that of rank 0. Plain
         data and tensors: anything else becomes a pickle, as with `register_for_checkpointing`.
@@ -81,10 +81,10 @@ class Resuming(Checkpointing):
         self._remembered.keep(**defaults)
         return self._remembered
 
-    # -- by itself
+    # -- automatic saves
 
     def _plan_saves(self) -> None:
-        """Save and resume as was chosen for this process's world."""
+        """Save and resume as chosen for this process's world."""
         policy = CheckpointPolicy.of(self._settings)
         self._autosave = Autosave(policy, self.world, Weakly(self._save_by_itself), Weakly(self._random_states))
         self._autosave.timeline.begin(self._shelf.lineage)
@@ -97,7 +97,7 @@ class Resuming(Checkpointing):
             emit(SavesItself())
 
     def _save_by_itself(self, target: Path, blocking: bool) -> None:
-        blocking = blocking or bool(self._registered.save_hooks)  # hooks look at the models as they are now
+        blocking = blocking or bool(self._registered.save_hooks)  # hooks look at the present models
         timeline = self._autosave.timeline
         self._tell(timeline, target)
         self._save(target, self._training().stamp("by itself"), blocking, timeline)
@@ -110,7 +110,7 @@ class Resuming(Checkpointing):
         return read(self.device)
 
     def _resume_if_complete(self) -> None:
-        """After each `prepare`: continue, once everything that the checkpoint holds is there. Collective."""
+        """Continue, after a `prepare`, once everything that the checkpoint holds is prepared. Collective."""
         if self._pending is None:
             return
         place = self._pending
@@ -145,10 +145,10 @@ class Resuming(Checkpointing):
         )
 
     def _refuse_half_a_resume(self) -> None:
-        """Before the first step. No collective: what the checkpoint is, every rank knows since its first `prepare`.
+        """Refuse an incomplete resume before the first step. No collective: all ranks know the checkpoint.
 
         Raises:
-            CannotResume: other things are prepared than the checkpoint holds, or the epochs begin anew.
+            CannotResume: the prepared objects differ from the checkpoint's, or the epochs start from the beginning.
         """
         if (choice := self._choice) is not None:
             held = Holdings.in_checkpoint(choice.folder, choice.manifest)

@@ -1,7 +1,7 @@
-"""Stepping: the calls of a training step, as the user makes them on an `Accelerator`. Runs in ranks.
+"""Stepping: the user's calls of a training step on an `Accelerator`. Runs in ranks.
 
-Each is a few lines over the parts: accumulation decides when gradients synchronise, the precision scales, the
-strategy runs backwards and steps, the watch looks at losses. Nothing is decided here.
+Each is a few lines over the parts: the accumulation decides when gradients synchronise, the precision scales, the
+strategy runs backwards and steps, the watch checks losses. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Stepping"]
 
 
 class Stepping(ProcessControl):
-    """`accumulate`, `backward`, clipping and their kin."""
+    """`accumulate`, `backward`, clipping and related methods."""
 
     _accumulation: Accumulation
     _accumulating: Accumulating
@@ -42,11 +42,11 @@ class Stepping(ProcessControl):
     _strategy: Strategy
     _watch: LossWatch
     _is_ready: bool
-    """Whether this process may train; else `_make_ready` is asked first."""
+    """True if this process may train; otherwise `_make_ready` is called first."""
 
     @abstractmethod
     def _equip(self) -> None:
-        """Make the parts above, unless they are made."""
+        """Make the parts above, unless they exist."""
 
     @abstractmethod
     def _make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
@@ -54,9 +54,9 @@ class Stepping(ProcessControl):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch in hand ends a step: its backward synchronises, and optimizers step.
+        """True if the current batch ends a step: its backward synchronises, and optimizers step.
 
-        Set it where a program decides that for the batch in hand itself.
+        Set it in programs that decide that for the current batch themselves.
         """
         return self._accumulation.window.sync
 
@@ -66,21 +66,22 @@ class Stepping(ProcessControl):
 
     @property
     def step(self) -> int:
-        """Batches of the open window with the one in hand; 0 at the one that ends it, and where each batch is a step.
+        """Batches of the open window with the current one; 0 at the one that ends it, and where each batch is a step.
 
-        Accelerate counts on beyond the window: its ``accelerator.step % accelerator.gradient_accumulation_steps`` is
+        Accelerate continues to count after the window: its ``accelerator.step %
+        accelerator.gradient_accumulation_steps`` is this number.
         this number.
         """
         return self._accumulation.window.position
 
     def accumulate(self, *models: Module) -> AbstractContextManager[None]:
-        """One batch of an accumulation window; gradients synchronise at the window's last batch.
+        """Return a block for one batch of an accumulation window; gradients synchronise at the window's last batch.
 
-        It is the batch in hand at the block's first backward, whether that was taken before the block or inside of it.
+        That batch is the current one at the block's first backward, whether it was taken before the block or inside it.
         The last batch of a prepared loader ends its window, unless the `GradientAccumulationPlugin` says otherwise.
         Batches of several loaders that the same models train on in turn share one window; the last batch of any of
         these loaders ends it. Models that have a block each on the same batch have windows of their own. Without
-        `models` all prepared ones are meant.
+        `models` the block is for all prepared ones.
         """
         if not self._is_ready:
             self._make_ready("accumulate", models)
@@ -89,9 +90,9 @@ class Stepping(ProcessControl):
         return context
 
     def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
-        """While entered, backward leaves gradients unsynchronised, for windows that the program counts itself.
+        """While entered, let backward leave gradients unsynchronised, for windows that the program counts itself.
 
-        model, models: whose; None for all prepared ones.
+        model, models: the models concerned; None for all prepared ones.
         """
         named = models if model is None else (model, *models)
         if not self._is_ready:
@@ -99,15 +100,15 @@ class Stepping(ProcessControl):
         return NoSync(self._accumulation, self._strategy, named or self._prepared.models)
 
     def hold_gradients(self, model: Module) -> AbstractContextManager[None]:
-        """`no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
+        """Return `no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
         if not self._is_ready:
             self._make_ready("hold_gradients", [model])
         return Local(self._accumulation, self._strategy.no_sync(model))
 
     def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
-        """While entered, backward synchronises all gradients of `model`, also of forwards made under `no_sync`.
+        """While entered, let backward synchronise all gradients of `model`, also of forwards made under `no_sync`.
 
-        For several forwards whose backwards come later: the last backward is the one to synchronise. Collective.
+        For several forwards whose backwards come later: the last backward must synchronise. Collective.
 
         >>> from nbaccel import Accelerator
         >>> accelerator = Accelerator()
@@ -123,9 +124,9 @@ class Stepping(ProcessControl):
         return self._strategy.sync_in_backward(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
+        """Call ``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
 
-        A loop that calls ``loss.backward()`` itself trains as well, without these two: its steps are counted where a
+        A loop that calls ``loss.backward()`` itself trains too, without these two: its steps are counted where a
         prepared optimizer takes them, and a warning says what is missed. Under fp16, and while batches come in parts,
         it is refused.
 
@@ -149,10 +150,10 @@ class Stepping(ProcessControl):
             window.after_backward()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Not here: LOMO steps inside of its backward, before ranks could exchange gradients.
+        """Refuse LOMO, which steps inside of its backward, before ranks could exchange gradients.
 
         Raises:
-            NotImplementedError: always; what to use instead.
+            NotImplementedError: always; names an alternative.
         """
         raise NotImplementedError(
             "accelerator.lomo_backward: nbaccel does not train with LOMO, which steps inside of its backward. In one "
@@ -163,7 +164,7 @@ class Stepping(ProcessControl):
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None, *, enabled: bool = True
     ) -> AbstractContextManager[Any]:
-        """The run's precision for code outside of a prepared model's forward; it nests.
+        """Return the context of the run's precision, for code outside of a prepared model's forward; it nests.
 
         autocast_handler: options of this block; by default those of ``kwargs_handlers``.
         enabled: False is short for ``AutocastKwargs(enabled=False)``.
@@ -182,7 +183,7 @@ class Stepping(ProcessControl):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, with ``mixed_precision="fp16"``; it is updated before the first loss after a step.
 
-        A program may set one of its own, between two steps.
+        A program may set its own scaler, between two steps.
         """
         self._equip()
         return getattr(self._precision, "scaler", None)
@@ -193,10 +194,10 @@ class Stepping(ProcessControl):
         self._precision.take_scaler(scaler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Bring the gradients of `optimizer` (one, several, or None for all prepared ones) to true size.
+        """Unscale the gradients of `optimizer` (one, several, or None for all prepared ones).
 
-        Only fp16 scales them. Once per step whatever is called how often; clipping does it by itself. Call it
-        where `sync_gradients` is true.
+        Only fp16 scales them. They are unscaled once per step, however often this is called; clipping does it too. Call
+        it where `sync_gradients` is true.
         """
         self._equip()
         if optimizer is None:
@@ -206,7 +207,7 @@ class Stepping(ProcessControl):
         self._precision.unscale([one.optimizer if isinstance(one, PreparedOptimizer) else one for one in given])
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the gradients of the whole window to `max_norm`; returns their norm before, a 0-d tensor.
+        """Clip the gradients of the whole window to `max_norm`; return their norm before, a 0-d tensor.
 
         Inside a window, where gradients are not complete, nothing is clipped; the norm so far is returned.
         """
@@ -241,11 +242,11 @@ class Stepping(ProcessControl):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was left out: infinite fp16 gradients, or `on_nan`."""
+        """True if the last step of any prepared optimizer was left out: infinite fp16 gradients, or `on_nan`."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def gradient_checkpointing(self, model: Module, blocks: Iterable[Module] | None = None) -> Module:
-        """Let `model` compute activations again in its backward instead of keeping them; the same `model` is returned.
+        """Let `model` compute activations again in its backward instead of keeping them; return the same `model`.
 
         A model that can do so itself (transformers) is told to. In others each of `blocks` is recomputed as a
         whole: by default the members of their outermost ``ModuleList``s and
@@ -259,5 +260,5 @@ class Stepping(ProcessControl):
         return model
 
     def verify_device_map(self, model: Module) -> bool:
-        """Whether `model`, or a module in it, lies on several devices, as ``device_map="auto"`` makes it."""
+        """Return whether `model`, or a module in it, is on several devices, as with ``device_map="auto"``."""
         return any(is_spread(module) for module in model.modules() if hasattr(module, "hf_device_map"))

@@ -1,8 +1,8 @@
-"""Tracking: what a program logs goes to the notebook's run, and to its trackers. Runs in ranks.
+"""Tracking: sends what a program logs to the notebook's run, and to its trackers. Runs in ranks.
 
-`Tracking` holds the user's methods; the Accelerator is one. `Trackers` owns the trackers of one process: it makes
-those with names, hands rows over in their order, and closes them. Only rank 0 has any, except those that ask for
-every rank. It does not know what a tracker does with its rows.
+`Tracking` holds the user's methods; it is a base class of the Accelerator. `Trackers` owns the trackers of one
+process: it makes those that are named, passes rows on in their order, and closes them. Only rank 0 has any, except
+those that require every rank. It does not know what a tracker does with its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Trackers", "Tracking"]
 LogWith = str | GeneralTracker | Sequence[str | GeneralTracker] | None
 
 _ROWS_IN_FLIGHT = 64
-"""How many rows may wait for their device; then the oldest is waited for. A row is some bytes of pinned memory."""
+"""Rows that may wait for their device; then the oldest is waited for. A row is some bytes of pinned memory."""
 
 
 class Tracking(ProcessControl):
@@ -42,7 +42,7 @@ class Tracking(ProcessControl):
     @property
     @abstractmethod
     def logging_dir(self) -> str | os.PathLike[str] | None:
-        """Where trackers write their files; None when the program named no folder."""
+        """Folder of the trackers' files; None when the program named no folder."""
 
     @abstractmethod
     def _step_under_way(self) -> int:
@@ -75,15 +75,15 @@ class Tracking(ProcessControl):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open the trackers of ``log_with``, on rank 0. Every rank may call it; nobody waits for anybody.
+        """Open the trackers of ``log_with``, on rank 0. Every rank may call it; no rank waits for another.
 
         config: hyperparameters to keep with the run.
-        init_kwargs: for each tracker by its name, what its library is given: ``{"wandb": {"tags": ["first"]}}``.
+        init_kwargs: options for each tracker's library, by the tracker's name: ``{"wandb": {"tags": ["first"]}}``.
 
-        A process that was forked or unpickled from this one opens them anew at its first `log`.
+        A process that was forked or unpickled from this one opens them again at its first `log`.
 
         Raises:
-            ModuleNotFoundError: a tracker's package is not installed; the message is the command that does.
+                ModuleNotFoundError: a tracker's package is not installed; the message is the command that installs it.
             ValueError: a tracker writes files, and there is no ``project_dir``.
 
         >>> from nbaccel import Accelerator
@@ -103,20 +103,20 @@ class Tracking(ProcessControl):
         """Report numbers: this rank's to the notebook, rank 0's to the trackers.
 
         values: numbers, strings or tensors by name. None is no value, and trackers do not get it. Tensors are detached
-            and do not make the step wait: what lies on a GPU is copied in its stream and read when the copy has
+            and do not make the step wait: a tensor on a GPU is copied in its stream and read when the copy has
             arrived, once, at the latest at the end.
-        step: what the row belongs to; by default the optimizer step under way (wandb then counts by itself).
+        step: the step of the row; by default the current optimizer step (wandb then counts by itself).
         log_kwargs: more arguments for a tracker by its name, ``{"wandb": {"commit": False}}``.
         average: report the mean of all ranks of every number and one-element tensor. Collective then: every rank
             logs the same names.
 
-        Without `init_trackers` it goes to the notebook only. What is no mapping goes to the trackers as it is, and
-        without any nowhere, with a warning.
+        Without `init_trackers` the values go to the notebook only. An object that is no mapping goes to the trackers
+        unchanged; without trackers it is not logged, with a warning.
 
         >>> from nbaccel import Accelerator
         >>> Accelerator().log({"loss": torch.tensor(0.5)}, step=3)
         """
-        if type(values) is not dict and not isinstance(values, Mapping):  # asking the abstract class takes a call
+        if type(values) is not dict and not isinstance(values, Mapping):  # the abstract class's check costs a call
             self._log_as_it_is(values, step, log_kwargs or {})
             return
         kept = dict(values) if is_plain(values) else _detached(values)
@@ -131,9 +131,9 @@ class Tracking(ProcessControl):
             trackers.log(kept, at, step, log_kwargs or {})
 
     def phase(self, name: str) -> None:
-        """Let what follows be shown as something of its own, with new curves and a new time of arrival. On any rank.
+        """Begin a phase, which is shown separately, with new curves and a new time estimate. On any rank.
 
-        name: what it is called there: a fold, a stage, a model of several.
+        name: the name that is shown: a fold, a stage, a model of several.
 
         >>> from nbaccel import Accelerator
         >>> accelerator = Accelerator()
@@ -143,9 +143,9 @@ class Tracking(ProcessControl):
         emit(Phase(name))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called `name`, for what only it can do; on other ranks a blank one, whose calls do nothing.
+        """Return the tracker called `name`, for its own methods; on other ranks a blank one, whose calls do nothing.
 
-        unwrap: the object of its library instead: the `wandb.Run`, the `SummaryWriter`.
+        unwrap: return the object of its library instead: the `wandb.Run`, the `SummaryWriter`.
 
         Raises:
             ValueError: no such tracker was opened.
@@ -171,7 +171,7 @@ class Tracking(ProcessControl):
             tracker.log(values, step=step, **log_kwargs.get(tracker.name, {}))
 
     def _averaged(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """One exchange for all of them. In float64 where the device has it: counts are exact up to 2**53."""
+        """Average all numbers in one exchange. In float64 where the device has it: counts are exact up to 2**53."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         numbers = {
             name: torch.as_tensor(value, dtype=dtype, device=self.device).reshape(())
@@ -186,7 +186,7 @@ class Tracking(ProcessControl):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What `init_trackers` was told."""
+    """Arguments of `init_trackers`."""
 
     project_name: str
     config: Mapping[str, Any]
@@ -196,7 +196,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One `log`. given_step: the step that the program gave, if it did."""
+    """One call of `log`. given_step: the step that the program gave, if it did."""
 
     reading: Reading
     step: int
@@ -208,12 +208,12 @@ class _Row:
 
 
 class Trackers:
-    """The trackers of one process, and the rows on their way to them.
+    """The trackers of one process, and the rows that they have not received yet.
 
     log_with: names and objects.
 
     Raises:
-        ValueError: a name that nobody registered.
+        ValueError: a name that is not registered.
         NotImplementedError: an object that is no tracker, or has no name.
     """
 
@@ -225,26 +225,26 @@ class Trackers:
         self._pid = 0  # of the process that opened them
 
     def choose(self, log_with: LogWith) -> None:
-        """Open these instead, at the next `open`."""
+        """Choose the trackers to open at the next `open`."""
         several = [log_with] if isinstance(log_with, str | GeneralTracker) else log_with or ()
         self.chosen: list[str | GeneralTracker] = list(dict.fromkeys(map(_accepted, several)))
 
     def adopt(self, trackers: Sequence[GeneralTracker]) -> None:
-        """Hand rows to these, which are open, instead of those that are; they are closed with the others."""
+        """Use `trackers`, which are open, instead of the present ones; they are closed like these."""
         if self._pid != os.getpid():
             atexit.register(self.finish)
         self._opened, self._pid = list(trackers), os.getpid()
 
     @property
     def are_used(self) -> bool:
-        """Whether `init_trackers` was called, in this process or in one that it was forked or unpickled from.
+        """True if `init_trackers` was called, in this process or in one that it was forked or unpickled from.
 
-        Or the program has set trackers of its own.
+        Also true if the program has set trackers of its own.
         """
         return self._plan is not None or bool(self._opened)
 
     def open(self, plan: _Plan, is_main_process: bool) -> None:
-        """Make and start them. A plan from before is finished first."""
+        """Make and start the trackers. Those of an earlier plan are finished first."""
         self.finish()
         # Every rank makes them, so that what is missing is the same error on all of them; rank 0 opens them.
         made = [tracker for one in self.chosen for tracker in _make(one, plan)]
@@ -261,18 +261,18 @@ class Trackers:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it was another process that opened them: one that this was forked or unpickled from."""
+        """True if another process opened them: one that this was forked or unpickled from."""
         return self._pid != os.getpid()
 
     def open_here(self, is_main_process: bool) -> None:
-        """Open anew, by the same plan, in a process that was forked or unpickled since."""
+        """Open the trackers again, by the same plan, in a process that was forked or unpickled since."""
         plan = self._plan
         if plan is not None:
             self._forget()
             self.open(plan, is_main_process)
 
     def opened(self, is_main_process: bool) -> list[GeneralTracker]:
-        """Those of this process."""
+        """Return the trackers of this process."""
         if self.is_foreign:
             self.open_here(is_main_process)
         return list(self._opened)
@@ -280,7 +280,7 @@ class Trackers:
     def log(
         self, values: Mapping[str, Any], step: int, given_step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Hand a row over, and all before it, as soon as their numbers are there: at once where they are plain.
+        """Pass a row on, and all before it, as soon as their numbers have arrived: at once where they are plain.
 
         given_step: the step that the program gave, if it did.
         """
@@ -293,7 +293,7 @@ class Trackers:
                 rows.popleft().hand_over(self._opened)
 
     def finish(self) -> None:
-        """Wait for the rows in flight, and close every tracker. What another process opened is left to it."""
+        """Wait for the pending rows, and close every tracker. Trackers of another process are left to it."""
         opened, rows, is_mine = self._opened, self._rows, self._pid == os.getpid()
         self._forget()
         with ExitStack() as closing:
@@ -309,7 +309,7 @@ class Trackers:
         self._rows = deque()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is open: another process opens its own."""
+        """Return the state without open trackers: another process opens its own."""
         return {**self.__dict__, "_opened": [], "_rows": deque(), "_pid": 0}
 
 
@@ -331,7 +331,7 @@ def _detached(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(tracker: GeneralTracker, plan: _Plan) -> str:
-    """Where a person finds what `tracker` has kept."""
+    """Return where a person finds what `tracker` has kept."""
     name = getattr(tracker.tracker, "name", None)  # of a run of wandb, of a file
     found = f" {name}" if isinstance(name, str) else ""
     place = f" in {os.fspath(plan.logging_dir)}" if tracker.requires_logging_directory and plan.logging_dir else ""
@@ -355,10 +355,10 @@ def _accepted(one: Any) -> str | GeneralTracker:
 
 
 def _make(one: str | GeneralTracker, plan: _Plan) -> list[GeneralTracker]:
-    """The trackers that `one` of ``log_with`` stands for.
+    """Return the trackers for the entry `one` of ``log_with``.
 
     Raises:
-        ModuleNotFoundError, ValueError: what it needs is not there.
+        ModuleNotFoundError, ValueError: the tracker's package or folder is missing.
     """
     if one == LoggerType.ALL:
         kinds = [(name, find_tracker(name)) for name in tracker_names()]
