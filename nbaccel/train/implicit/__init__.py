@@ -1,4 +1,4 @@
-"""One training in all ranks out of a loop that prepares nothing. `loop` puts it together; the others are its parts."""
+"""One training in all ranks from a loop that prepares nothing. `loop` combines the parts in the other modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def when_stepping_back(leave: Callable[[], None]) -> None:
 
 
 def forget(leave: Callable[[], None]) -> None:
-    """`leave` need not be called any more."""
+    """Do not call `leave` at the next `step_back` any more."""
     _watches[:] = [each for each in _watches if each != leave]
 
 
@@ -35,22 +35,25 @@ def count_steps_by(step: Callable[[], int | None] | None) -> None:
 
 
 def step_under_way() -> int | None:
-    """The step of the loop that trains without having prepared anything, 0-based; None where there is none."""
+    """Return the step of the loop that trains without having prepared anything, 0-based; None without such a loop."""
     return _counts[0]() if _counts else None
 
 
 def when_beginning_anew(begin: Callable[[], None]) -> None:
-    """Call `begin` at each `begin_anew`; it takes the place of what an earlier task has given."""
+    """Call `begin` at each `begin_anew`; it replaces the function that an earlier task has given."""
     _renewed[:] = [begin]
 
 
 def begin_anew() -> None:
-    """The program begins once more, as in a new attempt after memory ran out: nothing of before is true any more."""
+    """Start the program again, as in a new attempt after memory ran out: earlier state is not valid any more."""
     for begin in _renewed:
         begin()
 
 
 def step_back() -> None:
-    """The program prepares by itself: leave its loop alone until the next task. Cheap, so every way in may call it."""
+    """Leave the loop unmodified until the next task, since the program prepares by itself.
+
+    Cheap: any call may do it.
+    """
     while _watches:
         _watches.pop()()

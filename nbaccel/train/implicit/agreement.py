@@ -1,6 +1,6 @@
-"""Agreement: what the ranks agreed on about one backward of an unmodified loop. Runs in ranks.
+"""Agreement: the ranks' agreement on one backward of an unmodified loop. Runs in ranks.
 
-It says whose gradients count, by how much each term of the loss does, and what the losses of the whole batch are.
+It holds the ranks whose gradients count, the weight of each term of the loss, and the losses of the whole batch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from nbaccel.train.implicit.weights import differ
 __all__ = ["Agreement", "shape_of"]
 
 _FRAMES = 2
-"""Fewer than make the place of a pass, so that a loss that is new to these begins with whole batches, too."""
+"""Fewer frames than identify a pass, so that a loss that is new to these begins with whole batches, too."""
 
 
 @dataclass(slots=True)
 class Agreement:
     """One backward, as the ranks agreed on it.
 
-    round: where its gradients are added up.  numbers: of all that any rank brings.
-    givers: the ranks whose gradients count.  weights: by rank, by what each of its terms counts.
-    obstacle: why its batches are to stay whole.  named: variables of the user's with a part of the loss.
-    late: what was added up afterwards.  share: of the batch's samples, where it comes in several parts.
+    round: where its gradients are summed.  numbers: of all tensors for which any rank has a value.
+    givers: the ranks whose gradients count.  weights: by rank, the weight of each of its terms.
+    obstacle: why its batches must stay whole.  named: variables of the user's with a part of the loss.
+    late: values that were summed afterwards.  share: of the batch's samples, where it comes in several parts.
     """
 
     round: Round
@@ -50,22 +50,22 @@ class Agreement:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all terms count alike."""
+        """True if all terms have the same weight."""
         return not self.is_of_parts and not any(differ(each) for each in self.weights if each)
 
     @property
     def is_of_parts(self) -> bool:
-        """Whether ranks have parts of a batch. Then terms are weighed where their gradients begin: hooks and inputs
-        see what they would of the whole batch."""
+        """True if ranks have parts of a batch. Terms are then weighted where their gradients begin: hooks and inputs
+        see the same as with the whole batch."""
         return any(self.header.says[rank].part for rank in self.givers)
 
     @property
     def factor(self) -> float:
-        """By what this rank's gradients count; the terms' own weights are in them already where they differ."""
+        """The weight of this rank's gradients; 1 where terms differ, since their weights are applied already."""
         return self.weights[self.rank][0] if self.is_uniform else 1.0
 
     def inject(self) -> list[Any]:
-        """Let terms that count differently do so, where their gradients begin."""
+        """Apply the weights of terms that differ, where their gradients begin; return the hooks."""
         if self.is_uniform:
             return []
         mine = self.weights[self.rank]
@@ -74,12 +74,12 @@ class Agreement:
         return [term.node.register_prehook(_times(factor)) for term, factor in zip(self.terms, mine, strict=True)]
 
     def _share_of(self, at: int) -> float:
-        """By what the term at `at` counts in its batch: a mean by its part's samples, a sum by itself."""
+        """Return the share of the term at `at` in its batch: for a mean that of its part's samples, for a sum 1."""
         total = sum(self.weights[rank][at] for rank in self.givers)
         return self.share if math.isclose(total, 1.0) else 1.0
 
     def whole_values(self) -> list[float | None]:
-        """The losses of the whole batch, None for one that cannot be told; empty where they are those already."""
+        """Return the losses of the whole batch, None for an unknown one; empty where they are those already."""
         says = self.header.says
         if not any(says[rank].part or says[rank].own for rank in self.givers):
             return []
@@ -96,15 +96,15 @@ class Agreement:
         return found
 
     def _shares(self, indices: Sequence[int]) -> list[tuple[int, float]] | None:
-        """By what each rank's value of the terms at `indices` counts; None where these count differently.
+        """Return the weight of each rank's value of the terms at `indices`; None where their weights differ.
 
-        Terms of parameters are the same in all ranks, so any shares that add up to one do for them, and for what is one
-        number in parts of different sizes.
+        Terms of parameters are the same in all ranks, so any shares that sum to one are right for them, and for a
+        single number in parts of different sizes.
         """
         own = [at for at in indices if not self.of_parameters[at] and not self._is_fixed(at)]
         columns = [[self.weights[rank][at] for rank in self.givers] for at in own]
         pure = [sum(self.weights[rank][at] for rank in self.givers) for at in indices if self.of_parameters[at]]
-        if not all(math.isclose(total, 1.0) for total in pure):  # divided by something of a batch, after all
+        if not all(math.isclose(total, 1.0) for total in pure):  # divided by a quantity of the batch, after all
             return None
         if not columns:
             columns = [[1.0 / len(self.givers)] * len(self.givers)]
@@ -120,7 +120,7 @@ class Agreement:
 
 
 def shape_of(terms: Sequence[Term]) -> int:
-    """A number by the kinds of `terms` and the lines that led to this backward: two losses of a loop have two."""
+    """Return a number for the kinds of `terms` and the lines that led here: it differs between two losses of a loop."""
     lines = [f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in users_frames(_FRAMES)]
     return digest(" ".join([*(type(term.node).__name__ for term in terms), *lines]))
 

@@ -1,8 +1,8 @@
-"""Averaging: a backward of an unmodified loop gives every rank the gradient of the whole batch. Runs in ranks.
+"""Averaging: gives every rank the gradient of the whole batch in a backward of an unmodified loop. Runs in ranks.
 
-Takes the place of ``torch.autograd.backward`` and ``grad`` while a loop that prepares nothing trains. Before the real
-backward the ranks exchange a header; what it adds to trained leaves is weighed, added up over ranks while it computes,
-and put where the program finds it. Gradients that were there before are set aside, and added.
+It replaces ``torch.autograd.backward`` and ``grad`` while a loop that prepares nothing trains. Before the real
+backward the ranks exchange a header; the gradients of trained leaves are weighted, summed over ranks during the
+backward, and stored where the program finds them. Gradients that existed before are saved, and added.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ __all__ = ["Averaging"]
 
 _CALL = "loss.backward()"
 _SINGLE = (-1, -2, 0, 1)
-"""Counts of a term that is of one number, or of none that is known: these are no fixed points."""
+"""Counts of a term that is of one number, or of an unknown number: these are no fixed points."""
 
 _FEWEST_ROWS = 2
 _LENGTHS = 64
-"""Backwards of which all are looked into for lengths, which takes a walk through the graph; later ones now and then.
-Parts of many samples most often have one that is as long as any."""
+"""Number of first backwards that are all searched for lengths, by a walk through the graph; later ones now and then.
+Parts of many samples most often contain one that is as long as any."""
 
 _LOOKS = 16
-"""Backwards after which buffers are compared with what they are in other ranks."""
+"""Number of backwards after which buffers are compared with those of other ranks."""
 
 
 class Averaging:
     """Averages the gradients of one rank's task with its peers'.
 
-    withholding: what waits for the last part of a batch.
-    collectives: gives the ranks' way to talk; formed at the first call, by all ranks together.
+    withholding: keeps back what waits for the last part of a batch.
+    collectives: returns the ranks' collectives; formed at the first call, by all ranks together.
     on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number.
-    on_registered: called when models are known that were not.  on_parts_shown: called where a loss keeps its part's
+    on_registered: called when new models are known.  on_parts_shown: called where a loss keeps its part's
     value.  on_compiled: called where parts went through a compiled model.  on_buffers: called with the name of a buffer
-    that a forward leaves different in ranks.  on_lengths: called where samples are padded to other lengths than in
-    other ranks.
+    that a forward changes differently between ranks.  on_lengths: called where samples are padded to other lengths than
+    in other ranks.
     step_back: called where the program has prepared its model.
 
-    meetings: how many headers were exchanged.
+    meetings: number of headers that were exchanged.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class Averaging:
         self._begin()
 
     def rest(self) -> None:
-        """The task is over: keep no memory."""
+        """Free the memory at the end of a task."""
         if self._exchange is not None:
             self._exchange.forget()
 
     @property
     def is_inside(self) -> bool:
-        """Whether a backward is under way."""
+        """True while a backward runs."""
         return self._is_inside
 
     def begin(self) -> None:
-        """A task begins: nothing is known."""
+        """Begin a task: nothing is known."""
         self.models.forget()
         self._begin()
 
@@ -120,22 +120,22 @@ class Averaging:
         if self._exchange is not None:
             self._exchange.forget()
         self._references = References()
-        # By the shape of a loss, as seen of a whole batch: its samples, and of each term its count, whether it is of
+        # By the shape of a loss, as seen in a whole batch: its samples, and of each term its count, whether it is of
         # parameters, and a digest of the shapes below it.
         self._of_whole: dict[float, tuple[int, list[float], list[bool], list[int]]] = {}
         self._fixed: set[tuple[float, int]] = set()  # terms that have the same shapes in parts as with a whole batch
-        self._varying: set[tuple[float, int]] = set()  # terms that were seen to be of more, or fewer, than that
+        self._varying: set[tuple[float, int]] = set()  # terms that were seen to have more, or fewer, numbers than that
         self._noted_buffers: set[int] = set()
         self._has_extras = False
         self._failed = ""  # the error of a backward that has left the ranks in the middle of their sums
-        self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were looked into, by their shape
+        self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were examined, by their shape
 
-    # -- in place of torch's
+    # -- in place of torch's functions
 
     def run(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """What ``torch.autograd.backward`` and ``grad`` call to run a graph backwards, averaged.
+        """Run a graph backwards, averaged; ``torch.autograd.backward`` and ``grad`` call this.
 
-        args: gradients of the outputs, whether the graph is kept, whether one of the gradients is made, the inputs.
+        args: gradients of the outputs, whether the graph is kept, whether a graph of the gradients is made, the inputs.
         """
         is_transformed = torch._C._functorch.maybe_current_level() is not None  # by torch.func, which has no leaves
         if self._is_inside or is_transformed or threading.current_thread() is not threading.main_thread():
@@ -186,10 +186,10 @@ class Averaging:
         return None
 
     def _grad(self, run: Agreement, real: Callable[..., Any], outputs: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Gradients that are asked for, those of what is trained averaged."""
+        """Return the requested gradients; those of trained tensors are averaged."""
         found = self._run_inside(run, real, outputs, args, kwargs)
         numbers = [self.models.number(each) if isinstance(each, Tensor) else None for each in args[3]]
-        is_graph_made = args[2]  # then all ranks have computed the same, and the graph is worth more
+        is_graph_made = args[2]  # then all ranks have computed the same, and the graph is kept
         for number, gradient in zip(numbers, found, strict=True):
             if number is not None and gradient is not None and not is_graph_made:
                 run.round.bring(number, gradient, run.factor)
@@ -219,7 +219,7 @@ class Averaging:
                 hook.remove()
 
     def _note_failed(self, error: BaseException) -> None:
-        """This rank has left the others in the middle of their sums."""
+        """Record that this rank has left the others in the middle of their sums."""
         self._failed = self._failed or f"{type(error).__name__}: {error}".partition("\n")[0]
 
     # -- before the real one
@@ -232,10 +232,10 @@ class Averaging:
     def _meet(
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor], new: list[Tensor], extras: bool, is_graph_kept: bool
     ) -> Agreement:
-        """Agree with all ranks on what is added up, and how it is weighed.
+        """Agree with all ranks on what is summed, and on its weights.
 
         Raises:
-            NotPrepared: the ranks do not train one model any more, or their batches cannot be put together.
+            NotPrepared: the ranks do not train one model any more, or their batches cannot be combined.
         """
         self._steps.enter()  # may raise RunStopped
         readings = [read(root, is_scaled) for root in roots]
@@ -277,7 +277,7 @@ class Averaging:
                 steps=self._steps.taken,
                 batches=self._passes.batches if handed.is_part else 0,
                 drawn=self._passes.drawn if handed.is_part else 0,
-                noise=self._passes.noise if is_uneven else 0,  # else they have drawn equally often
+                noise=self._passes.noise if is_uneven else 0,  # otherwise they have drawn equally often
                 lengths=lengths,
                 rates=rates,
                 check=self._check(known),
@@ -315,10 +315,10 @@ class Averaging:
     def _without_batch(
         self, shape: float, terms: Sequence[Term], counts: list[list[float]], givers: Sequence[int], handed: Handed
     ) -> list[bool]:
-        """Of each term, whether it is the same in all ranks.
+        """Return for each term whether it is the same in all ranks.
 
-        It is if it is of parameters alone, or made by tensors of the same shapes as with a whole batch, such as a sum
-        over fixed points.
+        It is the same if it is of parameters alone, or made of tensors of the same shapes as with a whole batch, such
+        as a sum over fixed points.
         """
         here = [term.is_of_parameters for term in terms]
         if not handed.is_part:
@@ -339,7 +339,7 @@ class Averaging:
         return [pure[at] or (shape, at) not in self._varying for at in range(len(whole))]
 
     def _obstacle(self, readings: Sequence[Reading], rows: int, is_graph_kept: bool) -> str:
-        """Why this loss has to be computed of whole batches; "" where parts will do."""
+        """Return why this loss must be computed of whole batches; "" where parts are possible."""
         if is_graph_kept:
             return "gradients of gradients of what is trained"
         for reading in readings:
@@ -349,7 +349,7 @@ class Averaging:
             if rows < _FEWEST_ROWS:
                 continue  # one sample shows nothing
             if is_part and self._obstacles.get((shape, False)) == "":
-                continue  # the whole batch has shown none; a part may have as many samples as something else, by chance
+                continue  # the whole batch has shown none; a part may equal another length by chance
             key = shape, is_part
             if key not in self._obstacles or self._obstacles[key]:
                 self._obstacles[key] = obstacle_below(reading, rows)
@@ -368,14 +368,14 @@ class Averaging:
         return exchange(self._collective(), _CALL, say, pairs, values)
 
     def _agree(self, header: Header, obstacle: str) -> list[int]:
-        """The ranks whose gradients count.
+        """Return the ranks whose gradients count.
 
         Raises:
-            NotPrepared: their programs have gone different ways.
+            NotPrepared: their programs have taken different ways.
         """
         says, world = header.says, self._world
         here = [rank for rank, say in enumerate(says) if not say.done]
-        reach_alike = header.all_equal("leaves", here)  # else what they have checked are other weights
+        reach_alike = header.all_equal("leaves", here)  # otherwise they have checked different weights
         for name, what in (
             ("steps", "have taken different numbers of optimizer steps"),
             ("rates", "step with different learning rates"),
@@ -399,16 +399,16 @@ class Averaging:
         return givers or [here[0] if here else world.rank]
 
     def _share_of_samples(self, header: Header, givers: Sequence[int]) -> float:
-        """Return this rank's share of the batch's samples, by which what a forward keeps of them counts."""
+        """Return this rank's share of the batch's samples: the weight of values that a forward stores of them."""
         rows = {rank: header.says[rank].rows for rank in givers}
         if not all(rows.values()) or not any(header.says[rank].part for rank in givers):
             rows = dict.fromkeys(givers, 1.0)
         return rows.get(self._world.rank, 0.0) / sum(rows.values())
 
     def _share_noise(self, header: Header) -> None:
-        """Let all ranks go on with the same of Python's and NumPy's numbers, by which programs decide.
+        """Give all ranks the same states of Python's and NumPy's generators, by which programs decide.
 
-        They differ where the loop has drawn for its samples, of which not all ranks have equally many.
+        The states differ where the loop has drawn for its samples, of which not all ranks have equally many.
         """
         here = [rank for rank, say in enumerate(header.says) if not say.done]
         if all(header.says[rank].noise for rank in here) and not header.all_equal("noise", here):
@@ -422,7 +422,7 @@ class Averaging:
         )
 
     def _union(self, header: Header, known: Sequence[int], buffers: Sequence[int]) -> list[int]:
-        """The numbers of all that any rank brings, in an order for the exchange: as backwards come to them."""
+        """Return the numbers of all that any rank has values for, in the order in which backwards come to them."""
         mine = {*known, *buffers}
         if not header.all_equal("leaves", range(len(header.says))) or header.any("extras"):
             marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
@@ -433,7 +433,7 @@ class Averaging:
     # -- while it runs
 
     def _completed(self, number: int, leaf: Tensor) -> None:
-        """autograd has completed a gradient."""
+        """Handle a gradient that autograd has completed."""
         if self._round is not None and leaf.grad is not None:
             if number not in self._round.value:
                 self._late[number] = leaf
@@ -441,7 +441,7 @@ class Averaging:
                 self._round.bring(number, leaf.grad, self._factor)
 
     def _bring_all(self, run: Agreement) -> None:
-        """What leaves have in the end, where each was completed more than once."""
+        """Bring the final gradients of leaves, where each was completed more than once."""
         if self._is_completed_later:
             for number in run.numbers:
                 tensor = self._tensor(number)
@@ -451,7 +451,7 @@ class Averaging:
     # -- after it
 
     def _exchange_late(self, run: Agreement) -> None:
-        """What a reentrant checkpoint has reached inside of the backward."""
+        """Exchange gradients of leaves that a reentrant checkpoint has reached inside of the backward."""
         if not run.header.any("extras"):
             return
         marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
@@ -500,7 +500,7 @@ class Averaging:
                     aside.setdefault(number, value)
             for number, value in values.items():
                 tensor, old = self._tensor(number), aside.pop(number, None)
-                if tensor.grad is not None and tensor.grad.requires_grad:  # it has a graph, and is the same in all
+                if tensor.grad is not None and tensor.grad.requires_grad:  # it has a graph, and is equal in all
                     tensor.grad = tensor.grad if old is None else old + tensor.grad
                 elif self.models.items[number].is_sparse:
                     value = value.clone().to_sparse(1)
@@ -513,7 +513,7 @@ class Averaging:
                 self._tensor(number).grad = old
 
     def _note_buffer(self, number: int, tensor: Tensor, value: Tensor) -> None:
-        """Say which buffers are others in other ranks, as long as it is looked for."""
+        """Report buffers that differ from those of other ranks, in the first backwards."""
         if number not in self._noted_buffers and not torch.allclose(tensor, value, equal_nan=True):
             self._noted_buffers.add(number)
             self._on_buffers(self.models.items[number].name)
@@ -537,9 +537,9 @@ class Averaging:
     # -- the end
 
     def answer_until_all_are_done(self) -> list[float]:
-        """This rank's program is over: give nothing, until all are. Returns the optimizer steps of each rank.
+        """Take part without gradients until all ranks are done; return the optimizer steps of each rank.
 
-        Empty where the ranks never met.
+        Called when this rank's program is over. Empty if the ranks never met.
         """
         while self.meetings:
             header = self._tell(Say(done=1, gives=0, steps=self._steps.taken), (), ())
@@ -567,7 +567,7 @@ class Averaging:
                 self._exchanges().begin(tuple(numbers), [self._tensor(number) for number in numbers], ()).finish()
 
     def what_differs(self) -> tuple[list[int], list[int]]:
-        """Numbers of what lives in all ranks and is not the same in them: parameters, and buffers. Collective."""
+        """Return the numbers of tensors that differ between ranks and exist in all: parameters, buffers. Collective."""
         numbers = self._alive_everywhere()
         if not numbers:
             return [], []
@@ -580,25 +580,25 @@ class Averaging:
         return [number for number in found if number not in buffers], buffers
 
     def broadcast(self, source: int, numbers: Sequence[int] | None = None) -> None:
-        """Give all ranks what rank `source` has of the known tensors, or of those with `numbers`. Collective."""
+        """Copy rank `source`'s known tensors, or those with `numbers`, to all ranks. Collective."""
         with torch.no_grad():
             for number in self._alive_everywhere() if numbers is None else numbers:
                 tensor = self._tensor(number)
                 tensor.data.copy_(self._collective().broadcast(tensor.detach(), source))
 
     def _alive_everywhere(self) -> list[int]:
-        """Ranks may collect what is not used any more at different times."""
+        """Return the numbers of tensors that exist in all ranks, which may collect unused ones at different times."""
         marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
         marks[[number for number, _ in self.models.alive()]] = 1
         found: list[int] = self._collective().tell(_CALL, marks).amin(0).nonzero().flatten().tolist()
         return found
 
     def _check(self, numbers: Sequence[int]) -> float:
-        """Of weights that a backward is about to reach."""
+        """Return a checksum of weights that a backward is about to reach, now and then; otherwise 0."""
         return sum(sums_of([self._tensor(number) for number in numbers])) if self._is_check_due() else 0.0
 
     def _is_check_due(self) -> bool:
-        """At steps 1, 2, 4, ... and every 64th."""
+        """Return whether weights are checked: at steps 1, 2, 4, ... and every 64th."""
         steps = self._steps.count
         return steps > 0 and (steps & (steps - 1) == 0 or steps % 64 == 0)
 
@@ -615,7 +615,7 @@ class Averaging:
 
     def _collective(self) -> Collectives:
         now = self._make_collectives()
-        if now is not self._collectives:  # of a group that was formed anew
+        if now is not self._collectives:  # of a group that was formed again
             self._collectives, self._exchange = now, None
         return now
 

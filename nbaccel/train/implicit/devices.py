@@ -1,4 +1,4 @@
-"""Let a program that says "cuda" without a number mean its rank's device. Runs in ranks."""
+"""Device of a program that names "cuda" without a number: its rank's own. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["use_own_device"]
 def use_own_device(world: World) -> None:
     """Make this rank's device torch's current one as soon as the program uses CUDA; nothing is touched before.
 
-    A device that is the only visible one is current anyway: a launcher may hide the others from a rank.
+    A device that is the only visible one is the current one anyway: a launcher may hide the others from a rank.
     """
 
     def choose() -> None:

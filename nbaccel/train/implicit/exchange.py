@@ -1,7 +1,7 @@
-"""Exchange: gradients of all ranks added up, bucket by bucket, while the backward still computes. Runs in ranks.
+"""Exchange: sums the gradients of all ranks, bucket by bucket, while the backward still computes. Runs in ranks.
 
-Each set of leaves that is trained together has flat tensors of its own, allocated once; what ``leaf.grad`` is
-afterwards are views into them. A bucket is sent once its last gradient is complete, and buckets leave in the same
+Each set of leaves that is trained together has its own flat tensors, allocated once; ``leaf.grad`` is afterwards a
+view into them. A bucket is sent once its last gradient is complete, and buckets are sent in the same
 order in every rank. A rank without a gradient for a leaf adds zeros.
 """
 
@@ -24,16 +24,16 @@ _MOST_LAYOUTS = 16
 
 
 class Exchange:
-    """Where gradients lie while they are added up."""
+    """Memory for gradients while they are summed."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def begin(self, numbers: tuple[int, ...], tensors: Sequence[Tensor], mine: Collection[int]) -> Round:
-        """Begin to add up something for `tensors`, whose numbers are `numbers` in all ranks.
+        """Begin to sum values for `tensors`, whose numbers are `numbers` in all ranks.
 
-        mine: those for which this rank will bring something.
+        mine: those for which this rank will bring a value.
         """
         layout = self._layouts.get(numbers)
         if layout is None or not layout.fits(tensors):
@@ -43,14 +43,14 @@ class Exchange:
         return Round(self._collectives, layout, layout.free_buffers(), mine)
 
     def forget(self) -> None:
-        """Give back the memory; gradients stay."""
+        """Free the memory; gradients stay."""
         self._layouts.clear()
 
 
 class Round:
     """One exchange.
 
-    value: by number, what all ranks brought, added up; to be read after `finish`.
+    value: by number, the sum of what all ranks brought; valid after `finish`.
     """
 
     def __init__(self, collectives: Collectives, layout: _Layout, buffers: _Buffers, mine: Collection[int]) -> None:
@@ -76,20 +76,20 @@ class Round:
         self._waits_for.discard(number)
         view = self.value[number]
         with torch.no_grad():
-            if not factor:  # and not nan where a rank has nothing but ignored targets
+            if not factor:  # and not nan where a rank has only ignored targets
                 view.zero_()
             elif value.layout is torch.strided:
                 torch.mul(value.detach(), factor, out=view)
             else:
                 view.copy_(value.detach().to_dense()).mul_(factor)
         bucket = self._layout.bucket_of[number]
-        with self._lock:  # leaves on a device and on the host are completed by threads of their own
+        with self._lock:  # leaves on a device and on the host are completed by separate threads
             self._missing[bucket] -= 1
             while self._sent < len(self._missing) and not self._missing[self._sent]:
                 self._send()
 
     def finish(self) -> None:
-        """Return once everything is added up. What this rank did not bring counts as zeros."""
+        """Wait until everything is summed. Values that this rank did not bring count as zeros."""
         for number in list(self._waits_for):
             self.value[number].zero_()
             self._missing[self._layout.bucket_of[number]] -= 1
@@ -102,7 +102,7 @@ class Round:
 
     def _send(self) -> None:
         flat = self._buffers.flats[self._sent]
-        sent = flat.to(self._collectives.device)  # itself where it is there
+        sent = flat.to(self._collectives.device)  # no copy if it is there already
         if sent is not flat:
             self._returns.append((flat, sent))
         self._sums.append(self._collectives.start_sum(sent))
@@ -110,7 +110,7 @@ class Round:
 
 
 class _Layout:
-    """How the tensors of one exchange lie in its buckets."""
+    """Positions of the tensors of one exchange in its buckets."""
 
     def __init__(self, numbers: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
         self.numbers = numbers
@@ -132,7 +132,7 @@ class _Layout:
             self._flats[bucket] = (offset + _aligned(tensor.numel()), *kind)
             self.sizes[bucket] += 1
             self.bucket_of[number] = bucket
-            strides = torch.empty_like(tensor, device="meta").stride()  # as autograd lays a gradient out
+            strides = torch.empty_like(tensor, device="meta").stride()  # the layout that autograd gives a gradient
             self._places.append((bucket, offset, tuple(tensor.shape), strides))
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
@@ -142,11 +142,11 @@ class _Layout:
         )
 
     def free_buffers(self) -> _Buffers:
-        """Flat tensors into which nobody looks: gradients that were not zeroed since lie in others."""
+        """Return flat tensors that nothing refers to: gradients that were not zeroed since then are in others."""
         for buffers in self._buffers:
             if buffers.are_free():
                 return buffers
-        del self._buffers[:-1]  # somebody keeps them; a loop that zeroes in place needs two
+        del self._buffers[:-1]  # they are still referenced; a loop that zeroes in place needs two
         made = _Buffers(self._flats, self._places)
         self._buffers.append(made)
         return made
@@ -171,12 +171,12 @@ class _Buffers:
         return self._count() == self._uses
 
     def _count(self) -> tuple[int, int]:
-        """References to the views and to their memory, by which one sees that nobody else has any."""
+        """Return the reference counts of the views and of their memory, which show other references."""
         memory = sum(torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats)
         # Before torch 2.10 a view that is a leaf's gradient is not seen by Python's count.
         return sum(sys.getrefcount(view) + getattr(view, "_use_count", int)() for view in self.views), memory
 
 
 def _aligned(count: int) -> int:
-    """Views begin where vector instructions like them to: at multiples of 16 elements."""
+    """Return `count` rounded up to 16 elements, since vector instructions need aligned views."""
     return -(-count // 16) * 16

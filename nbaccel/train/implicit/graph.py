@@ -1,4 +1,4 @@
-"""The graph of a backward, as far as it must be known before it runs: which leaves it will reach. Runs in ranks."""
+"""Graph of a backward: finds, before it runs, which leaves it will reach. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ with torch.enable_grad():  # a notebook may have it off
     _ACCUMULATES = type(torch.ones(1, requires_grad=True, device="cpu").expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 _REENTRANT = ("CheckpointFunctionBackward",)
-"""Nodes that run a backward of their own, whose leaves do not show in the graph around them."""
+"""Nodes that run a backward of their own, whose leaves are not visible in the graph around them."""
 
 
 def leaves_of(roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """The leaves that a backward from `roots` adds gradients to, in an order that the graph alone decides.
+    """Return the leaves that a backward from `roots` adds gradients to, in an order that the graph alone decides.
 
-    Also the nodes in it that were made by a Python function of autograd's.
+    Also return the nodes in it that were made by a Python function of autograd's.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> leaves_of([(w * 2).sum()])[0][0] is w
@@ -46,10 +46,10 @@ def leaves_of(roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
 
 
 def runs_backwards_inside(nodes: Sequence[Any]) -> bool:
-    """Whether one of `nodes` is a checkpoint that computes again, and backwards, by itself."""
+    """Return whether one of `nodes` is a checkpoint that itself runs a forward again, and a backward."""
     return any(type(node).__name__ in _REENTRANT for node in nodes)
 
 
 def is_compiled(nodes: Sequence[Any]) -> bool:
-    """Whether one of `nodes` is the backward of what ``torch.compile`` has made."""
+    """Return whether one of `nodes` is the backward of a function made by ``torch.compile``."""
     return any(type(node).__name__ == "CompiledFunctionBackward" for node in nodes)

@@ -1,4 +1,4 @@
-"""Handed: what the batches are that a rank was given, whole ones or parts. Values; runs in ranks."""
+"""Handed: describes the batches that a rank was given, whole ones or parts. Values; runs in ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["ALONE", "UNKNOWN", "Handed", "Label", "Split", "Turn"]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What becomes of a loader's batches.
+    """Decision on a loader's batches.
 
-    name: the variable that holds the loader, else what it is.  batches: len(loader), if it has one.
-    why: what is to be said instead of the usual.  remark: what is to be said beside it.
+    name: the variable that holds the loader, else a description.  batches: len(loader), if it has one.
+    why: text instead of the usual one.  remark: text beside the usual one.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Split:
 class Turn(NamedTuple):
     """One of the parts of a batch that come one after the other.
 
-    share: of its samples, those of all ranks.  is_mixed: a batch of another loader is in hand that is not cut alike.
+    share: of its samples, those of all ranks.  is_mixed: the batch of another loader is also used, and cut differently.
     """
 
     share: float = 1.0
@@ -41,12 +41,12 @@ ALONE = Turn()
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What a rank was given since the last backward, or of that one while nothing new has come.
+    """Batches that a rank was given since the last backward, or of that backward while nothing new has come.
 
-    is_part: a batch was cut.  rows: samples of this rank in the largest that was, else in the largest; 0 unknown.
-    whole: samples of all of that batch; 0 unknown.  sizes: in which numbers ranks have them, where it was cut.
+    is_part: a batch was cut.  rows: samples of this rank in the largest cut one, else in the largest; 0 unknown.
+    whole: samples of all of that batch; 0 unknown.  sizes: the ranks' numbers of samples, where it was cut.
     loaders: their names.  batches: how many the last of them has handed out.
-    turn: of the last one, where a batch comes in several.
+    turn: of the last one, where a batch comes in several parts.
     """
 
     is_part: bool = False
@@ -59,7 +59,7 @@ class Handed:
 
 
 class Label(NamedTuple):
-    """Of one batch, or one part of it: whether other ranks have other samples, this rank's, and all; 0 unknown."""
+    """One batch, or part of one: whether other ranks have other samples, this rank's number, and all; 0 unknown."""
 
     is_apart: bool
     rows: int

@@ -1,7 +1,7 @@
-"""Header: what each rank says before gradients are exchanged, and what all of it comes to. Runs in ranks.
+"""Header: numbers that each rank sends before gradients are exchanged, and their comparison. Runs in ranks.
 
-A few numbers of each rank in one small collective. They keep ranks together whose programs have taken different ways:
-what they disagree about is seen before anything is added up.
+A few numbers of each rank in one small collective. They detect ranks whose programs have taken different ways
+before anything is summed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ VALUES = 5
 
 @dataclass(slots=True)
 class Say:
-    """One rank's numbers.
+    """Numbers of one rank.
 
-    done: its program is over.  new: leaves that are to be registered.  leaves: a digest of those that it reaches.
+    done: its program is over.  new: leaves to be registered.  leaves: a digest of those that it reaches.
     extras: a backward runs others inside.  shape: a digest of the loss's terms; 0 where they are not known.
-    terms: how many.  part: its batch is a part of one.  own: each rank has another.
+    terms: how many.  part: its batch is a part of one.  own: each rank has another batch.
     rows: samples of its batch.  whole: of all of that batch.
     obstacle: the loss is no sum over samples.  gives: its gradient counts.  at: its step.
     steps: of optimizers, so far.  batches: that were handed out, where they are cut; else 0.
     drawn: a digest of the indices of these, before they were cut.  noise: of the states of other random numbers, there.
-    lengths: of those that are below the loss, in the first batches that are cut, and now and then.
+    lengths: of those below the loss, in the first batches that are cut, and now and then.
     rates: of learning rates, since the last one.  check: a sum of weights, now and then.
     """
 
@@ -64,7 +64,7 @@ _NAMES = [field.name for field in fields(Say)]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What all ranks said, by rank.
+    """Numbers of all ranks, by rank.
 
     counts, constants: of each term, as `Term` has them; for a sum of n numbers a count of -1 - n.
     values: of losses, before the backward.
@@ -86,7 +86,7 @@ class Header:
 def exchange(
     collectives: Collectives, call: str, say: Say, terms: Sequence[tuple[float, float]], values: Sequence[float]
 ) -> Header:
-    """Tell all ranks, and hear what they say. Collective.
+    """Send `say` to all ranks, and return what all of them sent. Collective.
 
     terms: count and constant of each; where there are more than `TERMS` a second collective follows.
     values: at most `VALUES`.
@@ -111,12 +111,12 @@ def exchange(
 
 
 def digest(text: str) -> int:
-    """A number of 32 bits, exact in a float, and never 0."""
+    """Return a number of 32 bits, exact in a float, and never 0."""
     return zlib.crc32(text.encode()) | 1
 
 
 def as_floats(entries: Sequence[float | Tensor]) -> list[float]:
-    """Each as a number; those that lie on a device are fetched together."""
+    """Return each entry as a number; those on a device are fetched together."""
     away = [entry for entry in entries if isinstance(entry, Tensor) and entry.device.type != "cpu"]
     fetched = iter(torch.stack([each.detach().reshape(()).double() for each in away]).tolist() if away else ())
     return [

@@ -1,4 +1,4 @@
-"""Hooks: what an unmodified loop does, told from inside of torch while a task is under way. Runs in ranks."""
+"""Hooks: report from inside of torch what an unmodified loop does during a task. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Hooks"]
 
 
 class Hooks:
-    """Tells of backwards and of optimizers' steps, from `install` to `remove`.
+    """Reports backwards and optimizers' steps, from `install` to `remove`.
 
-    run: called in place of torch's way to run a graph backwards, with that way before its arguments.
+    run: called instead of torch's function that runs a graph backwards, with that function before its arguments.
     before_step, after_step: called around each step of an optimizer, as torch calls its hooks.
     """
 
@@ -31,7 +31,7 @@ class Hooks:
         self._real_compile: Callable[..., Any] | None = None
 
     def install(self) -> None:
-        """Begin to tell."""
+        """Begin to report."""
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -42,7 +42,7 @@ class Hooks:
         torch.compile = functools.wraps(torch.compile)(functools.partial(self._compile))
 
     def remove(self) -> None:
-        """Leave torch as it was. Again does no harm."""
+        """Restore torch. Calling this again has no effect."""
         while self._handles:
             self._handles.pop().remove()
         if self._real is not None:
@@ -57,13 +57,13 @@ class Hooks:
         return self._run(self._real, outputs, *args, **kwargs)
 
     def _take_backwards(self) -> None:
-        """Have torch run its backwards by us. A compiler of whole training steps shall not look into it."""
+        """Make torch run its backwards through this object, hidden from a compiler of whole training steps."""
         is_loaded = "torch._dynamo" in sys.modules
         run: Any = torch.compiler.disable(self._run_backward) if is_loaded else self._run_backward
         torch.autograd._engine_run_backward = run
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of ``torch.compile``, with which torch imports its compiler."""
+        """Call ``torch.compile``, with which torch imports its compiler, and take over backwards again."""
         assert self._real_compile is not None
         compiled = self._real_compile(*args, **kwargs)
         self._take_backwards()

@@ -1,8 +1,8 @@
-"""Layouts: where the samples lie in the batches that a loader's own collate_fn makes. Runs in ranks.
+"""Layouts: find the samples in the batches that a loader's own collate_fn makes. Runs in ranks.
 
-Such a function may pad to the longest sample, or mix samples, so what it makes of a part is not a part of what it makes
-of the batch. Its batches are made whole and cut afterwards, along dimensions that are as long as the batch has samples.
-Which these are is learnt from the batches that come before the first cut: lengths that only happen to be equal differ
+Such a function may pad to the longest sample, or mix samples, so that its result for a part is not a part of its
+result for the batch. Its batches are made whole and cut afterwards, along dimensions whose length is the number of
+samples. These are learnt from the batches before the first cut: lengths that are only equal by chance differ
 in another batch.
 """
 
@@ -22,20 +22,20 @@ from nbaccel.train.talk.nested import map_children
 __all__ = ["Layout", "is_own"]
 
 _COLUMNS = 2
-"""So many tensors are rather the columns of a batch: inputs and targets."""
+"""Up to this number of tensors they are more likely the columns of a batch: inputs and targets."""
 
 _TORCHS = (default_collate, default_convert)
 
 
 def is_own(collate_fn: Any) -> bool:
-    """Whether `collate_fn` is none of torch's, which handle each sample by itself."""
+    """Return whether `collate_fn` is none of torch's, which handle each sample by itself."""
     return collate_fn not in _TORCHS
 
 
 class Layout:
-    """Where the samples of one loader's batches lie.
+    """Positions of the samples in one loader's batches.
 
-    is_known: batches can be cut, as far as one has seen them.
+    is_known: batches can be cut, judging by those seen so far.
 
     >>> layout, lengths = Layout(), torch.tensor([3, 2])
     >>> layout.learn((torch.ones(3, 2), lengths), 2)
@@ -51,7 +51,7 @@ class Layout:
         self._lists: dict[str, bool] = {}  # by path: whether a list has one entry per sample, once it is sure
 
     def learn(self, batch: Any, count: int) -> None:
-        """Look at a whole batch of `count` samples."""
+        """Examine a whole batch of `count` samples."""
         if not self.is_known:
             return
         try:
@@ -65,10 +65,10 @@ class Layout:
             self._axes[path] = axes
 
     def samples(self, batch: Any, count: int) -> Samples:
-        """The samples of a whole batch that was learnt. Where two dimensions were always equally long, nobody knows.
+        """Return the samples of a whole batch that was learnt; unknown where two dimensions were always equally long.
 
         Raises:
-            CannotSplit: it is not clear where they lie.
+            CannotSplit: it is not clear where the samples are.
         """
         self.is_known = self.is_known and not any(len(axes) > 1 for axes in self._axes.values())
         if not self.is_known:
@@ -76,10 +76,10 @@ class Layout:
         return Samples(batch, count, lambda whole, start, stop: self._cut(whole, "batch", start, stop, count))
 
     def _look(self, value: Any, path: str, count: int) -> Iterator[tuple[str, set[int]]]:
-        """The dimensions of each tensor that may count samples.
+        """Yield the dimensions of each tensor that may count samples.
 
         Raises:
-            CannotSplit: there is something in which none does.
+            CannotSplit: a value has no such dimension.
         """
         if is_array(value):
             axes = {axis for axis, length in enumerate(value.shape) if length == count}
@@ -104,7 +104,7 @@ class Layout:
         if lists and not has_entries:
             raise CannotSplit(f"{path} has no entry for each sample any more")
         if lists or not has_entries:
-            self._lists[path] = lists  # else both may be
+            self._lists[path] = lists  # otherwise both are possible
         if lists:
             yield path, {0}
         else:
@@ -112,7 +112,7 @@ class Layout:
 
     def _cut(self, value: Any, path: str, start: int, stop: int, count: int) -> Any:
         if is_array(value):
-            # As dense as the whole one is: programs call view() on it.
+            # As dense as the whole one: programs call view() on it.
             part = value[(slice(None),) * min(self._axes[path]) + (slice(start, stop),)]
             return part.clone() if isinstance(part, Tensor) and _is_dense(value) and not _is_dense(part) else part
         if self._lists.get(path):
@@ -122,7 +122,7 @@ class Layout:
 
 
 def _are_alike(entries: Sequence[Any]) -> bool:
-    """Whether they look like samples, as three images of three channels do, and not like columns."""
+    """Return whether the entries look like samples, as three images of three channels do, and not like columns."""
     kinds = {(entry.dtype, entry.ndim) if isinstance(entry, Tensor) else None for entry in entries}
     return len(entries) > _COLUMNS and len(kinds) == 1 and all(kind and kind[0].is_floating_point for kind in kinds)
 

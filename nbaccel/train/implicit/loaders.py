@@ -1,4 +1,4 @@
-"""Loaders: the hooks by which torch's loaders ask `Passes`, and what can be read off their parts. Runs in ranks."""
+"""Loaders: hooks by which torch's loaders call `Passes`, and facts read from their parts. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ _SHARES = ("num_replicas", "num_processes")
 
 
 class Asked(Protocol):
-    """Who decides what a rank gets of an iterator's batches: `Passes`. Or who only looks on.
+    """Object that torch's loaders call: `Passes`, which decides a rank's share of the batches, or an observer.
 
-    needs_order: batches have to come in the order of their indices.
+    needs_order: batches must come in the order of their indices.
     """
 
     needs_order: bool
 
     def minds(self, iterator: Any) -> bool:
-        """Whether it decides about this iterator."""
+        """Return whether this object decides about `iterator`."""
 
     def before(self) -> None:
-        """Called before an iterator draws what all ranks draw."""
+        """Prepare for an iterator that draws what all ranks draw."""
 
     def begin_pass(self, iterator: Any, loader: Any = None) -> Any:
-        """Called when an iterator begins, or begins anew."""
+        """Begin a pass, when an iterator begins, or begins again."""
 
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        """Return the next index; `real` is torch's way to it."""
+        """Return the next index; `real` is torch's function for it."""
 
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        """Return the next batch; `real` is torch's way to it."""
+        """Return the next batch; `real` is torch's function for it."""
 
 
 def ask(passes: Asked) -> None:
-    """Have torch's loaders ask `passes` from now on, and no other. Again does no harm."""
+    """Make torch's loaders call `passes` from now on, and no other. Calling this again has no effect."""
     hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
     if hooks is None:
         hooks = LoaderHooks(passes)
@@ -60,7 +60,7 @@ def ask(passes: Asked) -> None:
 
 
 class LoaderHooks:
-    """Has torch's iterators ask `passes`. It outlives tasks; an iterator's own state is at the iterator."""
+    """Makes torch's iterators call `passes`. It outlives tasks; an iterator's own state is stored on the iterator."""
 
     def __init__(self, passes: Asked) -> None:
         self.passes = passes
@@ -83,7 +83,7 @@ class LoaderHooks:
             if is_minded:
                 self.passes.before()
                 if self.passes.needs_order and getattr(iterator, "_in_order", None) is False:
-                    iterator._in_order = True  # else the next batch would be another one in each rank
+                    iterator._in_order = True  # otherwise the next batch would differ between ranks
             torchs_reset(iterator, loader, first_iter)
             if is_minded and not first_iter:
                 self.passes.begin_pass(iterator, loader)
@@ -103,8 +103,8 @@ class LoaderHooks:
 
 
 def samples_of_index(index: Any, is_collated: bool) -> int:
-    """Samples that an index stands for; 0 where it is none that can be cut."""
-    if not is_collated:  # then a data set takes what its sampler says; only a list is sure to be one of samples
+    """Return the number of samples of an index; 0 for one that cannot be cut."""
+    if not is_collated:  # then a data set defines its index; only a list is sure to be one of samples
         return len(index) if type(index) is list else 0
     if isinstance(index, tuple) and len({type(each) for each in index}) > 1:
         return 0  # such as (size, indices)
@@ -114,10 +114,10 @@ def samples_of_index(index: Any, is_collated: bool) -> int:
 
 
 def samples_of_batch(batch: Any, known: int, is_collated: bool, batch_size: int | None) -> Samples:
-    """The samples of a batch that is here.  known: how many they are, or 0.
+    """Return the samples of a batch.  known: their number, or 0.
 
     Raises:
-        CannotSplit: it is not sure what is a sample.
+        CannotSplit: it is not sure what a sample is.
     """
     samples = Samples.of(batch)
     if is_collated:
@@ -132,7 +132,7 @@ def samples_of_batch(batch: Any, known: int, is_collated: bool, batch_size: int 
 
 
 def whole_numbers(index: Any) -> list[int]:
-    """What an index says, if that is whole numbers."""
+    """Return the whole numbers in `index`, or an empty list if it has others."""
     try:
         return [*map(operator.index, index)]
     except TypeError:
@@ -140,7 +140,7 @@ def whole_numbers(index: Any) -> list[int]:
 
 
 def shares_out(iterator: Any) -> bool:
-    """Whether samplers, or the data set, give each rank samples of its own already."""
+    """Return whether samplers, or the data set, give each rank samples of its own already."""
     top = iterator._index_sampler
     parts = [top, *(getattr(top, name, None) for name in ("sampler", "batch_sampler"))]
     parts += [getattr(parts[1], "sampler", None), getattr(parts[2], "sampler", None)]
@@ -151,7 +151,7 @@ def shares_out(iterator: Any) -> bool:
 
 
 def nameless(kind: type) -> str:
-    """Return how to call a loader that no variable holds.  kind: the class of its data set.
+    """Return a description of a loader that no variable holds.  kind: the class of its data set.
 
     >>> from torch.utils.data import IterableDataset
     >>> nameless(list), nameless(IterableDataset)

@@ -1,7 +1,7 @@
 """Watch an unmodified loop in the only rank of a run. Runs in ranks.
 
-Nothing is done to it: batches, gradients and steps are torch's. What is seen of them makes the panel's numbers, lets a
-run stop between two steps, and says why its batches are not cut if memory runs out.
+The loop is not changed: batches, gradients and steps are torch's. The observations provide the panel's numbers, let a
+run stop between two steps, and explain why its batches are not cut if memory runs out.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["LoneTraining"]
 
 _PASS = "_nbaccel_lone_pass"
 _TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-"""Modules whose loops say themselves how far they are."""
+"""Modules whose loops report their own progress."""
 
 _DEPTH = 12
-"""Frames between a trainer's step and its backward, and more."""
+"""Frames between a trainer's step and its backward, and some more."""
 
 _OF_A_TRAINER = "a trainer has a loop of its own (give it a smaller batch size, and more gradient accumulation)"
 _LEFT_WHOLE = (
@@ -46,7 +46,7 @@ _LEFT_WHOLE = (
 
 
 class _Pass:
-    """One iteration over a loader.  key: passes with an equal one do the same."""
+    """One iteration over a loader.  key: passes with an equal key do the same."""
 
     def __init__(self, task: object, key: Any, batch_size: int | None, gauge: PassGauge, may_train: bool) -> None:
         self.task = task
@@ -56,7 +56,7 @@ class _Pass:
         self.may_train = may_train
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
-        """An iterator that travels leaves this behind."""
+        """Return a plain object, since a pickled iterator needs no pass."""
         return object, ()
 
 
@@ -78,13 +78,13 @@ class LoneTraining:
         self._batches = self._backwards = 0
         self._epochs: Counter[Any] = Counter()  # passes that have trained, by key
         self._gauges: dict[Any, PassGauge] = {}  # of the last pass, by key
-        self._now: _Pass | None = None  # the pass that a batch came of last
+        self._now: _Pass | None = None  # the pass that the last batch came from
         self._drawn: Any = None  # the iterator whose batch is being made
 
     # -- the task
 
     def begin(self, namespace: dict[str, Any] | None) -> None:
-        """A task begins."""
+        """Begin a task."""
         self._leave()
         self._steps.begin()
         self._begin()
@@ -97,16 +97,16 @@ class LoneTraining:
         count_steps_by(lambda: self._steps.under_way)
 
     def end(self) -> None:
-        """The task came to its own end."""
+        """End a task whose program has ended."""
         self._leave()
 
     def stop(self) -> None:
-        """The task ended otherwise."""
+        """End a task that ended in another way; never raises."""
         with suppress(Exception):
             self._leave()
 
     def keeps(self, tensors: Sequence[Any]) -> bool:
-        """There is one rank, which is equal to itself."""
+        """Return True during a task, since a single rank is equal to itself."""
         return self._is_armed
 
     def is_of_batch(self, tensors: Sequence[Any]) -> bool:
@@ -114,21 +114,21 @@ class LoneTraining:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether something was trained in this task."""
+        """True if something was trained in this task."""
         return self._backwards > 0
 
     def explain(self) -> str:
         return ""
 
     def _begin_anew(self) -> None:
-        """Another attempt of the program."""
+        """Begin another attempt of the program."""
         if self._is_armed:
             self._close_gauges()
             self._begin()
             self._steps.begin_anew()
 
     def _leave(self) -> None:
-        """The task is over, or the program prepares by itself, or a trainer reports in its place."""
+        """Stop watching: the task is over, the program prepares by itself, or a trainer reports instead."""
         if not self._is_armed:
             return
         self._is_armed = False
@@ -148,7 +148,7 @@ class LoneTraining:
     # -- backwards and steps
 
     def _run(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """What ``torch.autograd.backward`` and ``grad`` call; only the former trains."""
+        """Run a graph backwards for ``torch.autograd.backward`` and ``grad``; only the former trains."""
         is_here = threading.get_ident() == self._thread and torch._C._functorch.maybe_current_level() is None
         if not (is_here and self._is_armed and kwargs.get("accumulate_grad", False)):
             return real(outputs, *args, **kwargs)
@@ -165,7 +165,7 @@ class LoneTraining:
         return found
 
     def _is_of_a_trainer(self) -> bool:
-        """Whether a library's trainer runs this backward. Asked at the first one of a pass."""
+        """Return whether a library's trainer runs this backward. Called at the first one of a pass."""
         if self._backwards and (self._now is None or self._now.gauge.has_trained):
             return False
         frame, depth = sys._getframe(2), 0
@@ -176,7 +176,7 @@ class LoneTraining:
         return False
 
     def _meet_optimizers(self) -> None:
-        """Find what will step, where a second backward comes before the first step: then batches are accumulated."""
+        """Find the optimizers where a second backward comes before the first step: then batches are accumulated."""
         if not self._steps.taken:
             for each in gc.get_objects():
                 if issubclass(type(each), Optimizer):
@@ -199,15 +199,15 @@ class LoneTraining:
     def _after_step(self, *_: Any) -> None:
         self._steps.end_step()
 
-    # -- what loaders ask
+    # -- what loaders call
 
     def minds(self, iterator: Any) -> bool:
-        """Not within another loader's batch, nor in another thread."""
+        """Return whether to watch `iterator`: not within another loader's batch, nor in another thread."""
         is_here = self._is_armed and threading.get_ident() == self._thread
         return is_here and (self._drawn is None or self._drawn is iterator)
 
     def before(self) -> None:
-        """What is drawn is torch's business."""
+        """Do nothing: torch alone draws here."""
 
     def begin_pass(self, iterator: Any, loader: Any = None) -> _Pass:
         sampler, kind = iterator._index_sampler, type(iterator._dataset)
@@ -254,7 +254,7 @@ class LoneTraining:
 
 
 def _loss_of(outputs: Any) -> Tensor | None:
-    """What a backward began with, if that is one number; without the factor of a scaler."""
+    """Return the root of a backward, if it is one number, without the factor of a scaler."""
     if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].numel() != 1:
         return None
     root: Tensor = outputs[0]

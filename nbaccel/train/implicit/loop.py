@@ -1,8 +1,8 @@
 """Train an unmodified loop on all ranks: its gradients are averaged, and its batches split. Runs in ranks.
 
-``ImplicitTraining`` is what `setup_rank` makes in a world larger than one. It decides by what a program does: a
+`setup_rank` makes an ``ImplicitTraining`` in a world larger than one. It decides by what a program does: a
 backward that adds gradients to parameters trains, and its batches are split from then on; a pass without one stays
-whole. As soon as the program prepares by itself, it leaves all to that.
+whole. As soon as the program prepares by itself, the loop is left unmodified.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from nbaccel.world import World
 __all__ = ["ImplicitTraining"]
 
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
-"""Errors that a number of samples may cause; the others of them speak of these."""
+"""Errors that a number of samples may cause; some of them only with a text that mentions shapes."""
 
 _SHAPES = re.compile(r"size|shape|dimension|broadcast|mismatch|unpack|expected", re.IGNORECASE)
 
 _OURS = (CannotCut, NotPrepared, RunStopped)
-"""Errors that say it themselves."""
+"""Errors that explain the cause themselves."""
 
 _OF_GRADIENTS = (TypeError, AttributeError, RuntimeError, AssertionError)
 """Errors that a gradient which is None may cause."""
 
 
 class ImplicitTraining:
-    """Keeps one training together in all ranks, in each of them one; a launcher calls it around a task.
+    """Keeps one training equal in all ranks, with one object per rank; a launcher calls it around a task.
 
-    world: this rank's.  settings: `batches` is used, "split" or "each", and `split`, the parts of a batch.
+    world: this rank's.  settings: `batches`, "split" or "each", and `split`, the parts of a batch, are used.
 
     Raises:
-        NotPrepared: from within a backward, in all ranks: they do not train one model any more.
+            NotPrepared: from within a backward, in all ranks: they do not train one model any more.
     """
 
     def __init__(self, world: World, settings: RunSettings) -> None:
@@ -61,7 +61,7 @@ class ImplicitTraining:
         self._mode = settings.batches or SPLIT
         self._notices = Notices(world)
         self._parts = settings.split or 1
-        self._order_seed = None if settings.seeds_alike else settings.seed  # else ranks are seeded apart
+        self._order_seed = None if settings.seeds_alike else settings.seed  # otherwise ranks are seeded differently
         self._passes = Passes(
             world.rank,
             world.world_size,
@@ -95,14 +95,14 @@ class ImplicitTraining:
     # -- the task
 
     def begin(self, namespace: dict[str, Any] | None) -> None:
-        """A task begins: its backwards are averaged from now on.  namespace: its globals, if it is a cell."""
+        """Begin a task: its backwards are averaged from now on.  namespace: its globals, if it is a cell."""
         self._disarm()
         self._averaging.begin()
         self._steps.begin()
         self._notices.begin(namespace)
         self._passes.install()
         self._passes.begin(self._mode, self._parts, self._order_seed)
-        self._order_seed = None  # ranks that stay go on with common numbers
+        self._order_seed = None  # persistent ranks continue with common numbers
         self._withholding.begin()
         watch_scalers(self._withholds)
         self._hooks.install()
@@ -113,10 +113,10 @@ class ImplicitTraining:
         count_steps_by(lambda: self._steps.under_way)
 
     def end(self) -> None:
-        """The program is over: let the ranks end with equal weights.
+        """End a task whose program is over: make the ranks end with equal weights.
 
         Raises:
-            NotPrepared: the ranks trained apart.
+            NotPrepared: the ranks trained different models.
         """
         if not self._is_armed:
             return
@@ -131,7 +131,7 @@ class ImplicitTraining:
             self._leave()
 
     def stop(self) -> None:
-        """The task ended otherwise. Waits for nobody, and never raises."""
+        """End a task that ended in another way. Waits for no rank, and never raises."""
         with suppress(Exception):
             error = sys.exc_info()[1]
             if self._withholding.is_used and isinstance(error, _OF_GRADIENTS) and not isinstance(error, _OURS):
@@ -144,28 +144,28 @@ class ImplicitTraining:
             self._leave()
 
     def keeps(self, tensors: Sequence[Any]) -> bool:
-        """Whether it keeps all of them equal in all ranks."""
+        """Return whether this training keeps all of `tensors` equal in all ranks."""
         models = self._averaging.models
         if not self._is_armed:
             return False
         return models.knows(tensors) or (self._passes.batches > 0 and models.has_met(tensors))
 
     def is_of_batch(self, tensors: Sequence[Any]) -> bool:
-        """Whether the program made them for one batch, so that ranks have other ones by right."""
+        """Return whether the program made `tensors` for one batch, so that ranks rightly have different ones."""
         return self._passes.batches > 0 and self._averaging.models.is_of_batch(tensors)
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it has trained something in this task."""
+        """True if it has trained something in this task."""
         return self._averaging.meetings > 0
 
     @property
     def has_split(self) -> bool:
-        """Whether batches were split in this task."""
+        """True if batches were split in this task."""
         return self._passes.has_split
 
     def explain(self) -> str:
-        """Why it does not keep together what ranks train apart; empty where there is nothing to say."""
+        """Return why it does not keep equal what ranks train separately; empty if there is no reason."""
         return self._notices.explain()
 
     # -- parts of it
@@ -183,7 +183,7 @@ class ImplicitTraining:
             self._steps.note(optimizer)
 
     def _withholds(self, optimizer: Any, closure: Any = None) -> bool:
-        """Whether a step waits for the last part of its batch; without an optimizer, whether such a part is to come."""
+        """Return whether a step waits for its batch's last part; without `optimizer`, whether that part is to come."""
         if optimizer is None or not self._is_armed:
             return self._is_armed and self._withholding.is_on
         self._steps.meet(optimizer)
@@ -198,14 +198,14 @@ class ImplicitTraining:
         self._passes.report_anew()
 
     def _report(self, loss: float | None) -> None:
-        """A backward was averaged."""
+        """Report a backward that was averaged."""
         if loss is not None:
             emit(Loss(loss, self._steps.count))
         if not self._passes.batches:
             self._notices.note_no_loader()
 
     def _finish(self, taken: Sequence[float]) -> None:
-        """Let all ranks end with the same.  taken: the optimizer steps of each."""
+        """Make all ranks end with the same weights.  taken: the optimizer steps of each."""
         if len(set(taken)) > 1:
             self._notices.note_uneven(taken)
             self._averaging.broadcast(taken.index(max(taken)))
@@ -216,7 +216,7 @@ class ImplicitTraining:
         self._averaging.broadcast(0, [*parameters, *buffers])
 
     def _begin_anew(self) -> None:
-        """Another attempt of the program: ranks may have failed at different places."""
+        """Begin another attempt of the program: ranks may have failed at different places."""
         if self._is_armed:
             self._averaging.begin()
             self._passes.begin(self._mode, self._parts)
@@ -224,7 +224,7 @@ class ImplicitTraining:
             self._steps.begin_anew()
 
     def _step_back(self) -> None:
-        """The program prepares by itself."""
+        """Leave the loop unmodified, since the program prepares by itself."""
         self._passes.step_back()
         self._disarm()
 
@@ -247,7 +247,7 @@ class ImplicitTraining:
 
 
 class _GivenHook:
-    """Tells of the tensors that optimizers are given, until it is removed."""
+    """Reports the tensors that optimizers are given, until it is removed."""
 
     def __init__(self, on_given: Callable[[list[Tensor]], None]) -> None:
         self._real: Any = torch.optim.Optimizer.add_param_group
@@ -265,11 +265,11 @@ class _GivenHook:
 
 
 def _is_of_shapes(error: BaseException) -> bool:
-    """Whether a number of samples may have caused it."""
+    """Return whether a number of samples may have caused `error`."""
     is_known = isinstance(error, _OF_SHAPES) and not isinstance(error, _OURS)
     return is_known and (isinstance(error, (IndexError, AssertionError)) or bool(_SHAPES.search(str(error))))
 
 
 def _collectives() -> Collectives:
-    """The ranks' way to talk; they form the process group together where there is none."""
+    """Return the ranks' collectives; the ranks form the process group together where there is none."""
     return process_group.talk or PartialState().collectives

@@ -1,7 +1,8 @@
-"""Models: the tensors that a program trains, numbered alike in all ranks. Runs in ranks.
+"""Models: the tensors that a program trains, with the same numbers in all ranks. Runs in ranks.
 
-A leaf that a backward reaches for the first time is registered with all of the model that holds it: its parameters and
-its buffers, and what optimizers keep for them. Rank 0's values count from then on. Nothing registered is kept alive.
+A leaf that a backward reaches for the first time is registered with all of the model that holds it: its parameters,
+its buffers, and the optimizers' state for them. Rank 0's values are used from then on. No reference keeps a
+registered tensor alive.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nbaccel.train.talk.collectives import Collectives
 __all__ = ["Item", "Model", "Models", "sums_of"]
 
 _KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
-"""Classes of models that average gradients by themselves."""
+"""Classes of models that average gradients themselves."""
 
 _MOST_PARTS = 1000
 _MOST_NAMES = 10_000
@@ -38,20 +39,20 @@ _MOST_LOOKED_AT = 50_000
 _DEPTH = 5
 _EMPTY = CellType()
 _OFTEN_ALIKE = 4
-"""Averages in a row that change nothing: then every rank writes the same, as the average of a model's weights is."""
+"""Averages in a row that change nothing: every rank then writes the same, as for the average of a model's weights."""
 
 _ROUNDING = 1e-6
 
 
 @dataclass(slots=True)
 class Item:
-    """One tensor that is alike in all ranks.
+    """One tensor that is equal in all ranks.
 
-    is_buffer: nothing reaches it backwards.  holder: its layer, and its name there, by which one finds what a forward
-    has assigned anew.  kind: its shape, dtype and device.  version: when it was last averaged.
+    is_buffer: no backward reaches it.  holder: its layer, and its name there, to find what a forward has assigned
+    to that name.  kind: its shape, dtype and device.  version: when it was last averaged.
     norm: the layer whose statistics it is.  is_sparse: its gradient is, by its layer's `sparse`.
-    sums: by which its values showed when they were last looked at.  is_written: they have changed without a count, as
-    by `.data`.  alike: how often in a row they were the same in other ranks then.
+    sums: checksums of its values when they were last read.  is_written: they have changed without a new version, as
+    by `.data`.  alike: how often in a row they were equal to those of other ranks then.
     """
 
     tensor_of: weakref.ref[Tensor]
@@ -74,7 +75,7 @@ class Item:
         return found
 
     def assigned(self) -> Tensor | None:
-        """What its layer has under its name now, if that is another tensor of the same kind."""
+        """Return the tensor that its layer now has under its name, if that is another one of the same kind."""
         if self.holder is None or (module := self.holder[0]()) is None:
             return None
         name = self.holder[1]
@@ -85,12 +86,12 @@ class Item:
 
     @property
     def name(self) -> str:
-        """Of what a layer holds, as a person may find it."""
+        """The name of a tensor of a layer, as a person may find it."""
         module = None if self.holder is None else self.holder[0]()
         return "a buffer" if module is None or self.holder is None else f"{type(module).__name__}.{self.holder[1]}"
 
     def has_changed(self) -> bool:
-        """Of a buffer: whether a forward has written into it. Normalising does so without counting it."""
+        """Return whether a forward has written into this buffer. Normalisation does so without a new version."""
         tensor = self.tensor
         if tensor is None:
             return False
@@ -102,7 +103,7 @@ class Item:
         return tensor is not self.tensor_of() or tensor._version != self.version
 
     def note(self, tensor: Tensor, value: Tensor) -> None:
-        """It gets `value`, that of all ranks."""
+        """Set the tensor to `value`, that of all ranks."""
         if self.is_written:
             self.alike = self.alike + 1 if torch.allclose(tensor, value, rtol=_ROUNDING, atol=0, equal_nan=True) else 0
         tensor.data.copy_(value)
@@ -113,7 +114,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What was registered together.  name: its class, or "tensors".  parameters: numbers in what is trained of it."""
+    """Tensors that were registered together.  name: the class, or "tensors".  parameters: numbers that are trained."""
 
     name: str
     parameters: int
@@ -132,14 +133,14 @@ class Models:
         self.models: list[Model] = []
         self._on_leaf = on_leaf
         self._number: dict[int, int] = {}
-        self._met: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # leaves of no model: at which batch they were first
+        self._met: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # leaves of no model: at which batch they came first
         self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # to an optimizer: after how many batches
         self.reached: set[int] = set()  # numbers of parameters that have got a gradient, from this rank or another
         self._handles: list[Any] = []
         self._around: _Around | None = None
 
     def forget(self) -> None:
-        """A task begins."""
+        """Begin a task: forget all tensors."""
         for handle in self._handles:
             handle.remove()
         self.__init__(self._on_leaf)  # type: ignore[misc]
@@ -151,23 +152,23 @@ class Models:
         return all(id(tensor) in self._number for tensor in tensors)
 
     def has_met(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether they are known, or will be when they come back with another batch."""
+        """Return whether `tensors` are known, or will be when they return with another batch."""
         return all(id(tensor) in self._number or id(tensor) in self._met for tensor in tensors)
 
     def alive(self, kind: str = "all") -> Iterator[tuple[int, Tensor]]:
-        """The known tensors by number.  kind: "all", "parameters" or "buffers"."""
+        """Yield the known tensors by number.  kind: "all", "parameters" or "buffers"."""
         for number, item in enumerate(self.items):
             tensor = item.tensor
             if tensor is not None and (kind == "all" or item.is_buffer is (kind == "buffers")):
                 yield number, tensor
 
     def is_training(self) -> bool:
-        """Whether one of the known models is in training mode; True where none is known."""
+        """Return whether one of the known models is in training mode; True where none is known."""
         roots = [root for model in self.models if model.root_of is not None and (root := model.root_of()) is not None]
         return not roots or any(root.training for root in roots)
 
     def batch_norms(self) -> list[str]:
-        """Layers of the known models that compute with the statistics of a batch, by name."""
+        """Return the names of layers of the known models that compute with the statistics of a batch."""
         roots = [root for model in self.models if model.root_of is not None and (root := model.root_of()) is not None]
         return [
             name
@@ -177,12 +178,12 @@ class Models:
         ]
 
     def changed_buffers(self, reached: Collection[int]) -> list[int]:
-        """Numbers of the buffers that a forward has changed.
+        """Return the numbers of the buffers that a forward has changed.
 
-        A parameter that a forward assigns anew and no backward reaches, as a codebook that follows its samples does,
+        A parameter that a forward assigns again and no backward reaches, such as a codebook that follows its samples,
         is a buffer from then on.
 
-        reached: numbers of what a backward is about to reach.
+        reached: numbers of the leaves that a backward is about to reach.
         """
         leaves = set(reached)
         changed = []
@@ -197,7 +198,7 @@ class Models:
         return changed
 
     def look_at_values(self) -> None:
-        """Find what a forward has written past its version; a parameter of that kind is a buffer from then on.
+        """Find tensors that a forward has written without a new version; such a parameter is a buffer from then on.
 
         Frozen parameters are left out: there may be very many of them.
         """
@@ -216,14 +217,15 @@ class Models:
     def sort(
         self, leaves: Sequence[Tensor], batch: int, sizes: Collection[int], by_holders: bool = False
     ) -> tuple[list[int], list[Tensor]]:
-        """The numbers of those of `leaves` that are known, and those that are to be registered.
+        """Return the numbers of those of `leaves` that are known, and those that must be registered.
 
-        A parameter that an optimizer or a model holds is trained. Other leaves are once they are met with another
-        batch than the one that they came with: a batch that wants a gradient itself never is, nor what is optimized
+        A parameter that an optimizer or a model holds is trained. Other leaves are trained once they are met with
+        another
+        batch than their first: a batch that itself requires a gradient never is, nor what is optimized
         for one batch alone, such as the latents of its samples, which an optimizer is given after the batch has come.
 
-        batch: how many batches were handed out.  sizes: of the one in hand in all ranks, where each has a part of it.
-        by_holders: look also for optimizers that hold plain tensors, for whom another batch may be too late.
+        batch: how many batches were handed out.  sizes: of the current one in all ranks, where each has a part of it.
+        by_holders: look also for optimizers that hold plain tensors, for which another batch may be too late.
         """
         self._around = None
         known, new = [], []
@@ -244,16 +246,16 @@ class Models:
         return known, [leaf for leaf in new if id(leaf) in trained or self._comes_back(leaf, batch, sizes)]
 
     def note_given(self, tensors: Iterable[Tensor], batch: int) -> None:
-        """An optimizer is given `tensors` to train, when so many batches were handed out."""
+        """Record that an optimizer is given `tensors` to train, after `batch` batches were handed out."""
         self._given.update((id(each), (weakref.ref(each), batch)) for each in tensors)
 
     def _given_at(self, leaf: Tensor) -> int | None:
-        """After how many batches of this task an optimizer has got `leaf`; None if none has."""
+        """Return after how many batches of this task an optimizer was given `leaf`; None if none was."""
         found = self._given.get(id(leaf))
         return found[1] if found is not None and found[0]() is leaf else None
 
     def is_of_batch(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether each of them was met with one batch and with no other, and is not known."""
+        """Return whether each of `tensors` was met with one batch and with no other, and is not known."""
         met = [self._met.get(id(each)) for each in tensors if id(each) not in self._number]
         is_met = [found is not None and found[0]() is each for found, each in zip(met, tensors, strict=False)]
         return 0 < len(tensors) == len(met) and all(is_met)
@@ -262,11 +264,11 @@ class Models:
         met = self._met.get(id(leaf))
         if met is None or met[0]() is not leaf:
             self._met[id(leaf)] = weakref.ref(leaf), batch
-            return bool(sizes) and (not leaf.ndim or leaf.shape[0] not in sizes)  # a weight of its own, met late
+            return bool(sizes) and (not leaf.ndim or leaf.shape[0] not in sizes)  # a weight of the program, met late
         return met[1] != batch
 
     def are_kept_together(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether the program has prepared some of `leaves` by itself: DDP, FSDP, DeepSpeed, sharded tensors."""
+        """Return whether the program itself has prepared some of `leaves`: DDP, FSDP, DeepSpeed, sharded tensors."""
         if any(type(leaf).__name__ == "DTensor" for leaf in leaves):
             return True
         ids = {id(leaf) for leaf in leaves}
@@ -277,15 +279,15 @@ class Models:
         )
 
     def _surroundings(self) -> _Around:
-        """What lives here; looked for once for each backward with new leaves."""
+        """Return the models and optimizers here; searched once for each backward with new leaves."""
         if self._around is None:
             self._around = _Around()
         return self._around
 
     def register(self, new: Sequence[Tensor], collectives: Collectives) -> bool:
-        """Number `new`, and what belongs to it, alike in all ranks. Collective: all ranks, also those without new ones.
+        """Number `new`, and related tensors, equally in all ranks. Collective: all ranks, also those without new ones.
 
-        Returns whether this rank had rank 0's values before.
+        Return whether this rank had rank 0's values before.
 
         Raises:
             NotPrepared: ranks began to train different models in the same backward.
@@ -316,7 +318,7 @@ class Models:
             about.sums = sums
         for family in found:
             self._add(family)
-        self._around = None  # it holds models, which may be let go of
+        self._around = None  # it holds models, which may be dropped
         return bool(torch.equal(mine, rows[0]))
 
     def _add(self, family: _Family) -> None:
@@ -350,12 +352,12 @@ class Models:
         def completed(leaf: Tensor) -> None:
             report(number, leaf)
 
-        if tensor.requires_grad:  # else it is frozen, and hooked when a backward reaches it
+        if tensor.requires_grad:  # otherwise it is frozen, and hooked when a backward reaches it
             self.items[number].is_hooked = True
             self._handles.append(tensor.register_post_accumulate_grad_hook(completed))
 
     def trained_by_optimizers(self) -> list[Tensor]:
-        """What optimizers hold and is not known yet: a backward inside of a backward may reach it."""
+        """Return tensors of optimizers that are not known yet: a backward inside of a backward may reach them."""
         return [
             parameter
             for optimizer in self._surroundings().optimizers
@@ -365,7 +367,7 @@ class Models:
         ]
 
     def _families(self, new: Sequence[Tensor] | None) -> list[_Family]:
-        """The models that hold `new`, whole, and what no model holds; None: all models that are not known yet."""
+        """Return the models that hold `new`, whole, and what no model holds; for None all models not known yet."""
         families: list[_Family] = []
         taken: set[int] = set(self._number)
         wanted = None if new is None else {id(leaf) for leaf in new}
@@ -397,7 +399,7 @@ class _Family:
 
 
 class _Gone:
-    """What stands for a tensor that is not referred to yet."""
+    """Placeholder for a tensor before it is referred to."""
 
 
 _nowhere: Any = weakref.ref(_Gone())
@@ -408,12 +410,12 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
-    """Each parameter and floating buffer of `root` once; lazy ones are not there yet."""
+    """Yield each parameter and floating-point buffer of `root` once; lazy ones do not exist yet."""
     seen: set[int] = set()
     for module in root.modules():
         is_sparse = bool(getattr(module, "sparse", False))
         norm: weakref.ref[Module] | None = weakref.ref(module) if isinstance(module, _NormBase) else None
-        for name, parameter in list(module._parameters.items()):  # programs have a `parameters()` of their own
+        for name, parameter in list(module._parameters.items()):  # some programs define their own `parameters()`
             if parameter is None or id(parameter) in seen or torch.nn.parameter.is_lazy(parameter):
                 continue
             seen.add(id(parameter))
@@ -434,12 +436,12 @@ def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
 
 
 class _Around:
-    """The models and the optimizers that live in this process, as far as the program can reach them."""
+    """The models and the optimizers in this process, as far as the program can reach them."""
 
     def __init__(self) -> None:
         self._modules: dict[int, Module] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._take(gc.get_objects())  # what was made here; what a fork came with is frozen, and not listed
+        self._take(gc.get_objects())  # objects made here; those from before a fork are frozen, and not listed
         self._search()
         self.modules, self.optimizers = list(self._modules.values()), list(self._optimizers.values())
 
@@ -450,13 +452,13 @@ class _Around:
         for each in objects:
             kind = type(each)
             if kind in modules:
-                if "_modules" in vars(each):  # else its constructor has raised
+                if "_modules" in vars(each):  # otherwise its constructor has raised
                     self._modules[id(each)] = each
             elif kind in optimizers and "param_groups" in vars(each):
                 self._optimizers[id(each)] = each
 
     def _search(self) -> None:
-        """Look through what the program's frames name; to look at all that a fork came with would copy its pages."""
+        """Search what the program's frames refer to; reading all objects from before a fork would copy their pages."""
         waiting: deque[tuple[Any, int]] = deque()
         for frame in users_frames(_MOST_FRAMES):
             waiting += [(names, 0) for names in (variables_of(frame), frame.f_globals)]
@@ -475,12 +477,12 @@ class _Around:
                 waiting += [(part, depth + 1) for part in _inside(value, kind)]
 
     def roots(self) -> list[Module]:
-        """Modules that no other module holds."""
+        """Return modules that no other module holds."""
         inner = {id(child) for module in self.modules for child in module._modules.values() if child is not None}
         return [module for module in self.modules if id(module) not in inner]
 
     def held_by_optimizers(self) -> set[int]:
-        """Ids of tensors that optimizers hold."""
+        """Return the ids of tensors that optimizers hold."""
         return {
             id(parameter)
             for optimizer in self.optimizers
@@ -489,7 +491,7 @@ class _Around:
         }
 
     def held_by_models(self) -> set[int]:
-        """Ids of tensors that models hold."""
+        """Return the ids of tensors that models hold."""
         found: set[int] = set()
         for module in self.modules:
             found.update(map(id, module._parameters.values()))
@@ -498,7 +500,7 @@ class _Around:
 
 
 def _inside(value: Any, kind: type) -> list[Any]:
-    """What a container or an object holds; nothing of large ones, and of what cannot hold a model."""
+    """Return what a container or an object holds; nothing of large ones, and of those that cannot hold a model."""
     if kind in (list, tuple, set, frozenset):
         parts = list(value) if len(value) <= _MOST_PARTS else []
     elif issubclass(kind, dict):  # other mappings may read a file for each value, and fail: h5py, IPython's `db`
@@ -518,7 +520,7 @@ def _inside(value: Any, kind: type) -> list[Any]:
 
 
 def _parts(value: Any) -> list[Tensor]:
-    """Tensors in an attribute of a module."""
+    """Return the tensors in an attribute of a module."""
     parts = value[:_MOST_PARTS] if type(value) in (list, tuple) else (value,)
     return [part for part in parts if isinstance(part, Tensor)]
 
@@ -526,7 +528,7 @@ def _parts(value: Any) -> list[Tensor]:
 def _share_states(
     tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], collectives: Collectives
 ) -> None:
-    """Give all ranks what rank 0's optimizers keep for `tensors`."""
+    """Copy the state of rank 0's optimizers for `tensors` to all ranks."""
     ids = {id(tensor) for tensor in tensors}
     states = [
         [
@@ -550,7 +552,7 @@ def _pairs(numbers: Sequence[float]) -> list[tuple[float, ...]]:
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[float]:
-    """Two numbers for each tensor, by which other values show; what is not finite is 0. Copies none of them."""
+    """Return two checksums for each tensor, which differ for other values; 0 for non-finite ones. Copies none."""
     found: list[Tensor | float] = []
     for tensor in tensors:
         values = tensor.detach()

@@ -1,4 +1,4 @@
-"""Notices: what is done to an unmodified loop, said before its first step, once. Runs in ranks; rank 0 speaks."""
+"""Notices: print once, before the first step, how an unmodified loop is changed. Runs in ranks; rank 0 prints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Notices"]
 
 
 class Notices:
-    """Collects what is known of a task's loop, and says it."""
+    """Collects facts about a task's loop, and prints them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.begin(None)
 
     def begin(self, namespace: dict[str, Any] | None) -> None:
-        """A task begins.  namespace: the cell's names."""
+        """Begin a task.  namespace: the cell's names."""
         self._namespace = namespace or {}
         self._said: set[str] = set()
         self._models = ""
@@ -29,13 +29,13 @@ class Notices:
         self._whole = ""
 
     def note_models(self, models: Sequence[Model]) -> None:
-        """These are averaged from now on."""
+        """Note the models that are averaged from now on."""
         named = [f"{self._name_of(model)} ({_amount(model.parameters)})" for model in models]
         self._models = f"gradients of {' and '.join(named)} averaged"
         self._has_batch_norm = any(model.has_batch_norm for model in models)
 
     def note_split(self, split: Split) -> None:
-        """It is known what becomes of a loader's batches."""
+        """Print the decision on a loader's batches."""
         ranks = self._world.world_size
         if not split.is_split:
             self._whole = split.why
@@ -63,25 +63,25 @@ class Notices:
         )
 
     def note_parts_shown(self) -> None:
-        """A loss whose terms count differently keeps the value that it has here."""
+        """Print that a loss whose terms count differently keeps the value that it has here."""
         self._say("the loss has terms that count differently in parts of a batch: what is shown of it is rank 0's part")
 
     def note_buffers(self, names: str) -> None:
-        """A forward has left other values in a buffer than in other ranks."""
+        """Print that a forward has left other values in a buffer than in other ranks."""
         self._say(
             f"{names}: a forward changes it by what its batch is, and it is the ranks' average now: right for a mean "
             "over samples, not for a count or a sum. --batches each or -n 1 where that matters"
         )
 
     def note_drawn(self) -> None:
-        """The loop draws from NumPy or Python's random while it has a part of a batch."""
+        """Print that the loop draws from NumPy or Python's random while it has a part of a batch."""
         self._say(
             "what the loop draws from NumPy or random is the same in all ranks: right for decisions; noise for its "
             "samples is that of each other rank's samples, too. torch's numbers differ between ranks"
         )
 
     def note_lengths(self) -> None:
-        """Sizes below the loss differ between ranks, beside those of the batch."""
+        """Print that sizes below the loss differ between ranks, beside those of the batch."""
         self._say(
             "sizes below the loss differ between ranks, by what their samples are, as where a model pads to the "
             "longest of its part (pad_packed_sequence without total_length): right where padding is masked or ignored. "
@@ -89,21 +89,21 @@ class Notices:
         )
 
     def note_compiled(self) -> None:
-        """Parts of a batch went through what is compiled."""
+        """Print that parts of a batch went through a compiled model."""
         self._say(
             "a compiled model cannot be looked into: where it computes with its batch as a whole (a mean over it, "
             "samples beside each other), it has a part of it. --batches each gives ranks whole batches"
         )
 
     def note_no_loader(self) -> None:
-        """Trained without a loader."""
+        """Print that the loop trained without a loader."""
         self._say(
             f"no loader hands out batches: each of {self._world.world_size} ranks does all steps, the same work unless "
             "it draws its data at random. -n 1 does it once"
         )
 
     def note_same_work(self, is_stepped: bool) -> None:
-        """The task is over, and no batch was split.  is_stepped: an optimizer has stepped."""
+        """Print, at the end of a task, that no batch was split.  is_stepped: an optimizer has stepped."""
         if not self._said:
             why = "" if is_stepped else ": it computes gradients, and trains nothing"
             self._say(

@@ -1,8 +1,8 @@
-"""Passes: which samples of an unmodified loop's loaders this rank gets. Runs in ranks.
+"""Passes: decide which samples of an unmodified loop's loaders this rank gets. Runs in ranks.
 
 A pass, one iteration over a loader, begins whole: every rank gets the same batches. Once a backward has followed, each
 rank gets its part of every batch; a later pass that begins in the same place is split from its first batch. Evaluations
-have no backwards, so they stay whole. Ranks decide alike without a word, by the order of the program's own events.
+have no backwards, so they stay whole. Ranks decide alike without communication, by the order of the program's events.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ __all__ = ["Passes"]
 
 _PASS = "_nbaccel_pass"
 _REMEMBERED = 64
-"""Of the batches of one pass that no backward was of yet; what only evaluates takes thousands."""
+"""Limit of the batches of one pass without a backward that are kept; an evaluation takes thousands."""
 
 _SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
 _SEES_PART = "its collate_fn is given a part of each batch; what it pads, if it does, is as long as that part wants it"
 
 _LOOKS = 8
-"""Parts after which one looks whether the loop draws from NumPy or Python's random, at 0.1 ms each."""
+"""Parts after which to check whether the loop draws from NumPy or Python's random, at 0.1 ms each."""
 
 _EXACT = 2**52 - 1
-"""Numbers up to here are exact in a float, as ranks tell them."""
+"""Integers up to this one are exact in a float, in which ranks send them."""
 
 _UNEVEN = 2
-"""So many batches of each loop are cut unevenly where they could be cut evenly: what a loss is divided by shows whether
-it goes with the samples then, since it differs between the ranks. No later ones: a program may take batches of two
-loaders together, and their parts have to be equally long where one of them begins anew. No part of one sample comes of
-it, of which batch norm can make nothing, and where a batch comes in several parts none that is longer than the others
-will be, for which memory may not suffice."""
+"""Number of batches of each loop that are cut unevenly where they could be cut evenly: a divisor of the loss that
+depends on the samples then differs between the ranks. Later ones are even: a program may take batches of two
+loaders together, and their parts must be equally long where one of them begins again. No part of one sample results
+from it, which batch norm could not use, and where a batch comes in several parts none that is longer than the later
+ones, for which memory may not suffice."""
 
 _LOOKED_AT = (
     "a batch of it was taken and not trained on; since whole ones do not fit, it was a part, another one in each rank"
@@ -68,14 +68,14 @@ _LOOKED_AT = (
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One iteration over a loader, as far as it has come. It holds neither.
+    """One iteration over a loader, as far as it has come. It holds neither of them.
 
-    key: passes with an equal one do the same.  is_map: batches are made of indices.  is_collated: of several samples.
+    key: passes with an equal key do the same.  is_map: batches are made of indices.  is_collated: of several samples.
     layout: of batches that a function of the program's own makes.  loop: what was reported of it, and when.
     lead: batches that were taken before the first backward, once known.  ahead: of them, how many the program takes
     before it needs them.  labels: of batches that were drawn, and are not handed out yet.  indices, rest: further parts
-    of the batch that came last, to be fetched or cut from it.  first: what to begin anew with.
-    record: what its backwards were about.
+    of the last batch, to be fetched or cut from it.  first: the batches with which to begin again.
+    record: the batches of its backwards.
     """
 
     task: object
@@ -105,7 +105,7 @@ class _Pass:
     record: list[Handed] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """An iterator that travels leaves this behind."""
+        """Return an empty placeholder, since a pickled iterator needs no pass."""
         return _nothing, ()
 
     @property
@@ -114,29 +114,29 @@ class _Pass:
 
     @property
     def cuts_indices(self) -> bool:
-        """Whether a rank fetches only its samples; else a batch is cut after it was made."""
+        """True if a rank fetches only its samples; otherwise a batch is cut after it was made."""
         return self.is_map and not (self.layout is not None and self.layout.is_known)
 
 
 _Taken = dict[_Pass, deque[Label]]
-"""Batches that were handed out, by pass, in the order of each one's last."""
+"""Batches that were handed out, by pass, in the order of each pass's last one."""
 
 
 class Passes:
-    """Gives this rank its part of each batch that is trained on, and whole batches where nothing is.
+    """Gives this rank its part of each batch that is trained on, and whole batches where nothing is trained.
 
-    After a run that ran out of memory a batch comes in several parts, one after the other, and whole ones never where
-    gradients are on: the first backward may be what does not fit.
+    After a run that ran out of memory a batch comes in several parts, one after the other, and never whole while
+    gradients are on: the first backward may be the one that does not fit.
 
-    on_split: told once for each loader what becomes of it.  is_training: whether the known models are in that mode.
+    on_split: called once for each loader with the decision.  is_training: whether the known models are in that mode.
     batch_norms: their layers that compute with the statistics of a batch, by name.
-    on_turn: told of each part of a batch that comes in several, and with None that no other of it will come.
-    steps: how many steps this task has come to.
-    on_drawn: told that the loop draws from NumPy or Python's random while it has a part.
+    on_turn: called for each part of a batch that comes in several, and with None when no other part of it will come.
+    steps: returns how many steps this task has reached.
+    on_drawn: called when the loop draws from NumPy or Python's random while it has a part.
 
-    batches: how many were handed out in this task.  has_split: whether ranks got different ones.
+    batches: how many were handed out in this task.  has_split: ranks got different ones.
     is_shared_out: a sampler, or a data set, gives each rank samples of its own.
-    drawn: a digest of the indices of those that were cut by them; 0 for none.
+    drawn: a digest of the indices of batches that were cut by them; 0 for none.
     """
 
     needs_order = True
@@ -167,25 +167,25 @@ class Passes:
     # -- the task
 
     def install(self) -> None:
-        """Have torch's loaders ask this one. Again does no harm."""
+        """Make torch's loaders call this object. Calling this again has no effect."""
         ask(self)
 
     def begin(self, mode: str = SPLIT, parts: int = 1, order_seed: int | None = None) -> None:
-        """A task begins: forget the loaders.  mode: "split", or "each" for batches of each rank's own.
+        """Begin a task: forget the loaders.  mode: "split", or "each" for separate batches of each rank.
 
-        parts: of all ranks together, that each batch comes in at least.  order_seed: see `Streams`.
+        parts: of all ranks together, the least number of parts of a batch.  order_seed: see `Streams`.
         """
         self._streams.begin(order_seed)
         self._mode = mode
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory
-        self._in_turn: _Pass | None = None  # the pass of the part in hand, if others of its batch follow
+        self._in_turn: _Pass | None = None  # the pass of the current part, if others of its batch follow
         self._looks = 0  # at whether the loop draws from NumPy or Python's random
         self._noise_before: int | None = None
         self._passed_over = ""  # a loader of which no part trained
         self._looked_at = ""  # a loader of which a part was taken, and no more
         self._reported: _Pass | None = None  # the pass that the rank is in
-        self._news = object()  # another one as soon as what was reported may be out of date
+        self._news = object()  # replaced as soon as what was reported may be out of date
         self._task = object()
         self._thread = threading.get_ident()
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
@@ -205,7 +205,7 @@ class Passes:
         self._forget_handed()
 
     def step_back(self) -> None:
-        """The program prepares by itself: from now on batches are as torch gives them."""
+        """Leave batches as torch makes them from now on, since the program prepares by itself."""
         self._is_on = False
         for gauge in self._gauges.values():
             self._leave_gauge(gauge)
@@ -213,13 +213,13 @@ class Passes:
         self._streams.end()
 
     def end(self) -> None:
-        """The task is over: the common random stream goes on."""
+        """End the task: the common random stream continues."""
         self.step_back()
 
     def _forget_handed(self) -> None:
         self._taken: _Taken = {}
         self._is_used = False  # a backward has come of what was taken
-        self._is_pending = False  # a part is out, and none has
+        self._is_pending = False  # a part is handed out, and its backward has not come
         self._replay: Iterator[Handed] | None = None
         self._handed: Handed | None = None
 
@@ -241,13 +241,13 @@ class Passes:
 
     @property
     def gives_own(self) -> bool:
-        """Whether ranks have batches of their own in hand."""
+        """True if ranks now have batches of their own."""
         return self._mode == EACH and _has_parts(self._taken)
 
     def note_backward(self, keep_whole: str = "") -> None:
-        """A backward has come, of the batches in `handed`.
+        """Note a backward of the batches in `handed`.
 
-        keep_whole: why their loaders are not to be split; they stay whole from now on.
+        keep_whole: why their loaders must not be split; they stay whole from now on.
         """
         if not self._is_on:
             return
@@ -256,7 +256,7 @@ class Passes:
             self._looks = _LOOKS
             self._on_drawn()
         handed, trains = self.handed, self._is_training()
-        is_followed = False  # by a batch of a pass that goes on
+        is_followed = False  # by a batch of a pass that continues
         for this in reversed(self._taken):
             is_alive = this.iterator_of() is not None
             if this.is_over:
@@ -267,7 +267,7 @@ class Passes:
                 if any(label.is_apart for label in self._taken[this]):
                     self._of_use.add(this.key)
                 this.record.append(this.record[-1] if this.record[-1:] == [handed] else handed)
-            # Else it is an evaluation that was left early, or one batch that was looked at.
+            # Otherwise it is an evaluation that was left early, or a single batch that was inspected.
         self._is_used, self._is_pending = True, _has_parts(_still_needed(self._taken))
         if self._replay is not None:
             self.batches += 1
@@ -286,7 +286,7 @@ class Passes:
         self._trained[this.key] = this.lead, this.ahead
 
     def report_anew(self) -> None:
-        """Say with the next batch once more what there is to cut."""
+        """Report again, with the next batch, what can be cut."""
         self._reported, self._news = None, object()
 
     def _keep_whole(self, this: _Pass, why: str) -> None:
@@ -308,14 +308,14 @@ class Passes:
                 batches = length_of(iterator._index_sampler)
             self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark))
 
-    # -- what the hooks ask
+    # -- what the hooks call
 
     def minds(self, iterator: Any) -> bool:
-        """Whether this iterator is not torch's business alone: not within another's batch, nor in another thread."""
+        """Return whether to handle `iterator`: not within another iterator's batch, nor in another thread."""
         if not self._is_on or threading.get_ident() != self._thread:
             this = iterator.__dict__.get(_PASS)
             if this is not None and self._is_on:
-                this.may_split = this.is_split = False  # threads take batches when they come to it, not all ranks alike
+                this.may_split = this.is_split = False  # threads take batches at times that differ between ranks
             return False
         return self._drawn is None or self._drawn is iterator
 
@@ -329,11 +329,11 @@ class Passes:
         self._streams.share_noise(gather)
 
     def before(self) -> None:
-        """Something is about to be drawn that all ranks draw alike."""
+        """Prepare for a draw that all ranks make alike."""
         self._streams.common()
 
     def begin_pass(self, iterator: Any, loader: Any = None) -> _Pass:
-        """A pass begins; it follows from its own past what it is.  loader: None in the middle of it."""
+        """Begin a pass; its properties follow from earlier ones.  loader: None in the middle of the pass."""
         sampler, old = iterator._index_sampler, iterator.__dict__.get(_PASS)
         is_map = iterator._dataset_kind == _DatasetKind.Map
         if old is not None:
@@ -351,7 +351,7 @@ class Passes:
             key,
             (users_name(loader) if loader is not None else "") or nameless(kind),
             size,
-            iterator_of=lambda: None,  # type: ignore[arg-type]  # known in a moment
+            iterator_of=lambda: None,  # type: ignore[arg-type]  # set below
             gauge=PassGauge(self._steps, self._batches_of(iterator, loader), self._epochs[key], modes[0]),
             may_split=not is_shared_out and (loader is not None or not iterator._num_workers),
             is_map=is_map,
@@ -375,7 +375,7 @@ class Passes:
         return this
 
     def _leave_gauge(self, gauge: PassGauge | None) -> None:
-        """The pass of `gauge` is over, or was left."""
+        """Report the pass of `gauge` as over or left."""
         if gauge is not None and not gauge.is_over:
             emit(gauge.close())
 
@@ -385,7 +385,7 @@ class Passes:
         return batches if batches is None or self._mode == SPLIT else math.ceil(batches / self._world_size)
 
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        """The index of the next batch, cut to this rank's part."""
+        """Return the index of the next batch, cut to this rank's part."""
         this = self._pass_of(iterator)
         self._streams.common()
         if not this.is_map:
@@ -414,10 +414,10 @@ class Passes:
         return index
 
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        """The next batch, or this rank's part of it.
+        """Return the next batch, or this rank's part of it.
 
         Raises:
-            NotPrepared: it was the last one, and the batches of this pass were split, but nobody trained on them.
+            NotPrepared: it was the last one, and the batches of this pass were split, but not trained on.
         """
         this = self._pass_of(iterator)
         if self._passed_over:
@@ -465,7 +465,7 @@ class Passes:
         return this if this is not None and this.task == self._task else self.begin_pass(iterator)
 
     def _parts(self, this: _Pass, count: int) -> list[tuple[int, int, Label]]:
-        """This rank's parts of a batch of `count` samples, each with its begin and end."""
+        """Return this rank's parts of a batch of `count` samples, each with its begin and end."""
         size = self._world_size
         turns = max(1, min(self._turns, count // size))
         self._cuts[this.key] += 1
@@ -486,9 +486,9 @@ class Passes:
         return parts
 
     def _next_own(self, this: _Pass, take: Callable[[], Any], is_split: bool) -> tuple[Any, bool]:
-        """This rank's of the next batches, one for each rank, and True; the next one and False before they train.
+        """Return this rank's one of the next batches, and True; before they train, the next one and False.
 
-        Where the pass ends within them, the ranks that lack one begin anew with its first ones.
+        Where the pass ends within them, the ranks that lack one begin again with its first ones.
         """
         group = [take()]
         with suppress(StopIteration):
@@ -499,7 +499,7 @@ class Passes:
         return (group[mine] if mine < len(group) else this.first[(mine - len(group)) % len(this.first)]), is_split
 
     def _sliced(self, this: _Pass, batch: Any, known: int) -> tuple[Any, Label]:
-        """This rank's part of a batch that is here as a whole."""
+        """Return this rank's part of a batch that is here as a whole."""
         if 0 < known < self._world_size:
             return batch, Label(False, known, known)
         try:
@@ -508,7 +508,7 @@ class Passes:
             else:
                 samples = this.layout.samples(batch, known)
         except CannotSplit as error:
-            if not (this.is_map and known):  # else it only came too early to be cut by its indices
+            if not (this.is_map and known):  # otherwise it only came too early to be cut by its indices
                 self._keep_whole(this, f"its batches cannot be cut ({str(error).partition('. ')[0]})")
             return batch, Label(False, known, known)
         count = samples.count
@@ -548,7 +548,7 @@ class Passes:
         self._settle()
 
     def _report(self, this: _Pass) -> None:
-        """Say what there is to cut in the loop that the rank is in, if memory runs out in it."""
+        """Report what can be cut in the present loop, if memory runs out in it."""
         self._reported = this
         if this.loop is None or this.loop[0] is not self._news:
             this.loop = self._news, self._loop_of(this)
@@ -577,7 +577,7 @@ class Passes:
         )
 
     def _settle(self) -> None:
-        """While a part is out whose backward is to come, no rank draws from the common stream."""
+        """Keep the rank's own random stream while a part is handed out whose backward is to come."""
         if self._is_pending:
             self._streams.own()
 
@@ -611,20 +611,21 @@ class Passes:
             self._handed = next(self._replay)
 
     def _is_cycled(self, this: _Pass, iterator: Any) -> bool:
-        """Whether an ``itertools.cycle`` keeps what a pass gave: then the same batches come again, unasked."""
+        """Return whether an ``itertools.cycle`` stores a pass's batches: it then repeats them without the loader."""
         if this.key not in self._are_cycled:
             holders = gc.get_referrers(iterator)
             self._are_cycled[this.key] = any(type(holder) is itertools.cycle for holder in holders)
         return self._are_cycled[this.key]
 
     def _note_passed_over(self, this: _Pass) -> None:
-        """Two parts were handed out, and none has trained, where whole batches have: the loop has passed them over."""
+        """Note whether two parts were handed out and none trained, although whole batches did: the loop skips parts."""
         has_trained = this.has_trained or this.key in self._trained
         if self._mode == SPLIT and has_trained and this.key not in self._of_use and self._handed_parts[this.key] > 1:
             self._passed_over = this.name
 
     def refuse_passed_over(self) -> None:
-        """
+        """Refuse a loop that skips parts.
+
         Raises:
             NotPrepared: see `_note_passed_over`.
         """
@@ -638,7 +639,7 @@ class Passes:
             ) from None
 
     def _left(self, this: _Pass) -> None:
-        """The iterator of a pass is gone."""
+        """Handle the end of a pass whose iterator was deleted."""
         if self._is_on and not this.is_over:
             self._note_passed_over(this)
         if self._is_on and this is self._in_turn:
@@ -652,12 +653,12 @@ class Passes:
 
 
 def _evenly(begin: int, end: int, parts: int) -> list[int]:
-    """The borders of so many parts of a range, as equal as can be."""
+    """Return the borders of `parts` parts of a range, as equal as possible."""
     return [begin + (end - begin) * at // parts for at in range(parts + 1)]
 
 
 def _uneven_turns(borders: Sequence[int], turns: int) -> list[list[int]]:
-    """For each rank, the borders of its parts: the first is longer in rank 0, and none longer than even ones would be.
+    """Return for each rank the borders of its parts: the first is longer in rank 0, none longer than an even one.
 
     borders: of the ranks' samples.
     """
@@ -673,7 +674,7 @@ def _nothing() -> None:
 
 
 def _still_needed(taken: _Taken) -> _Taken:
-    """Of batches that a backward has come of, those that the program has taken ahead of it."""
+    """Return of the batches that had a backward those that the program has taken ahead of it."""
     return {this: deque(list(labels)[-this.ahead :], _REMEMBERED) for this, labels in taken.items() if this.ahead}
 
 

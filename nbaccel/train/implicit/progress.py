@@ -1,6 +1,6 @@
-"""Progress: how far one pass over a loader of an unmodified loop has come. Runs in ranks.
+"""Progress: measures one pass over a loader of an unmodified loop. Runs in ranks.
 
-The loop itself reports nothing on its way: a launcher's thread reads the gauge a few times per second.
+The loop itself reports nothing: a launcher's thread reads the gauge a few times per second.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["PassGauge"]
 
 
 class PassGauge:
-    """One pass, from its begin to its end.
+    """Progress of one pass, from its begin to its end.
 
-    steps: tells how many steps the task has come to.  batches: how many the pass has; None where that is unknown.
+    steps: returns how many steps the task has reached.  batches: how many the pass has; None where that is unknown.
     epoch: how many passes trained at the same place before.  may_train: gradients were enabled when it began.
 
     taken: batches that were handed out.  samples: of this rank in the largest of them; 0 unknown.
     has_trained: backwards have come.  is_over: it has ended, or was left for another at the same place.
-    is_left: tells whether nobody can go on with it.
+    is_left: returns whether nothing can continue it.
     """
 
     def __init__(self, steps: Callable[[], int], batches: int | None, epoch: int, may_train: bool) -> None:
@@ -36,11 +36,11 @@ class PassGauge:
         self.is_left: Callable[[], bool] = lambda: False
 
     def read(self) -> Progress | None:
-        """Where the pass is now; None once it has ended. From any thread."""
+        """Return the present progress; None once the pass has ended. Called from any thread."""
         return None if self.is_over or self.is_left() else self._look()
 
     def close(self) -> Progress:
-        """The pass has ended: where it was then."""
+        """End the pass; return its progress at that time."""
         self.is_over = True
         return self._look()
 

@@ -1,4 +1,4 @@
-"""Scalars: variables of the user's that hold a part of a loss, such as the loss before it was scaled. Runs in ranks."""
+"""Scalars: finds the user's variables that hold a part of a loss, such as the loss before scaling. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FRAMES = 4
 
 
 def users_scalars(reading: Reading, most: int) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Tensors in the innermost frames of the user's whose value is made of the same terms, and the numbers of these."""
+    """Return tensors in the user's innermost frames whose value is made of the same terms, and the terms' numbers."""
     if len(reading.scalars) < 2:
         return []
     wanted = {scalar.node: scalar.terms for scalar in reading.scalars[1:]}

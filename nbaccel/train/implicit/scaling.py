@@ -1,6 +1,6 @@
-"""Scaling: which products in a graph were made by torch's GradScaler. Runs in ranks.
+"""Scaling: finds the products in a graph that torch's GradScaler made. Runs in ranks.
 
-Its factor changes while a loop trains, and is no part of what a loss is divided by.
+Its factor changes while a loop trains, and is not part of the divisor of a loss.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _withholds: list[Callable[[Any], bool]] = []
 
 
 def watch_scalers(withholds: Callable[[Any], bool]) -> None:
-    """Know losses that a scaler has scaled, until `leave_scalers`.
+    """Record losses that a scaler has scaled, until `leave_scalers`.
 
-    withholds: whether what a scaler is told has to wait; it then does nothing. Asked with the optimizer, if one is to
-    step.
+    withholds: returns whether a call of a scaler has to wait; the call then does nothing. Called with the optimizer,
+    if one is about to step.
     """
     _withholds[:] = [withholds]
     kind: Any = torch.amp.GradScaler
@@ -43,7 +43,7 @@ def watch_scalers(withholds: Callable[[Any], bool]) -> None:
 
 
 def leave_scalers() -> None:
-    """Know of no losses any more, and keep none: a graph leads to the weights of its model."""
+    """Stop recording, and drop the last product: a graph leads to the weights of its model."""
     _withholds.clear()
     _last.clear()
 
@@ -59,10 +59,10 @@ def _unless_withheld(original: Callable[..., Any], steps: bool) -> Callable[...,
 
 
 def is_scaled(node: Any) -> bool:
-    """Whether `node` is the product that the last call of a scaler has made."""
+    """Return whether `node` is the product that the last call of a scaler has made."""
     return bool(_last) and node is _last[0]
 
 
 def forget_scaled() -> None:
-    """The backward of that product is over; its graph shall not be kept."""
+    """Drop the product after its backward, so that its graph is freed."""
     _last.clear()

@@ -1,6 +1,6 @@
-"""Steps: where one training step of an unmodified loop ends and the next begins. Runs in ranks.
+"""Steps: decide where one training step of an unmodified loop ends and the next begins. Runs in ranks.
 
-A loop that prepares nothing tells it by its optimizers' steps and by the batches that it takes.
+In a loop that prepares nothing, the optimizers' steps and the batches that it takes show it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Steps:
         self.begin()
 
     def begin(self) -> None:
-        """A task begins."""
+        """Begin a task."""
         self.count = self.taken = 0
         self._rates = 0.0
         self._entered_at: tuple[int, int] | None = None  # optimizers' steps and batches when the last step was entered
@@ -36,7 +36,7 @@ class Steps:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def begin_anew(self) -> None:
-        """Another attempt of the program, whose steps go on from where the last one came to."""
+        """Begin another attempt of the program, whose steps continue from where the last one ended."""
         self.taken, self._rates = 0, 0.0
         self._entered_at = None
         self.end_step()
@@ -52,24 +52,24 @@ class Steps:
         return self.count + (self._entered_at is not None and not self._is_inside)
 
     def agree(self, count: int) -> None:
-        """The peers have come to step `count`: attempts before may have failed at different steps."""
+        """Continue from step `count` of the peers: attempts before may have failed at different steps."""
         if count > self.count:
             self.count = count
             emit(StepEntered(count))
 
     def meet(self, optimizer: Any) -> None:
-        """`optimizer` is one that steps in this task."""
+        """Record that `optimizer` steps in this task."""
         self._optimizers.add(optimizer)
 
     def note(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
+        """Record that an optimizer is about to step."""
         self.taken += 1
         for group in optimizer.param_groups:
             if not isinstance(rate := group.get("lr"), (torch.Tensor, type(None))):
                 self._rates += float(rate)
 
     def enter(self) -> None:
-        """A backward is about to begin.
+        """Enter a step, if the backward that is about to begin starts one.
 
         Raises:
             RunStopped: the run ends before this step.
@@ -79,20 +79,20 @@ class Steps:
         has_stepped = before is not None and (now[0] != before[0] or not self._optimizers)
         is_next = before is not None and has_stepped and (now[1] != before[1] or not now[1])
         if is_next or not self._is_inside:
-            emit(StepEntered(self.count + is_next))  # first: where the run ends here, this step was not entered
+            emit(StepEntered(self.count + is_next))  # first: if the run ends here, this step was not entered
             self._is_inside = True
         self.count += is_next
         if is_next or before is None:
             self._entered_at = now
 
     def end_step(self) -> None:
-        """An optimizer has stepped, or the task is over: nothing is under way that a stop would have to wait for."""
+        """End the step after an optimizer's step or at the task's end: a stop need not wait for anything then."""
         if self._is_inside:
             self._is_inside = False
             emit(StepsEnded())
 
     def choices(self) -> int:
-        """A number by which other settings of the optimizers show: learning rates, steps that they count there."""
+        """Return a number that differs for other settings of the optimizers: learning rates, and step counts there."""
         return hash(
             frozenset(
                 (id(optimizer), at, name, value)
@@ -104,9 +104,10 @@ class Steps:
         )
 
     def take_rates(self) -> float:
-        """A number by which different learning rates show, of the steps since this was asked last.
+        """Return a number that differs for other learning rates, for the steps since the last call.
 
-        Not of the optimizers that live: one that the program has replaced goes at different times in the ranks.
+        It does not read the existing optimizers: one that the program has replaced is freed at different times in the
+        ranks.
         """
         rates, self._rates = self._rates, 0.0
         return rates

@@ -1,6 +1,6 @@
 """Streams: the random numbers of one rank, some common to all ranks and some its own. Runs in ranks.
 
-torch's generator has two streams. The common one gives the order of samples, as in one process. While a part is out,
+torch's generator has two streams. The common one gives the order of samples, as in one process. While a part is used,
 the rank's own is active: dropout differs between ranks, and however much they draw, the order stays the same in all.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Streams", "mixed"]
 
 _MASK = 2**32 - 1
 _WATCHED = 64
-"""Parts at the begin of each pass after which one looks whether Python or NumPy have drawn, at 0.1 ms each. Some data
+"""Parts at the begin of each pass after which to check whether Python or NumPy have drawn, at 0.1 ms each. Some data
 sets draw for some samples only, so one part is not enough."""
 
 
@@ -26,7 +26,7 @@ class Streams:
     """The random streams of one rank: torch's on the CPU, and Python's and NumPy's while samples are fetched.
 
     Programs decide by Python's and NumPy's numbers, so these stay common; but a data set that draws from them draws as
-    often as its part has samples, and ranks would part ways.
+    often as its part has samples, and the ranks' numbers would differ afterwards.
     """
 
     def __init__(self, rank: int) -> None:
@@ -36,9 +36,10 @@ class Streams:
         self.begin()
 
     def begin(self, order_seed: int | None = None) -> None:
-        """A task begins: what is active is common.
+        """Begin a task: the active stream is the common one.
 
-        order_seed: where ranks are seeded apart, what the order of samples is drawn from; what is active is the rank's.
+        order_seed: for ranks that are seeded differently, the seed of the order of samples; the active stream is the
+        rank's own then.
         """
         self.common()
         self._seed = self._base = self._count = 0
@@ -59,7 +60,7 @@ class Streams:
             torch.default_generator.set_state(self._programs)
 
     def common(self) -> None:
-        """Draw what all ranks draw."""
+        """Activate the common stream, for draws that all ranks make."""
         if self._common is None:
             return
         generator = torch.default_generator
@@ -69,11 +70,11 @@ class Streams:
         if seed == self._seed:
             generator.set_state(self._common)
         else:
-            generator.manual_seed(seed)  # by the program, in all ranks; what was drawn since may not be equal
+            generator.manual_seed(seed)  # by the program, in all ranks; numbers drawn since then may differ
         self._common = None
 
     def own(self) -> None:
-        """Draw this rank's own numbers."""
+        """Activate this rank's own stream."""
         if self._common is not None:
             return
         generator = torch.default_generator
@@ -87,20 +88,20 @@ class Streams:
             torch.cuda.manual_seed(self._seed)
 
     def noise(self) -> int:
-        """A digest of the states of Python's and NumPy's numbers."""
+        """Return a digest of the states of Python's and NumPy's generators."""
         python, numpy = _states()
         found = zlib.crc32(repr(python[1][-1]).encode(), hash(python[1][:-1]) & _MASK)
         return found if numpy is None else zlib.crc32(numpy[1].tobytes(), found ^ numpy[2])
 
     def share_noise(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Go on with rank 0's of Python's and NumPy's numbers: a loop has drawn for its samples. Collective.
+        """Continue with rank 0's Python and NumPy generators, after a loop has drawn for samples. Collective.
 
-        gather: gives all ranks the entries of the lists of all.
+        gather: returns to all ranks the joined entries of their lists.
         """
         _set_states(gather([_states()])[0])
 
     def fetch_apart(self, loader: Any, number: int) -> None:
-        """Samples of `loader` are about to be fetched by this rank alone.  number: of parts before, in the pass."""
+        """Prepare to fetch samples of `loader` in this rank alone.  number: of parts before, in the pass."""
         if loader in self._drawing:
             self._kept = _states()
             random.seed(self._seed)
@@ -110,7 +111,7 @@ class Streams:
             self._kept, self._watched = _states(), loader
 
     def fetched(self) -> None:
-        """They are here: Python and NumPy go on as if nothing had been drawn."""
+        """Restore Python's and NumPy's generators after the samples were fetched."""
         if self._kept is None:
             return
         if self._watched is None or not _are_equal(self._kept, _states()):
@@ -132,9 +133,9 @@ def _set_states(states: tuple[Any, ...]) -> None:
 
 
 def _are_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return one[0] == other[0] and (one[1] is None or one[1][2:] == other[1][2:])  # NumPy's position tells
+    return one[0] == other[0] and (one[1] is None or one[1][2:] == other[1][2:])  # by NumPy's position
 
 
 def mixed(*numbers: int) -> int:
-    """A seed that is another one for other numbers; of integers, a hash is the same in all processes."""
+    """Return a seed that differs for other numbers; the hash of integers is the same in all processes."""
     return hash(numbers) & (2**62 - 1)

@@ -1,9 +1,9 @@
-"""What a loss is a sum of: its graph is read from the root down to the reductions over samples. Runs in ranks.
+"""Terms: splits a loss into a sum by reading its graph from the root to the reductions over samples. Runs in ranks.
 
-Ranks that each have a part of the batch hold gradients of other losses than that of the whole batch: a mean over 3
+Ranks that each have a part of the batch have gradients of other losses than that of the whole batch: a mean over 3
 samples is not one over 8. Where a loss is a sum of terms, each a mean or a sum over samples, the gradient of the whole
-batch is the sum of what each term gives in each rank, times a number that the two divisors tell (`Term`). A graph that
-does not read so has an obstacle, in words. Nothing here knows ranks, and nothing waits for a device.
+batch is the sum of each term's gradient in each rank, times a number that follows from the two divisors (`Term`). A
+graph of another form has an obstacle, in words. Nothing here knows ranks, and nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Term:
     """One reduction over samples in the graph of a loss.
 
     node: the autograd node of the reduction.
-    count: by what the reduction itself divides: the elements of a mean, the total weight of `nll_loss` (a 0-d tensor);
-        None for a sum. Counts of parts add up to the count of the whole.
-    constant: the product of what the term is divided by between the reduction and the root; negative where it is
+    count: the divisor of the reduction itself: the elements of a mean, the total weight of `nll_loss` (a 0-d tensor);
+        None for a sum. Counts of parts sum to the count of the whole.
+    constant: the product of the divisors of the term between the reduction and the root; negative where it is
         subtracted. A 0-d tensor where the number is on a device; infinite there where the loss is multiplied by zero.
-    is_of_parameters: it is computed from parameters alone, such as a weight decay: no batch is in it. One row of a
-        one-element tensor looks the same, so believe the reading of the largest batch.
-    elements: how many a sum is of; 0 for what is none.
+    is_of_parameters: it is computed from parameters alone, such as a weight decay, without a batch. One row of a
+        one-element tensor looks the same, so the reading of the largest batch decides.
+    elements: how many numbers a sum adds; 0 for other terms.
     """
 
     node: Any
@@ -53,7 +53,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The terms of a loss, or the obstacle why it is no sum of terms; `scalars` has the root first.
+    """The terms of a loss, or the obstacle because of which it is no sum of terms; `scalars` has the root first.
 
     The order is that of the graph: the same in all ranks that run one program.
     """
@@ -64,13 +64,13 @@ class Reading:
 
 
 class _NoSum(Exception):
-    """The loss is no weighted sum of terms; the message says why."""
+    """The loss is no weighted sum of terms; the message gives the reason."""
 
 
 def read(root: Tensor, scaled: Callable[[Any], bool] = lambda node: False) -> Reading:
     """Read the top of the graph of `root`, a number with a graph.
 
-    scaled: whether a node is the multiplication by a gradient scaler's scale, which no `constant` shall hold.
+    scaled: returns whether a node is the multiplication by a gradient scaler's scale, which no `constant` may contain.
     """
     if root.numel() != 1:
         return Reading((), "backward of a tensor that is no single number", ())
@@ -78,7 +78,7 @@ def read(root: Tensor, scaled: Callable[[Any], bool] = lambda node: False) -> Re
         return _read(root.grad_fn, scaled)
     except _NoSum as reason:
         return Reading((), str(reason), ())
-    except RuntimeError:  # its saved values are gone; the backward itself says it better
+    except RuntimeError:  # its saved values were freed; the backward's own error explains it better
         return Reading((), "a graph that a backward has used up", ())
 
 
@@ -131,7 +131,7 @@ def _read(root: Any, scaled: Callable[[Any], bool]) -> Reading:
 # --- One node ---
 
 _Link = tuple[Any, Any]
-"""A node of which a value is a linear function, and what divides it on the way: a number, a 0-d tensor, `_Factor`."""
+"""A node of which a value is a linear function, and its divisor on the way: a number, a 0-d tensor, `_Factor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def _kind_of(name: str) -> str:
 
 
 def _kind(node: Any) -> str:
-    """The operation of a node without its overload: "Mean"; of a Python function its whole name: "MineBackward"."""
+    """Return the operation of a node without its overload, "Mean"; for a Python function its name, "MineBackward"."""
     return _kind_of(node.name())
 
 
@@ -196,7 +196,7 @@ def _shape(edge: tuple[Any, int]) -> tuple[int, ...]:
 
 
 def _links(node: Any) -> list[_Link] | str:
-    """The values of which this one is a linear function; none for a reduction over samples; or the obstacle."""
+    """Return the values of which this one is a linear function; none for a reduction over samples; or the obstacle."""
     kind, edges = _kind(node), node.next_functions
     graphs = [edge for edge in edges if edge[0] is not None]
     if not graphs or (len(graphs) == 1 and _kind(graphs[0][0]) == _LEAF and kind not in _REDUCTIONS):
@@ -226,7 +226,7 @@ def _links(node: Any) -> list[_Link] | str:
 
 
 def _added(node: Any, kind: str) -> list[_Link]:
-    """The two sides of a sum or difference, as far as they have graphs; `alpha` multiplies the one on the right."""
+    """Return the two sides of a sum or difference, if they have graphs; `alpha` multiplies the one on the right."""
     edges = node.next_functions
     alpha = node._saved_alpha if hasattr(node, "_saved_alpha") else 1
     right = alpha if kind == "Add" else -alpha
@@ -239,7 +239,7 @@ def _added(node: Any, kind: str) -> list[_Link]:
 
 
 def _values(edge: tuple[Any, int]) -> list[Any] | None:
-    """The nodes of the 0-d losses that were put together to this vector; None if it is none such."""
+    """Return the nodes of the 0-d losses that were combined to this vector; None if there are none."""
     waiting, found = [edge], []
     while waiting:
         node, output = waiting.pop()
@@ -256,7 +256,7 @@ def _values(edge: tuple[Any, int]) -> list[Any] | None:
 
 
 def _why(node: Any, kind: str) -> str:
-    """Why the loss is no sum of terms at this node."""
+    """Return why the loss is no sum of terms at this node."""
     if kind in ("Mul", "Div") and all(child is not None for child, _ in node.next_functions):
         return f"a {'product' if kind == 'Mul' else 'quotient'} of two losses"
     if kind == "CompiledFunctionBackward":
@@ -269,7 +269,7 @@ def _why(node: Any, kind: str) -> str:
 
 
 def _reduction_under(node: Any) -> str:
-    """What a number was made of, in words; nothing where it is a single element of a tensor all the way down."""
+    """Return what a number was made of, in words; "" where it is a single element of a tensor all the way down."""
     if prod(_shape(node.next_functions[0])) > 1:
         return "samples"
     seen, waiting = {None, node}, [node]
@@ -284,7 +284,7 @@ def _reduction_under(node: Any) -> str:
 
 
 def _count(node: Any) -> Tensor | float | None:
-    """By what a reduction divides."""
+    """Return the divisor of a reduction."""
     kind = _kind(node)
     if kind in _SUMS | _PRODUCTS or (kind in _WITH_REDUCTION and node._saved_reduction == 2):
         return None
@@ -301,13 +301,13 @@ def _count(node: Any) -> Tensor | float | None:
 
 
 def _elements(node: Any) -> int:
-    """How many numbers a sum adds up."""
+    """Return how many numbers a sum adds."""
     if _kind(node) not in _SUMS and not (_kind(node) in _WITH_REDUCTION and node._saved_reduction == 2):
         return 0
     return prod(_shape(next(edge for edge in node.next_functions if edge[0] is not None)))
 
 
-# --- Numbers: on the CPU floats, elsewhere tensors, for which nobody waits ---
+# --- Numbers: floats on the CPU, elsewhere tensors, which are not waited for ---
 
 
 def _number(value: Any) -> Tensor | float:
@@ -324,7 +324,7 @@ def _product(one: Tensor | float, other: Tensor | float) -> Tensor | float:
 
 
 def _parallel(one: Tensor | float, other: Tensor | float) -> Tensor | float:
-    """The divisor of a term that is in the loss twice, divided by `one` and by `other`."""
+    """Return the divisor of a term that is in the loss twice, divided by `one` and by `other`."""
     inverse = 1 / one + 1 / other
     return 1 / inverse if isinstance(inverse, Tensor) or inverse else one
 
@@ -344,7 +344,7 @@ _MOST_NODES_OF_PARAMETERS = 2000
 
 
 def _is_of_parameters(top: Any) -> bool:
-    """Whether nothing but leaves enters the value, and numbers and tensors of the leaves' own shapes."""
+    """Return whether the value is made only of leaves, numbers, and tensors of the leaves' own shapes."""
     seen, waiting = {top}, [top]
     has_products = has_other_leaves = False
     while waiting:
@@ -365,11 +365,11 @@ def _is_of_parameters(top: Any) -> bool:
         waiting.extend(fresh)
         if len(seen) > _MOST_NODES_OF_PARAMETERS:
             return False
-    return not (has_products and has_other_leaves)  # an input that wants a gradient is a leaf, too
+    return not (has_products and has_other_leaves)  # an input that requires a gradient is a leaf, too
 
 
 def _keeps_shape(node: Any, children: Iterable[tuple[Any, int]]) -> bool:
-    """Whether operands without a graph broadcast nothing; losses reduce operands of one shape."""
+    """Return whether operands without a graph broadcast nothing; losses reduce operands of one shape."""
     return _kind(node) in _DISTANCES or any(_shape(edge) == _shape((node, 0)) for edge in children)
 
 
@@ -386,10 +386,10 @@ _PICKS = _names("Embedding EmbeddingBag Index IndexSelect Gather")
 
 
 def obstacle_below(reading: Reading, rows: int) -> str:
-    """Why samples are not independent of each other below the terms; nothing if no sign speaks against it.
+    """Return why samples are not independent of each other below the terms; empty if there is no sign of it.
 
-    The signs are shapes with the number of samples, `rows`, in them, so a large batch shows more than a small one. Call
-    it once per loop: it may walk the whole graph. BatchNorm, and what a compiled part holds, show no sign.
+    The signs are shapes that contain the number of samples, `rows`, so a large batch shows more than a small one. Call
+    it once per loop: it may walk the whole graph. BatchNorm, and the contents of a compiled part, show no sign.
     """
     terms = [term.node for term in reading.terms if not term.is_of_parameters]
     if rows < 2 or not terms:
@@ -400,8 +400,8 @@ def obstacle_below(reading: Reading, rows: int) -> str:
     uses = Counter(child for node in everywhere for child, _ in node.next_functions)
     if any(uses[term.node] for term in reading.terms):
         return "a part of the loss that is used in another part of it"
-    carries: set[Any] = {None}  # nodes that the batch is in
-    masked: set[Any] = set()  # those of them that are of some samples, picked by a mask
+    carries: set[Any] = {None}  # nodes whose values depend on the batch
+    masked: set[Any] = set()  # those of them that hold some samples, picked by a mask
     plain = _plain_chains(terms, uses)
     if any(_kind(node) == "UnsafeSplit" for node in everywhere):  # recurrent cells, which slice packed sequences
         plain.update(node for node in everywhere if _kind(node) == "Slice")
@@ -421,15 +421,15 @@ def obstacle_below(reading: Reading, rows: int) -> str:
 
 
 def shapes_below(top: Any) -> int:
-    """A number by the shapes of all that a term is made of."""
+    """Return a number that depends on the shapes of all values of a term."""
     return hash(tuple(_shape((node, 0)) for node in _from_below([top])))
 
 
 def lengths_below(tops: Iterable[Any], sizes: Collection[int]) -> list[int]:
-    """How long the values are that statistics in a graph are made of, such as a softmax over a padded sequence.
+    """Return the lengths of values in statistics of a graph, such as a softmax over a padded sequence.
 
-    sizes: how many samples ranks have. Multiples of these are left out, since they may be of the batch: what is left is
-    the same in all ranks, unless it depends on what their samples are.
+    sizes: numbers of samples that ranks have. Multiples of these are left out, since they may be of the batch: the
+    others are the same in all ranks, unless they depend on the samples.
     """
     found: set[int] = set()
     for node in _from_below(tops):
@@ -437,7 +437,7 @@ def lengths_below(tops: Iterable[Any], sizes: Collection[int]) -> list[int]:
         if kind in _STATISTICS | _WITH_REDUCTION and edges and (under := _shape(edges[0])):
             dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
             along = range(len(under)) if dims is None or dims == () else (dims,) if isinstance(dims, int) else dims
-            is_time_first = len(under) > 1 and under[1] in sizes  # else a mask may have picked the first ones
+            is_time_first = len(under) > 1 and under[1] in sizes  # otherwise a mask may have picked the first ones
             found.update(under[at] for dim in along if (at := _signed(dim) % len(under)) or is_time_first)
         elif "Attention" in kind and len(under := _shape((node, 0))) == 4:
             found.add(under[2])
@@ -445,7 +445,7 @@ def lengths_below(tops: Iterable[Any], sizes: Collection[int]) -> list[int]:
 
 
 def _from_below(tops: Iterable[Any]) -> list[Any]:
-    """All nodes of the graph, each after those below it."""
+    """Return all nodes of the graph, each after those below it."""
     order, seen = [], set()
     waiting = [(node, False) for node in tops]
     while waiting:
@@ -460,7 +460,7 @@ def _from_below(tops: Iterable[Any]) -> list[Any]:
 
 
 def _are_one_by_one(terms: list[Any], rows: int) -> bool:
-    """Whether there are as many like terms as samples, as of a loop over them, and not each over all samples."""
+    """Return whether there are as many equal terms as samples, as in a loop over them, none over all samples."""
     alike: dict[str, list[Any]] = {}
     for node in terms:
         alike.setdefault(node.name(), []).append(node)
@@ -476,7 +476,7 @@ def _begins_with(rows: int, term: Any) -> bool:
 
 
 def _plain_chains(terms: list[Any], uses: Counter[Any]) -> set[Any]:
-    """The terms, and under them means of means and sums of sums: along the batch or not, they are one reduction."""
+    """Return the terms, and under them means of means and sums of sums: together each is one reduction."""
     plain = set(terms)
     for node in terms:
         kind = _kind(node)
@@ -486,7 +486,7 @@ def _plain_chains(terms: list[Any], uses: Counter[Any]) -> set[Any]:
 
 
 def _has_batch(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> bool:
-    """Whether values of the batch are in a value: from below, by an operand without a graph, or picked by it."""
+    """Return whether a value depends on the batch: from below, by an operand without a graph, or by picking."""
     if kind == _LEAF:
         return not isinstance(node.variable, nn.Parameter) and rows in node.variable.shape
     children = [edge for edge in edges if edge[0] is not None]
@@ -496,7 +496,7 @@ def _has_batch(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -
         return rows in _shape((node, 0))
     if len(children) == len(edges):
         return False
-    if kind in ("Mv", "Dot", "Vdot"):  # a weight times a vector, as in a spectral norm, has no batch
+    if kind in ("Mv", "Dot", "Vdot"):  # a weight times a vector, as in a spectral norm, does not depend on the batch
         return edges[0][0] is None and kind == "Mv"
     if kind in _PAIRWISE:
         return any(child is None for child, _ in _operands(kind, edges))
@@ -504,7 +504,7 @@ def _has_batch(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -
 
 
 def _sign(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> str:
-    """What speaks against independent samples at a node that the batch is in."""
+    """Return what speaks against independent samples at a node that depends on the batch."""
     shape = _shape((node, 0))
     if kind in _PAIRWISE:
         return _sign_of_product(kind, _operands(kind, edges), shape, carries, rows)
@@ -537,7 +537,7 @@ def _operands(kind: str, edges: Any) -> Any:
 
 
 def _sign_of_product(kind: str, operands: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
-    """Samples times samples, or a sum over them. In `x @ W` one side has no batch, also where W is frozen: no graph."""
+    """Detect samples times samples, or a sum over them. `x @ W` has one side without the batch, even if W is frozen."""
     is_frozen = any(child is None for child, _ in operands)
     if any(child not in carries for child, _ in operands if child is not None):
         return ""
@@ -553,7 +553,7 @@ def _sign_of_product(kind: str, operands: Any, shape: tuple[int, ...], carries: 
 
 
 def _sign_of_statistic(node: Any, kind: str, edges: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
-    """A value that is made of all samples and used further."""
+    """Detect a value that is made of all samples and used further."""
     under = next(_shape(edge) for edge in edges if edge[0] in carries and edge[0] is not None)
     if not under or prod(under) % rows:
         return ""
@@ -570,12 +570,12 @@ def _sign_of_statistic(node: Any, kind: str, edges: Any, shape: tuple[int, ...],
 
 
 def _signed(index: int) -> int:
-    """Autograd shows negative numbers as unsigned ones."""
+    """Return `index` as a signed number, since autograd shows negative numbers as unsigned ones."""
     return index - 2**64 if index >= 2**63 else index
 
 
 def _sign_of_recurrence(node: Any, kind: str, edges: Any, shape: tuple[int, ...], rows: int) -> str:
-    """A recurrent layer goes along time; a batch that was given in the place of time is mixed."""
+    """Detect a batch in the place of time: a recurrent layer goes along time and would mix the samples."""
     if kind == "Unbind":  # into the steps of a layer that is made of small operations
         shape = _shape(edges[0]) if node._saved_dim == 0 else ()
     if len(shape) != 3:
@@ -586,7 +586,7 @@ def _sign_of_recurrence(node: Any, kind: str, edges: Any, shape: tuple[int, ...]
 
 
 def _sign_of_pick(node: Any, kind: str, under: tuple[int, ...], shape: tuple[int, ...], rows: int) -> str:
-    """Samples picked by their place in the batch: pairs, a half. A mask, or one element of each sample, is none."""
+    """Detect samples picked by their place in the batch: pairs, a half. Not a mask, or one element of each sample."""
     if not under or under[0] != rows:
         return ""
     if kind != "Index":
@@ -598,7 +598,7 @@ def _sign_of_pick(node: Any, kind: str, under: tuple[int, ...], shape: tuple[int
 
 
 def _is_masked(node: Any, kind: str, edges: Any, rows: int) -> bool:
-    """Whether samples are picked by a mask: how many they are says nothing any more."""
+    """Return whether a mask picks samples: their number then has no meaning any more."""
     if kind != "Index" or _shape(edges[0])[:1] != (rows,):
         return False
     first = node._saved_indices[0] if node._saved_indices else None
@@ -606,7 +606,7 @@ def _is_masked(node: Any, kind: str, edges: Any, rows: int) -> bool:
 
 
 def _sign_of_masked(node: Any, kind: str, edges: Any, carries: set[Any], masked: set[Any], rows: int) -> str:
-    """Samples that a mask has picked, set beside each other or added up: a mean of each class, pairs of two classes."""
+    """Detect samples picked by a mask that are combined or summed: a mean of each class, pairs of two classes."""
     if not any(child in masked for child, _ in edges):
         return ""
     shape, unders = _shape((node, 0)), [_shape(edge) for edge in edges if edge[0] is not None and edge[0] in carries]
@@ -627,7 +627,7 @@ def _sign_of_masked(node: Any, kind: str, edges: Any, carries: set[Any], masked:
 
 
 def _sign_of_broadcast(kind: str, edges: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
-    """(rows, 1) beside (1, rows): all samples meet, also where a target lacks a dimension by mistake."""
+    """Detect (rows, 1) with (1, rows): all samples meet, also where a target lacks a dimension by mistake."""
     unders = [_shape(edge) for edge in edges if edge[0] is not None and edge[0] in carries]
     if kind == "Repeat":
         return _compared(unders[0][0], rows) if unders[0] and shape[0] == unders[0][0] * rows else ""

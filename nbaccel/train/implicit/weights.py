@@ -1,7 +1,7 @@
-"""Weights: by how much each rank's gradient of each term counts, so that the sum is that of the whole batch. Pure.
+"""Weights: factors of each rank's gradient of each term, with which the sum is that of the whole batch. Pure.
 
 A term of the loss is a sum over samples times a coefficient: 1 / n for a mean of n elements. A rank has computed it for
-its samples, with the coefficient that it has there. What the whole batch would have given is the sum over ranks of
+its samples, with the coefficient that it has there. The gradient of the whole batch is the sum over ranks of
 each rank's gradient times (coefficient of the whole batch / coefficient here).
 """
 
@@ -16,34 +16,34 @@ __all__ = ["References", "differ", "factors"]
 
 _NEAR = 1e-6
 _FEW = 4
-"""Samples of a part, up to which their number is often a constant of the program's, too: `0.5 * x.sum()`."""
+"""Samples of a part up to which their number may also be a constant of the program: `0.5 * x.sum()`."""
 
 
 class References:
-    """By what each term was divided when its batch was whole in all ranks, and of how many samples and numbers.
+    """Divisors of each term when its batch was whole in all ranks, and its numbers of samples and elements.
 
-    Also what the parts have shown since. The first ones of a pass are of different sizes in the ranks (see `Passes`):
-    what goes with the samples differs between ranks then, and what does not is a number of the program's.
+    Also what the parts have shown since. The first parts of a pass have different sizes in the ranks (see `Passes`):
+    a divisor that depends on the samples differs between ranks then, and another one is a number of the program.
     """
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[float, float, float]] = {}
-        self._additive: set[Hashable] = set()  # what they are divided by adds up over the ranks
-        self._of_program: set[Hashable] = set()  # it does not, whatever it becomes later
-        self._alike: dict[Hashable, float] = {}  # the same in parts of different sizes, and not as before
+        self._additive: set[Hashable] = set()  # their divisors sum over the ranks
+        self._of_program: set[Hashable] = set()  # they do not, whatever they become later
+        self._alike: dict[Hashable, float] = {}  # equal in parts of different sizes, and not as before
         self._times_rows: set[Hashable] = set()  # means that are multiplied by the number of their samples
-        self._guessed: dict[Hashable, tuple[float, float]] = {}  # additive as it seemed, without a whole batch
-        self._assumed: dict[Hashable, tuple[float, float, float]] = {}  # a number of the program's, without any sign
+        self._guessed: dict[Hashable, tuple[float, float]] = {}  # additive by appearance, without a whole batch
+        self._assumed: dict[Hashable, tuple[float, float, float]] = {}  # a number of the program, without any sign
 
     def note(self, term: Hashable, constant: float, rows: float, elements: float = 0) -> None:
         self._found[term] = constant, rows, elements
 
     def cannot_tell(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
-        """Whether a sum may have been divided by the number of samples or by a constant of the program's.
+        """Return whether a sum may have been divided by the number of samples or by a constant of the program.
 
-        Where ranks have equally few samples; where a number that looked like the one stays as rows change, or like the
-        other comes to differ between ranks, or is another whole number all at once; or where parts of different sizes
-        had one number, and then another one.
+        That is so where ranks have equally few samples; where a number of the first kind stays as rows change, or one
+        of the second kind comes to differ between ranks, or suddenly is another whole number; or where parts of
+        different sizes had one number, and then another one.
         """
         is_alike = not differ(constants)
         if term in self._of_program:
@@ -69,11 +69,11 @@ class References:
         whole: float,
         elements: Sequence[float] = (0,),
     ) -> bool:
-        """Whether what ranks divide a sum by adds up to what that of the whole batch is divided by, as ``len(x)`` does.
+        """Return whether the ranks' divisors of a sum add up to that of the whole batch, as ``len(x)`` does.
 
-        Else it is a constant of the program's. Told by evidence: it differs between ranks; it has shrunk as the batch
-        has; it goes with the numbers that are added up (`elements`; 0 unknown); it is a whole number other than before,
-        as the count of a mask is, and not a factor that is annealed.
+        Otherwise the divisor is a constant of the program. The evidence: it differs between ranks; it has shrunk as the
+        batch has; it follows the number of summed elements (`elements`; 0 unknown); it is a whole number other than
+        before, as the count of a mask is, and not a factor that is annealed.
         """
         if differ(constants):
             self._additive.add(term)
@@ -93,7 +93,7 @@ class References:
                 self._found[term] = here, rows[0], elements[0]
                 self._assumed[term] = here, rows[0], here
         elif math.isclose(here, known[0], rel_tol=_NEAR):
-            # As with the whole batch, by chance, where samples of a part are longer: only a mean by hand is known then.
+            # Equal to the whole batch's by chance, where samples of a part are longer: only a mean by hand is sure.
             is_it = known[2] == elements[0] == here and rows[0] != known[1]
         else:
             is_mean = bool(known[2] and elements[0]) and not differ([here * known[2], known[0] * elements[0]])
@@ -105,7 +105,7 @@ class References:
         return is_it
 
     def _is_count_by_chance(self, term: Hashable, here: float, known: tuple[float, float, float] | None) -> bool:
-        """Whether what is the same in parts of different sizes is the count of a mask all the same."""
+        """Return whether a divisor that is equal in parts of different sizes is the count of a mask nevertheless."""
         before = [] if known is None else [known[0]]
         before += [self._alike[term]] if term in self._alike else []
         is_whole = _is_whole(here)
@@ -116,14 +116,14 @@ class References:
         return is_other and is_whole and term not in self._of_program
 
     def has_shrunk(self, term: Hashable, here: float, rows: float) -> bool:
-        """Whether a divisor is smaller than with a whole batch by as much as the batch is."""
+        """Return whether a divisor is smaller than with a whole batch by the same factor as the batch."""
         constant, count, _ = self._found.get(term, (0.0, 0.0, 0.0))
         return bool(count) and rows != count and math.isclose(here, constant * rows / count, rel_tol=_NEAR)
 
     def adds_up_alone(self, term: Hashable, constants: Sequence[float], rows: Sequence[float]) -> bool | None:
-        """The same of a term of parameters alone, such as a penalty that is divided by ``len(x)``.
+        """Return the same for a term of parameters alone, such as a penalty that is divided by ``len(x)``.
 
-        None where it was taken for a constant of the program's, and goes with the samples after all.
+        None where it was taken for a constant of the program, and depends on the samples after all.
         """
         if differ(constants):
             self._additive.add(term)
@@ -138,9 +138,9 @@ class References:
     def is_times_rows(
         self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float
     ) -> bool | None:
-        """Whether a mean is multiplied by the number of its samples, so that it is a sum.
+        """Return whether a mean is multiplied by the number of its samples, so that it is a sum.
 
-        None where it is neither, where that cannot be told, and where it was taken for the other.
+        None where it is neither, where that is unknown, and where it was taken for the other.
         """
         if differ(constants):
             if not all(rows) or differ([constant * count for constant, count in zip(constants, rows, strict=True)]):
@@ -158,9 +158,9 @@ class References:
         return None if count and self._was_taken_wrongly(term, is_it, here, count, here * count) else is_it
 
     def _was_taken_wrongly(self, term: Hashable, is_it: bool, here: float, rows: float, rate: float) -> bool:
-        """Whether a number was taken for the program's in batches that showed nothing, and goes with the samples.
+        """Return whether a number was taken for the program's in batches without evidence, and depends on the samples.
 
-        rate: what stays the same if it does.
+        rate: a value that stays the same if it does.
         """
         if term in self._found or term in self._of_program:
             return False
@@ -175,22 +175,22 @@ class References:
 
 
 def _is_whole(number: float) -> bool:
-    """Whether it may be a count; a term times zero is divided by infinity."""
+    """Return whether `number` may be a count; a term times zero is divided by infinity."""
     return math.isfinite(number) and not differ([number, round(number)])
 
 
 def differ(numbers: Sequence[float]) -> bool:
-    """Whether they are not all the same, but for rounding."""
+    """Return whether `numbers` are not all the same, except for rounding."""
     return any(not math.isclose(each, numbers[0], rel_tol=_NEAR) for each in numbers)
 
 
 def factors(
     header: Header, givers: Sequence[int], of_parameters: Sequence[bool], references: References
 ) -> list[list[float]] | None:
-    """For each rank, by what each of its terms' gradients counts; None where that cannot be told.
+    """Return for each rank the weights of its terms' gradients; None where they are unknown.
 
     givers: ranks whose gradients count; those of others do not.
-    of_parameters: by term, whether no batch is in it.
+    of_parameters: by term, whether it is without a batch.
     """
     says, first = header.says, header.says[givers[0]]
     size, count = len(says), int(first.terms)
@@ -228,7 +228,7 @@ def factors(
         elif counts[0] >= 0:
             is_sum = references.is_times_rows(key, constants, rows, first.whole)
             if is_sum is None:
-                return None  # a mean, divided by something of its batch once more, or nobody knows what it is
+                return None  # a mean, divided by a quantity of its batch once more, or an unknown case
             parts = counts
             if is_sum:  # each rank's is multiplied by its rows, and the whole batch's would be by all of them
                 factor_of = [sum(rows) / row for row in rows]
@@ -250,7 +250,7 @@ def factors(
 def _without_empty(
     divisors: Sequence[float], rows: Sequence[float], values: Sequence[Sequence[float]]
 ) -> Sequence[float]:
-    """What ranks divide by, but 0 for a 1 that stands for an empty mask: ``m.sum().clamp(min=1)``. Its sum is 0, too.
+    """Return the ranks' divisors, with 0 for a 1 of an empty mask: ``m.sum().clamp(min=1)``. Its sum is 0, too.
 
     values: the loss of each rank, where it is this term alone.
     """
@@ -263,5 +263,5 @@ def _without_empty(
 
 
 def _elements(count: float) -> float:
-    """How many numbers a sum adds up, by what the header has of it; 0 where it is not known, or a mean."""
+    """Return how many numbers a sum adds, by the header's count; 0 where it is not known, or a mean."""
     return max(0.0, -1.0 - count)

@@ -1,9 +1,9 @@
-"""Withholding: what waits for the last part of a batch, in a loop that nobody prepared. Runs in ranks.
+"""Withholding: delays actions until the last part of a batch, in a loop that prepares nothing. Runs in ranks.
 
 After a run that ran out of memory a batch comes in several parts, and the loop's body runs once for each. Until the
-last one trained tensors have no gradient, so that clipping, unscaling and the optimizer's step find nothing to do; the
-sum of all parts appears with the last. Schedulers and scalers move once for each batch. A loop that this would train
-otherwise than whole batches is refused.
+last one trained tensors have no gradient, so that clipping, unscaling and the optimizer's step have no effect; the
+sum of all parts appears with the last. Schedulers and scalers move once for each batch. A loop that would train
+otherwise than with whole batches is refused.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _WHOLE = Turn()
 
 
 class Withholding:
-    """Keeps the gradients of a batch's earlier parts, and judges what the loop does with these parts.
+    """Keeps the gradients of a batch's earlier parts, and checks what the loop does with these parts.
 
-    choices: a number by which other learning rates, or other settings of optimizers, show.
+    choices: returns a number that differs for other learning rates, or other settings of optimizers.
 
-    Whatever it raises is a `CannotCut`, in all ranks, before a weight has changed that should not have.
+    Every exception that it raises is a `CannotCut`, in all ranks, before a weight has changed that should not have.
     """
 
     def __init__(self, choices: Callable[[], int]) -> None:
@@ -40,7 +40,7 @@ class Withholding:
         self.begin()
 
     def begin(self) -> None:
-        """A task begins: batches come whole."""
+        """Begin a task: batches come whole."""
         self._turn = _WHOLE
         self._has_computed = self._has_stepped = self._has_dropped = False  # gradients, in this part
         self._begun_with = 0  # the optimizers' settings at the step of the batch's first part
@@ -48,16 +48,16 @@ class Withholding:
         self._left_with = 0  # their versions after the last backward
         self._waiting: set[int] = set()  # schedulers that were told to move, and have not
         self._sums: dict[int, Tensor] = {}
-        self._before: dict[int, Tensor] = {}  # gradients that were there when the batch began
+        self._before: dict[int, Tensor] = {}  # gradients that existed when the batch began
         self.is_used = False  # in this task
 
     @property
     def is_on(self) -> bool:
-        """Whether a part is in hand that others follow."""
+        """True if the current part is followed by others of its batch."""
         return not self._turn.is_last
 
     def next_turn(self, turn: Turn | None) -> None:
-        """A part of a batch is about to be handed out; None: no other of the batch in hand will be."""
+        """Note the next part of a batch; None: no other part of the current batch will come."""
         if turn is None:
             self._forget()
             return
@@ -75,7 +75,7 @@ class Withholding:
         self._has_computed = self._has_stepped = self._has_dropped = False
 
     def _judge(self, turn: Turn) -> None:
-        """The loop has come to its next round, with the part in hand computed and others of its batch to follow."""
+        """Check the loop's next round, while the current part is computed and others of its batch are to follow."""
         if turn.is_first:
             self._refuse("the loop goes on with a batch of another loader before the last part")
         if not self._has_stepped:
@@ -84,16 +84,16 @@ class Withholding:
             self._refuse("the loop, or its optimizer, changes weights in every round")
 
     def _forget(self) -> None:
-        """The batch in hand is over, or was left in the middle."""
+        """Forget the current batch, which is over, or was left in the middle."""
         self._turn = _WHOLE
         self._sums.clear()
         self._before.clear()
         self._waiting.clear()
 
     def before_backward(self, handed: Handed, is_grad: bool) -> float:
-        """A backward is about to be averaged. Returns the share of the batch's samples that it is of.
+        """Check a backward that is about to be averaged; return its share of the batch's samples.
 
-        is_grad: gradients are asked for, and go past the leaves.
+        is_grad: gradients are requested directly, and do not reach the leaves.
         """
         if not handed.turn.is_mixed and handed.turn.share == 1.0:
             return 1.0
@@ -113,9 +113,9 @@ class Withholding:
     def keep(
         self, gradients: Iterable[tuple[int, Tensor]], before: dict[int, Tensor], versions: Callable[[], int]
     ) -> None:
-        """Keep what a part that others follow has given.
+        """Keep the gradients of a part that others follow.
 
-        before: gradients that leaves had before, by number.  versions: tells of the leaves how often they were changed.
+        before: gradients that leaves had before, by number.  versions: returns how often the leaves were changed.
         """
         self._versions, self._left_with = versions, versions()
         for number, gradient in gradients:
@@ -127,13 +127,13 @@ class Withholding:
             self._before.setdefault(number, gradient)
 
     def take(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """The sums of the batch's earlier parts, and what was there before it. They are given once."""
+        """Return the sums of the batch's earlier parts, and the gradients before it. They are returned once."""
         found = self._sums, self._before
         self._sums, self._before = {}, {}
         return found
 
     def withholds_step(self, closure: Any = None) -> bool:
-        """An optimizer, or a scaler, is told to step: whether that has to wait."""
+        """Return whether the step of an optimizer, or a call of a scaler, has to wait."""
         if self._turn.share == 1.0:
             return False
         if closure is not None:
@@ -146,7 +146,7 @@ class Withholding:
         return self.is_on
 
     def withholds_move(self, scheduler: Any) -> bool:
-        """A scheduler is told to move: whether that has to wait."""
+        """Return whether a scheduler's move has to wait."""
         if self.is_on:
             self._waiting.add(id(scheduler))
         else:
@@ -154,7 +154,7 @@ class Withholding:
         return self.is_on
 
     def note_drop(self) -> None:
-        """Gradients are set to zero."""
+        """Note that gradients are set to zero."""
         self._has_dropped |= self._has_computed and not self._has_stepped
 
     def explain(self) -> str:
@@ -165,7 +165,7 @@ class Withholding:
 
 
 def _watch(withholding: Withholding) -> None:
-    """Let torch's schedulers move once for each batch, and see gradients dropped; the process ends with its run."""
+    """Make torch's schedulers move once for each batch, and watch gradients being dropped; until the process ends."""
     kinds: list[Any] = [LRScheduler, ReduceLROnPlateau]
     for kind in kinds:
         kinds += [each for each in kind.__subclasses__() if each not in kinds]
