@@ -169,7 +169,7 @@ class Faults:
 
     @contextmanager
     def in_model(self, model: torch.nn.Module) -> Iterator[None]:
-        """For the length of a block, add the points "forward", "output" and "backward" of `model`.
+        """Add the points "forward", "output" and "backward" of `model` for the length of a block.
 
         The latter two are passed with the first floating-point tensor in the model's output.
         """
@@ -195,7 +195,7 @@ class Faults:
 
     @contextmanager
     def in_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """For the length of a block, add the points "optimizer" and "after optimizer", around each of its steps."""
+        """Add the points "optimizer" and "after optimizer" for the length of a block, around each of its steps."""
 
         def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
             self.at("optimizer")
@@ -212,7 +212,7 @@ class Faults:
 
     @contextmanager
     def in_collectives(self) -> Iterator[None]:
-        """For the length of a block, add the points "collective" and "after collective", around each launch of one."""
+        """Add the points "collective" and "after collective" for the length of a block, around each launch of one."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         faults = self
@@ -236,7 +236,7 @@ class Faults:
 
     @contextmanager
     def in_saves(self) -> Iterator[None]:
-        """For the length of a block, add the points "sync" and "rename", before each `os.fsync` and `os.rename`.
+        """Add the points "sync" and "rename" for the length of a block, before each `os.fsync` and `os.rename`.
 
         Saves in the background pass them too, since every thread of the process does.
         """

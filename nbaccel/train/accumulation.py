@@ -73,10 +73,10 @@ class StepClock:
     """Step boundaries of one rank: points where a run can be stopped at the same step on all ranks.
 
     The rule. A *boundary* is crossed
-    - immediately before a prepared loader hands out a batch, unless that batch continues an accumulation
-      window of that loader (such a batch belongs to the step that is in progress);
-    - where no prepared loader is being iterated: at the `accumulate` that opens a window, or, outside
-      `accumulate`, at the first `backward` after a synchronised one.
+      - immediately before a prepared loader hands out a batch, unless that batch continues an accumulation
+        window of that loader (such a batch belongs to the step that is in progress);
+      - where no prepared loader is being iterated: at the `accumulate` that opens a window, or, outside
+        `accumulate`, at the first `backward` after a synchronised one.
     Where the program calls ``loss.backward()`` itself, the steps of prepared optimizers stand for backwards.
     Each boundary emits ``StepEntered(step, substep)``. `step` counts the synchronised training steps that are
     complete: between two boundaries at least one backward synchronised gradients, however many optimizers or

@@ -156,7 +156,7 @@ class Guard:
 
 @contextmanager
 def paced(prepared: Prepared, hand: Hand) -> Iterator[None]:
-    """While entered, let learning rates move at most once per batch: each step uses the rate of the uncut run.
+    """Let learning rates move at most once per batch while entered: each step uses the rate of the uncut run.
 
     This applies to schedulers of prepared optimizers, prepared themselves or not. Their class is replaced, and no
     attribute is set: an attribute would be part of their state_dict.

@@ -23,7 +23,7 @@ from nbaccel.train.talk.nested import map_children
 __all__ = ["Bf16", "Fp16", "Precision", "Taken", "make_precision", "restore_forward", "to_fp32"]
 
 Taken = bool | Callable[[], bool]
-"""Whether a step was taken: a bool, or a function that reads this from the device and waits for it."""
+"""Result of a step, whether it was taken: a bool, or a function that reads this from the device and waits for it."""
 
 _HALF = (torch.float16, torch.bfloat16)
 

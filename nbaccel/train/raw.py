@@ -32,7 +32,6 @@ class Freshness:
     Called only where no backward of ours has run since: an optimizer that is told to step twice has the old ones, and
     one whose program calls ``loss.backward()`` has new ones.
 
-
     is_cleared: the gradients of the last step were dropped, so any existing gradient is new.
     stepped_with: one of them, and its version; None after a backward of ours.
     """

@@ -44,7 +44,7 @@ class SideThread(ThreadPoolExecutor):
             try:
                 return super().submit(function, *args, **options)
             except RuntimeError:
-                self._has_thread = False  # the work stays in a queue that nobody reads from here on
+                self._has_thread = False  # the work stays in a queue that nothing reads from here on
         done: Future[_T] = Future()
         try:
             done.set_result(function(*args, **options))

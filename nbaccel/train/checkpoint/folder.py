@@ -4,7 +4,6 @@ A folder is written beside its name as ``.<name>.tmp-<pid>``, flushed to the dis
 that name is first renamed to ``.<name>.old-<pid>`` and then disposed of, as `recycling` describes. The next save
 cleans up what a killed process left behind: a complete folder whose name is free gets it, everything else of a
 dead process is deleted.
-dead process goes.
 
 Not covered: two programs that save under one name at the same time (the later one wins), and file systems whose
 rename is not atomic.

@@ -37,7 +37,7 @@ _FEWEST = 3
 """Number of checkpoints that should fit on the disk where no limit was set."""
 
 _LOOK_BACK = 100
-"""How many of the newest checkpoints a rank searches for that of its own save: it may be that far behind rank 0."""
+"""Number of newest checkpoints that a rank searches for that of its own save: it may be that far behind rank 0."""
 
 
 @dataclass(frozen=True, slots=True)

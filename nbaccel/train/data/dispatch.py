@@ -115,7 +115,7 @@ class DispatchSource(Source):
         return self._deal(position) if self._world.is_main_process else self._receive()
 
     def _deal(self, position: Position) -> Iterator[tuple[Any, bool]]:
-        """Read, send, and yield the own part. Runs on rank 0."""
+        """Read the batches, send the other ranks their parts, and yield the own part. Runs on rank 0."""
         if self._order is not None:
             self._order.draw = position.draw
         tell_epoch(position.epoch, self.loader.dataset, self.loader.sampler if self._order is None else self._order)

@@ -26,7 +26,7 @@ from nbaccel.world import World
 __all__ = ["Comparison", "Meetings", "takes_one_batch"]
 
 _PATIENCE_S = 5.0
-"""How long to wait for the draw of a peer that a collective on a device may have overtaken."""
+"""Seconds to wait for the draw of a peer that a collective on a device may have overtaken."""
 
 _POLL_S = 0.02
 

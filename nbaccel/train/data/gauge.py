@@ -32,7 +32,7 @@ class Fetching:
         self._looks = self._waits = 0
 
     def __reduce__(self) -> tuple[type[Fetching], tuple[()]]:
-        """A copied or pickled loader starts to count again."""
+        """Return an empty object, so that a copied or pickled loader starts to count again."""
         return Fetching, ()
 
     @property

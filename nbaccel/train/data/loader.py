@@ -311,7 +311,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @contextmanager
     def joined(self, even_batches: bool | None = None) -> Iterator[None]:
-        """While entered, ranks may run out of batches one after the other; `even_batches` is applied unless None."""
+        """Let ranks run out of batches one after the other while entered; apply `even_batches` unless None."""
         even, was_joined = self.even_batches, self._progress.is_joined
         self._progress.is_joined = True
         if even_batches is not None:

@@ -170,7 +170,7 @@ def tell_epoch(epoch: int, *owners: Any) -> None:
 
 @contextmanager
 def replayed(states: dict[str, torch.Tensor], loader: DataLoader[Any]) -> Iterator[None]:
-    """While entered, set the generators of a loader's order to the states that `order_states` read.
+    """Set the generators of a loader's order to the states that `order_states` read, while entered.
 
     Afterwards the process's own generator has its old state; a generator of the loader's own continues from here.
     """

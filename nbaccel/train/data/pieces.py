@@ -33,7 +33,7 @@ _SHORT = 1 << 22
 """So many numbers torch permutes in a tenth of a second: drawing them while they are read saves nothing."""
 
 _LONG = (2**32 - 1) // 20
-"""From this length on torch takes 64 random bits for a number in place of 32 (`randperm_cpu`, TensorFactories)."""
+"""Length above which torch takes 64 random bits for a number in place of 32 (`randperm_cpu`, TensorFactories)."""
 
 _SKIPPED_AT_ONCE = 1 << 20
 

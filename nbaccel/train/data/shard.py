@@ -31,14 +31,14 @@ class Shard(Iterable[Any]):
     """One rank's share of an iterable of batches.
 
     In rounds of one batch per rank, rank r takes batches r, r + n, r + 2n, ...; with `split` every batch is cut into n
-    In rounds of one batch per rank, rank r takes batches r, r + n, r + 2n, ...; with `split` every batch is cut into n
     equal parts instead. In the last, incomplete round
-    - `drop_last` drops it;
-    - `even` fills it up with the epoch's first samples, so that every rank has equally many full batches;
-      `remainder` then says how many samples of that round were real (they come first);
-    - otherwise the ranks get what is left, the last ones nothing.
+      - `drop_last` drops it;
+      - `even` fills it up with the epoch's first samples, so that every rank has equally many full batches;
+        `remainder` then says how many samples of that round were real (they come first);
+      - otherwise the ranks get what is left, the last ones nothing.
     Batches without a known size are repeated whole where the round is filled.
 
+    skip: how many of the batches (not of this rank's alone) the next iteration leaves out.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ def _address(value: Any) -> int:
 
 
 def _copied(batch: Any, addresses: Collection[int]) -> Any:
-    """`batch`, with those of its tensors copied that begin at one of `addresses`."""
+    """Return `batch` with copies of those of its tensors that begin at one of `addresses`."""
     if not addresses:
         return batch
     if isinstance(batch, Tensor):

@@ -300,7 +300,7 @@ class _Started(Iterator[Any]):
 
 
 def drawn_again(position: Position, loader: DataLoader[Any]) -> AbstractContextManager[None]:
-    """While entered, a continued epoch repeats its random draws.
+    """Repeat the random draws of a continued epoch while entered.
 
     Afterwards the random numbers of the program continue where they were.
     """

@@ -35,7 +35,7 @@ def refuse_uneven(lengths: list[int]) -> None:
 
 @contextmanager
 def until_backward(refuse: Callable[[], None]) -> Iterator[None]:
-    """While entered, call `refuse` where a backward begins, however it is called.
+    """Call `refuse` where a backward begins, however it is called, while entered.
 
     Only loops over uneven ranks enter this, so other loops have no cost. An optimizer's step without a backward before
     it has no gradients of this loop, and waits for no rank.

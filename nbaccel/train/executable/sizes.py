@@ -4,16 +4,16 @@ The first attempt that fits is the training itself, so there is no trial after i
 of it costs a started training. The rule by default, against Accelerate's x 0.9 (up to 45 attempts from 4096 to 37):
 
 - Memory ran out in a forward, or outside of a step: half, at most. The error does not show how much more the rest of
-the step would have needed. From `start` to the largest size that fits, m, these are at most log2(start / m) + 1
-attempts, and the size that fits is more than m / 2.
+  the step would have needed. From `start` to the largest size that fits, m, these are at most log2(start / m) + 1
+  attempts, and the size that fits is more than m / 2.
 - It ran out in a backward or in the optimizer: the forward, which holds most of a step's memory, did fit. So m is near:
-x 0.9 twice, x 0.75, then half (under activation checkpointing a backward can need many times the forward).
+  x 0.9 twice, x 0.75, then half (under activation checkpointing a backward can need many times the forward).
 - The allocator's numbers, which CUDA, ROCm and XPU put into the error, bound m from above: memory is a + b n with
-a >= 0, so with `demand` times the memory needed at n, m is at most n / demand. A single request of seven times the
-device costs one attempt and not three.
+  a >= 0, so with `demand` times the memory needed at n, m is at most n / demand. A single request of seven times the
+  device costs one attempt and not three.
 - The search does not go below a size that did fit in an earlier call without trying that one.
-- When the same line refused bytes twice, and the line through the memory in use shows that one sample
-would not fit either, there is no further attempt.
+- When the same bytes were refused at the same line twice, and the line through the memory in use shows that one
+  sample would not fit either, there is no further attempt.
 
 Later calls start from the size that fitted. They start higher where the allocator's peak of that run shows that more
 fits; see `grown`.

@@ -3,9 +3,9 @@
 Every wait in here is in the store, never in a collective: some peer has left those. The order makes it sound:
 
 1. A rank whose attempt failed sets the flag in the store, then cuts its connections; its peers' watchers see the
-flag and cut theirs. A peer that wakes from a broken collective therefore finds the flag, and knows that its own
-error is only a consequence. A peer that computes finds the flag at its next collective; one that is done, while it
-waits for the others to be done.
+   flag and cut theirs. A peer that wakes from a broken collective therefore finds the flag, and knows that its own
+   error is only a consequence. A peer that computes finds the flag at its next collective; one that is done, while it
+   waits for the others to be done.
 2. Each rank forgets its attempt and posts what it would do next.
 3. Once all have posted, all know the same, form the process group again and continue.
 

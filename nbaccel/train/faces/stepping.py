@@ -70,7 +70,6 @@ class Stepping(ProcessControl):
 
         Accelerate continues to count after the window: its ``accelerator.step %
         accelerator.gradient_accumulation_steps`` is this number.
-        this number.
         """
         return self._accumulation.window.position
 
@@ -90,7 +89,7 @@ class Stepping(ProcessControl):
         return context
 
     def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
-        """While entered, let backward leave gradients unsynchronised, for windows that the program counts itself.
+        """Let backward leave gradients unsynchronised while entered, for windows that the program counts itself.
 
         model, models: the models concerned; None for all prepared ones.
         """
@@ -106,7 +105,7 @@ class Stepping(ProcessControl):
         return Local(self._accumulation, self._strategy.no_sync(model))
 
     def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
-        """While entered, let backward synchronise all gradients of `model`, also of forwards made under `no_sync`.
+        """Let backward synchronise all gradients of `model` while entered, also of forwards made under `no_sync`.
 
         For several forwards whose backwards come later: the last backward must synchronise. Collective.
 

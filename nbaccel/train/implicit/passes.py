@@ -321,11 +321,11 @@ class Passes:
 
     @property
     def noise(self) -> int:
-        """See `Streams`."""
+        """The digest of `Streams.noise`."""
         return self._streams.noise()
 
     def share_noise(self, gather: Callable[[Any], list[Any]]) -> None:
-        """See `Streams`. Collective."""
+        """Share rank 0's generators, see `Streams`. Collective."""
         self._streams.share_noise(gather)
 
     def before(self) -> None:

@@ -28,7 +28,6 @@ def forget_frames(error: BaseException) -> None:
 
     Call it where the exception is caught, before trying again: the locals of the failed attempt are freed at once,
     without a garbage collection.
-    garbage collection.
 
     >>> def fail():
     ...     large = [0] * 1000

@@ -1,12 +1,12 @@
 """StepEngine: runs one step in micro-batches, on every rank, whatever runs out of memory. Runs in ranks.
 
 The invariant: every rank issues the same collectives in every attempt of every step, whatever happens locally.
-- Out of memory before gradients were sent concerns this rank alone: it continues in smaller micro-batches, and its
-  peers wait in the sums in which they would wait anyway.
-- After gradients were sent, the rank finishes the sequence and reports it there; all ranks repeat the batch, and
-  no rank has stepped.
-- A rank whose smallest micro-batch does not fit, or whose program raised, finishes the sequence too: all ranks
-  raise in the same step.
+  - Out of memory before gradients were sent concerns this rank alone: it continues in smaller micro-batches, and its
+    peers wait in the sums in which they would wait anyway.
+  - After gradients were sent, the rank finishes the sequence and reports it there; all ranks repeat the batch, and
+    no rank has stepped.
+  - A rank whose smallest micro-batch does not fit, or whose program raised, finishes the sequence too: all ranks
+    raise in the same step.
 The engine holds no optimizer, counts no windows, and knows no Accelerator.
 """
 

@@ -30,7 +30,7 @@ BLIND_JUMP = 4
 """The jump where there is no line: memory cannot be measured, or has not grown with the batch yet."""
 
 EXACT_BELOW = 64
-"""Where one sample is more than 1.5 % of the batch, one more trial may be spent on the very last one."""
+"""Size below which one sample is more than 1.5 % of the batch: a trial may be spent on the very last sample."""
 
 DOUBT = 0.9
 """That trial is left out unless the line predicts at least this fraction of one more sample."""

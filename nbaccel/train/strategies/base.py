@@ -47,15 +47,15 @@ class Strategy:
         return True
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
-        """While entered, backward leaves gradients of `model` unsynchronised."""
+        """Let backward leave gradients of `model` unsynchronised while entered."""
         return nullcontext()
 
     def alone(self, model: Module) -> AbstractContextManager[Any]:
-        """While entered, neither a forward nor a backward of `model` waits for another rank."""
+        """Let neither a forward nor a backward of `model` wait for another rank while entered."""
         return nullcontext()
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
-        """While entered, backward synchronises gradients of `model`, also those of a forward under `no_sync`."""
+        """Let backward synchronise gradients of `model` while entered, also those of a forward under `no_sync`."""
         return nullcontext()
 
     def await_backward(self, model: Module) -> None:
