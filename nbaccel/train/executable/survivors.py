@@ -31,7 +31,7 @@ __all__ = ["Survivors"]
 
 
 class Survivors:
-    """Objects that existed before the first attempt. Made then; called after each failed attempt. Holds none of them.
+    """Objects that existed before the first attempt. Made then; read after each failed attempt. Holds none of them.
 
     Of objects that a notebook kernel made before it was forked it sees those that are prepared: the garbage collector
     shows no others there.

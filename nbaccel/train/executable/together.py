@@ -197,7 +197,7 @@ class Together(Alone):
         return waited_s > 2 * _DEVICE_PATIENCE_S and bool(self._stuck())
 
     def _stuck(self) -> list[int]:
-        """Return the ranks that have neither posted a report nor that their abort returned; none without a device."""
+        """Return the ranks that have posted neither a report nor the end of their abort; none without a device."""
         if not uses_device():
             return []
         return sorted({*range(self._world_size)} - {*self._board.posted("report"), *self._board.posted("free")})

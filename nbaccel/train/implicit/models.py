@@ -220,9 +220,8 @@ class Models:
         """Return the numbers of those of `leaves` that are known, and those that must be registered.
 
         A parameter that an optimizer or a model holds is trained. Other leaves are trained once they are met with
-        another
-        batch than their first: a batch that itself requires a gradient never is, nor what is optimized
-        for one batch alone, such as the latents of its samples, which an optimizer is given after the batch has come.
+        another batch than their first: a batch that itself requires a gradient never is, nor what is optimized for
+        one batch alone, such as the latents of its samples, which an optimizer is given after the batch has come.
 
         batch: how many batches were handed out.  sizes: of the current one in all ranks, where each has a part of it.
         by_holders: look also for optimizers that hold plain tensors, for which another batch may be too late.

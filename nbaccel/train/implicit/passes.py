@@ -674,7 +674,7 @@ def _nothing() -> None:
 
 
 def _still_needed(taken: _Taken) -> _Taken:
-    """Return of the batches that had a backward those that the program has taken ahead of it."""
+    """Return those batches, of batches that had a backward, that the program has taken ahead of it."""
     return {this: deque(list(labels)[-this.ahead :], _REMEMBERED) for this, labels in taken.items() if this.ahead}
 
 

@@ -88,7 +88,7 @@ class _Versions:
         """Drop new entries of the optimizer's state.
 
         Raises:
-                StepCorrupted: a tensor that existed before has changed.
+                StepCorrupted: a parameter, or a state that existed before, has changed.
         """
         changed = sum(self._has_changed(optimizer, *known) for known in self.parameters)
         if changed:
