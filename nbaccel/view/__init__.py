@@ -1,5 +1,5 @@
-"""What a run looks like: its history as plain data, and pictures of it. Runs in the kernel.
+"""Data and pictures of a run: its history as plain data, and text, HTML and figures made of it. Runs in the kernel.
 
-A room on the ground floor: it imports no other room, starts nothing, waits for nothing and prints nothing. Whoever
-watches a run feeds a `History`; whoever shows it asks a `Panel` or a figure for a picture.
+The package imports no other package of the project, starts nothing, waits for nothing and prints nothing. The code that
+observes a run feeds a `History`; the code that shows the run asks a `Panel` or a figure for a picture.
 """

@@ -1,6 +1,6 @@
-"""Board: several runs in one place, such as the folds or the sweep of one cell. Pure; runs in the kernel.
+"""Board: several runs in one view, such as the folds or the sweep of one cell. Pure; runs in the kernel.
 
-The run that goes on is a panel; each one that is over is a row: how it ended, its last numbers, its curve.
+The run that goes on is shown as a panel. Each run that is over is one row: how it ended, its last numbers, its curve.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from nbaccel.view.words import duration, number, plural
 __all__ = ["Board", "Row"]
 
 _MOST_ROWS = 100
-"""The first half of them and the latest half; 700 bytes each."""
+"""Number of rows that are kept: the first half and the latest half; 700 bytes each."""
 _SPARK_POINTS, _POINTS = 48, 120
 _MOST_NUMBERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A run that is over.
+    """One run that is over.
 
-    number: 1 for the first of its place.  name: of its curve, empty if it has none.  curve: the mean over ranks.
-    latest: the mean of the last values.  text, html: the row itself.
+    number: 1 for the first run of the board.  name: name of the curve, empty if there is none.  curve: the mean over
+    ranks.
+    latest: the mean of the latest values of the ranks.  text, html: the row as text and as HTML.
     """
 
     number: int
@@ -47,9 +48,9 @@ class Row:
 
 
 class Board:
-    """The runs of one place, oldest first.
+    """The runs of one cell, oldest first.
 
-    ends: how many ended how, by word.  rows: of those the first fifty and the latest fifty.
+    ends: number of runs by the word for how they ended.  rows: the first fifty and the latest fifty of these runs.
 
     >>> from nbaccel.view.history import History
     >>> board = Board()
@@ -64,18 +65,18 @@ class Board:
 
     @property
     def runs(self) -> int:
-        """How many are over."""
+        """Return the number of runs that are over."""
         return self.ends.total()
 
     def finish(self, panel: Panel, seconds: float, state: State) -> None:
-        """The run of `panel` is over: from now on it is a row."""
+        """Turn the run of `panel`, which is over, into a row."""
         self.ends[state.word] += 1
         self.rows.append(_row(self.runs, panel, seconds, state))
         if len(self.rows) > _MOST_ROWS:
             del self.rows[_MOST_ROWS // 2]
 
     def bundle(self, panel: Panel | None = None, seconds: float = 0.0, state: State = RUNNING) -> dict[str, str]:
-        """All runs by MIME type; `panel` is the one that goes on, if one does."""
+        """Return all runs by MIME type; `panel` is the run that goes on, if there is one."""
         if panel is not None and not self.rows:
             return panel.bundle(seconds, state)
         now = {} if panel is None else panel.bundle(seconds, state)
@@ -87,7 +88,7 @@ class Board:
 
     @property
     def left_out(self) -> int:
-        """Runs between the first half of the rows and the latest."""
+        """Return the number of runs between the first half of the rows and the latest half."""
         return self.runs - len(self.rows)
 
     def _text_rows(self) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Course: how far one rank has come in one phase, and how long the rest takes. Pure; the caller brings the clock.
+"""Course: the progress of one rank in one phase, and the time that is left. Pure; the caller passes the time.
 
-A rank reports every loop over a prepared loader by itself. This puts them together: the training, whose place stays
-while an evaluation goes on inside of it, the evaluation, and the times of both.
+A rank reports every loop over a prepared loader separately. This module combines the reports: the training, whose
+position stays while an evaluation runs inside of it, the evaluation, and the times of both.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from nbaccel.view.pace import Pace
 __all__ = ["Bar", "Course", "Left", "StepCount"]
 
 _UNHEARD_S = 3.0
-"""A loop that goes on is heard several times per second. One that was silent for longer has ended unheard."""
+"""Seconds without a report after which a loop counts as ended. A running loop reports several times per second."""
 _MOST_OVERTAKEN = 2
 
 
 def _place(progress: Progress) -> float | None:
-    """Epochs that are done, the part of the present one included: 1.5; None where an epoch has no known length."""
+    """Return the number of epochs done, with the part of the present one: 1.5; None if their length is unknown."""
     if not progress.batches:
         return None
     place = progress.epoch + min(1.0, progress.batch / progress.batches)
@@ -28,10 +28,10 @@ def _place(progress: Progress) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How long a training takes still.
+    """Time that a training still takes.
 
-    of_epoch: the number of epochs is unknown, and this is the rest of the present one.
-    is_least: an evaluation goes on whose length is unknown.
+    of_epoch: the number of epochs is unknown, and this is the time left in the present one.
+    is_least: an evaluation of unknown length is running, so this is a lower bound.
     """
 
     seconds: float
@@ -42,7 +42,8 @@ class Left:
 class StepCount:
     """Optimizer steps that one rank has done since it began to report.
 
-    The steps of a rank that stays, or that resumed, do not begin at 0; those of a second trainer begin at 0 again.
+    The steps of a persistent rank, or of one that resumed, do not begin at 0; those of a second trainer begin at 0
+    again.
 
     >>> count = StepCount()
     >>> count.take(Progress(step=70, first=64))
@@ -69,7 +70,7 @@ class StepCount:
         self._trains |= event.is_training and not event.is_guess
 
     def take_loss(self, event: Loss) -> None:
-        """A backward: what there is to count by in a program whose loops report nothing."""
+        """Count a backward; this is the only count in a program whose loops report nothing."""
         if self.first is None:
             self.first = event.step
         self._by_losses = max(self._by_losses, event.step + 1)
@@ -81,22 +82,22 @@ class StepCount:
 
 
 class _Outermost:
-    """Tells the words on the outermost loop that goes on from those on loops inside of it.
+    """Separates the reports of the outermost running loop from those of loops inside of it.
 
-    Also from those on an iterator that somebody holds and has forgotten: it says the same batch for ever.
+    It also ignores an iterator that the program holds but no longer uses: such a loop reports the same batch for ever.
     """
 
     __slots__ = ("_batches", "_heard_s", "_moves", "_overtaken", "loop")
 
     def __init__(self) -> None:
-        self.loop: float | None = None  # by when it began
-        self._batches: dict[float, int] = {}  # of the loops that go on, by when they began
+        self.loop: float | None = None  # the time at which it began
+        self._batches: dict[float, int] = {}  # of the running loops, by the time at which they began
         self._moves = False
-        self._overtaken = 0  # other loops that came to their end since it handed out a batch
+        self._overtaken = 0  # other loops that ended since this one handed out a batch
         self._heard_s = 0.0
 
     def is_about_it(self, at_s: float, event: Progress) -> bool:
-        """Whether `event`, said at `at_s`, is about this loop, or about one that takes its place."""
+        """Return whether `event`, reported at `at_s`, is about this loop, or about one that takes its place."""
         before = self._batches.get(event.began)
         moves = before is not None and event.batch > before
         if event.is_over:
@@ -118,14 +119,17 @@ class _Outermost:
         return True
 
     def forget(self, began: float) -> None:
-        """A loop was misjudged, and is none of these."""
+        """Remove the loop that began at `began`: it was taken for one of these by mistake."""
         self._batches.pop(began, None)
         self.loop = None if self.loop == began else self.loop
 
 
 @dataclass(slots=True)
 class _Evaluation:
-    """One evaluation that goes on.  began_s, heard_s: when, since the run began.  newest: what was heard then."""
+    """One running evaluation.
+
+    began_s: its beginning.  heard_s: the time of `newest`, the latest report.  Both in seconds since the run began.
+    """
 
     began_s: float
     heard_s: float
@@ -137,7 +141,7 @@ class _Evaluation:
 
     @property
     def left_s(self) -> float | None:
-        """By its own batches so far, of which the latest is half done; None where that tells nothing."""
+        """Return the time left, from the batches so far, of which the latest counts half; None if that is unknown."""
         newest = self.newest
         if not newest.batches or not newest.batch:
             return None
@@ -146,14 +150,14 @@ class _Evaluation:
 
 
 class Course:
-    """What one rank said in one phase.
+    """Reports of one rank in one phase.
 
-    training: its newest word on the training: of the outermost loop that trains, if there are several.  None before.
-    guess: the same of a loop that may turn out to train, while nothing else is known.
-    trainings: how many there have been; where announced epochs or the steps begin anew, another one does.
-    passes: loops over a loader that trained.
-    said_at: when `training` was heard, since the run began.
-    pace: steps, and epochs, per second of training: without evaluations.
+    training: the newest report of the outermost loop that trains; None before the first.
+    guess: the same for a loop that may turn out to train, while nothing else is known.
+    trainings: number of trainings; a new one begins where the announced epochs or the steps begin again.
+    passes: number of loops over a loader that trained.
+    said_at: when `training` was reported, in seconds since the run began.
+    pace: steps, and epochs, per second of training, evaluations excluded.
     """
 
     def __init__(self) -> None:
@@ -166,16 +170,19 @@ class Course:
         self._trains = _Outermost()
         self._evaluates = _Outermost()
         self._evaluation: _Evaluation | None = None
-        self._ended = 0.0  # when the evaluation began that ended last
+        self._ended = 0.0  # the time at which the evaluation that ended last had begun
         self._away_s = 0.0  # in evaluations, since the phase began
         self._began_at = 0.0  # the epoch in which the present training began
         self._evaluated_s = 0.0  # in evaluations of the present training
-        self._evaluated_at = 0.0  # how many epochs were done by the latest of these
+        self._evaluated_at = 0.0  # number of epochs that were done at the latest of these
 
     # --- feeding -----------------------------------------------------------------------------------------------
 
     def take(self, at_s: float, event: Progress, began_s: float | None = None) -> None:
-        """`event` was said at `at_s`, of a loop that began at `began_s`, if that is known; both since the run began."""
+        """Take the `event` that a loop reported at `at_s`.
+
+        began_s: the time at which the loop began, if known.  Both in seconds since the run began.
+        """
         if event.is_guess:
             self.guess = event if self.training is None and self._evaluation is None else None
             return
@@ -189,7 +196,7 @@ class Course:
         evaluation, before = self._evaluation, self.training
         if evaluation is not None and evaluation.newest.began == event.began != 0.0:
             self._evaluates.forget(event.began)
-            self._evaluation = evaluation = None  # it was none: its steps are further apart than its batches
+            self._evaluation = evaluation = None  # it was no evaluation: its steps are further apart than its batches
         if not self._trains.is_about_it(at_s, event):
             return
         if evaluation is not None and at_s - evaluation.heard_s > _UNHEARD_S:
@@ -233,13 +240,16 @@ class Course:
 
     @property
     def evaluation(self) -> Progress | None:
-        """The newest word on the evaluation that goes on; None outside of one."""
+        """Return the newest report of the running evaluation; None if there is none."""
         return None if self._evaluation is None else self._evaluation.newest
 
     @property
     def left(self) -> Left | None:
-        """How long it takes still: what is left of the training at its pace, of the evaluation that goes on, and the
-        evaluations to come, if they are as those before. None if that is not known."""
+        """Return the time left; None if it is unknown.
+
+        It is the sum of the rest of the training at its pace, the rest of the running evaluation, and the evaluations
+        to come, if they take as long as the earlier ones.
+        """
         evaluation, training = self._evaluation, self.training
         present_s = 0.0 if evaluation is None else evaluation.left_s
         if training is None:
@@ -257,7 +267,7 @@ class Course:
         return Left(training_s + (present_s or 0.0) + to_come_s, not training.epochs, present_s is None)
 
     def _evaluations_s(self, place: float, present_s: float, end: float) -> float:
-        """How long the evaluations take that have not begun."""
+        """Return the seconds that the evaluations to come take."""
         seconds, last = self._evaluated_s, self._evaluated_at
         if self._evaluation is not None and place > self._began_at:
             seconds, last = seconds + self._evaluation.seconds + present_s, place
@@ -267,12 +277,12 @@ class Course:
 
 
 class Bar:
-    """How much is done, 0 to 1, as a bar that never goes back while it stands for the same.
+    """Fraction of the work that is done, 0 to 1; it never decreases while it stands for the same work.
 
-    It is that of all epochs of a training; of one epoch where their number is unknown; of an evaluation where nothing
-    is trained. `of` says so.
+    The work is all epochs of a training, one epoch if their number is unknown, or an evaluation if nothing is trained.
+    `of` names it.
 
-    value: None where nobody knows.  of: "", "this epoch" or "this evaluation".
+    value: None if unknown.  of: "", "this epoch" or "this evaluation".
 
     >>> bar, course = Bar(), Course()
     >>> for batch in (3, 2):
@@ -290,7 +300,7 @@ class Bar:
         self._key: tuple[str, float] = ("", 0)
 
     def follow(self, course: Course) -> None:
-        """`course` has heard something."""
+        """Update the bar after `course` took a report."""
         training, evaluation = course.training, course.evaluation
         part: float | None = None
         if training is not None:

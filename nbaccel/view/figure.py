@@ -1,7 +1,7 @@
-"""The figure of a run, by matplotlib: one that stays in the notebook, one for a paper. Runs in the kernel.
+"""The figure of a run, drawn by matplotlib: one that stays in the notebook, one for a paper. Runs in the kernel.
 
-`matplotlib.figure` alone, without pyplot: no window, no back-end of the notebook's, nothing to close. It is imported
-when the first figure is made.
+It uses `matplotlib.figure` without pyplot: no window, no back-end of the notebook, nothing to close. matplotlib is
+imported when the first figure is made.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Which background a figure stands on, and the colours that are seen on it.
+    """Background of a figure, and the colours that are visible on it.
 
-    paper: the background; "none" lets that of the page through.  bad: of what went wrong.  ranks: of their curves.
+    paper: the background; "none" shows that of the page.  bad: colour of failures.  ranks: colours of the ranks'
+    curves.
     """
 
     paper: str
@@ -58,36 +59,38 @@ class Ground:
     ranks: tuple[str, ...]
 
     def rank(self, rank: int) -> str:
-        """The colour of a rank."""
+        """Return the colour of a rank."""
         return self.ranks[rank % len(self.ranks)]
 
 
 PAPER = Ground("white", "#1d1f23", "#5b616b", "#9aa0a8", "#e4e7eb", "#b3261e", ON_LIGHT)
-"""For a figure that is printed, or saved by its user."""
+"""Colours for a figure that is printed, or saved by its user."""
 ANY_GROUND = Ground("none", "#777c85", "#777c85", "#8b909899", "#8b909840", "#d9534a", ON_ANY)
-"""For pages that are white or nearly black, and do not say which: the saved file is shown by programs whose theme no
-PNG can follow. Text has 4:1 on both, lines in the colours of ranks 3:1 (a test computes it)."""
+"""Colours for pages that are white or nearly black and do not say which: the programs that show the saved file have
+themes that no PNG can follow. Text has a contrast of 4:1 on both, lines in the colours of ranks 3:1 (a test computes
+it).
+"""
 
 _WIDTH_IN, _HEIGHT_IN = 9.4, 2.7
 _ROW_IN, _LINE_IN = 2.0, 0.17
-"""Of each row of curves, where there are several; of each line of the title but the first."""
+"""Height of each row of curves, if there are several, and of each line of the title after the first."""
 _SIDE_IN = 2.35
-"""Memory and speed: as wide as their titles."""
+"""Width of the column of memory and speed: that of their titles."""
 _MOST_IN_A_ROW = 3
 _HEAD_PT, _MOST_HEAD_LINES = 9.5, 3
 _DPI, _CSS_DPI = 160, 96
 _MOST_BYTES = 60_000
 _COARSER_DPI = (120, 96, 72)
-"""For a picture of many curves, until its file is small enough."""
+"""Resolutions for a picture of many curves, tried in turn until its file is small enough."""
 _COLOURS = 160
 _POINTS = 240
 _MOST_POINTS = 960
-"""Of all curves of one figure, so that its file stays small."""
+"""Number of points of all curves of one figure together, so that its file stays small."""
 _MOST_LABELS = 10
 
 
 def _style(ground: Ground) -> Any:
-    """All that a notebook's own style could turn unreadable."""
+    """Return matplotlib settings that replace those of a notebook's own style that could make the figure unreadable."""
     return {
         "figure.facecolor": ground.paper,
         "axes.facecolor": ground.paper,
@@ -119,9 +122,9 @@ def draw(
     size: tuple[float, float] | None = None,
     ground: Ground = PAPER,
 ) -> Figure:
-    """A new `matplotlib.figure.Figure`: the curves of each rank and their mean; beside them memory and speed.
+    """Return a new `matplotlib.figure.Figure`: the curves of each rank and their mean; beside them memory and speed.
 
-    Curves stand at most three in a row. Memory and speed are left out as long as they have no second point.
+    A row holds at most three curves. Memory and speed are left out until they have a second point.
 
     names: the curves to draw; by default those of the panel, all phases one after the other.  size: in inches.
 
@@ -169,7 +172,7 @@ def draw(
 
 @contextmanager
 def sheet(size: tuple[float, float], ground: Ground) -> Iterator[Figure]:
-    """A new figure of `size` in inches, to be drawn on in our own style while the block runs."""
+    """Yield a new figure of `size` in inches; while the block runs, the project's own style applies."""
     import matplotlib
 
     from nbaccel.view.run_figure import RunFigure
@@ -179,7 +182,7 @@ def sheet(size: tuple[float, float], ground: Ground) -> Iterator[Figure]:
 
 
 def head_lines(title: str, width_in: float) -> list[str]:
-    """`title` in lines that fit into so many inches; what three lines do not hold is cut off, which "…" says."""
+    """Break `title` into at most three lines of `width_in` inches; "…" marks that the rest was cut off."""
     room_pt, space_pt, dots_pt = (width_in - 0.1) * 72, _width_pt(". .") - _width_pt(".."), _width_pt(" …")
     lines: list[str] = []
     used_pt = math.inf
@@ -202,7 +205,7 @@ def head_lines(title: str, width_in: float) -> list[str]:
 
 
 def _width_pt(text: str) -> float:
-    """How wide the head would be with this text."""
+    """Return the width of the head with this text, in points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -211,15 +214,15 @@ def _width_pt(text: str) -> float:
 
 
 def head(figure: Figure, lines: Sequence[str]) -> None:
-    """Lines above everything; a "$" in them, of an error perhaps, begins no formula."""
+    """Write `lines` above everything; a "$" in them, for example of an error, begins no formula."""
     if lines:
         figure.suptitle("\n".join(lines), x=0.005, ha="left", fontsize=_HEAD_PT, fontweight="bold", parse_math=False)
 
 
 def picture(figure: Figure, text: str) -> Picture:
-    """`figure` as a small PNG. It uses the figure up.
+    """Return `figure` as a small PNG. The figure cannot be used afterwards.
 
-    text: what it shows, in words.
+    text: the content of the figure in words.
     """
     width, height = size_px(figure)
     for dpi in _COARSER_DPI:
@@ -234,13 +237,13 @@ def picture(figure: Figure, text: str) -> Picture:
 
 
 def size_px(figure: Figure) -> tuple[int, int]:
-    """Width and height of `figure` in CSS pixels."""
+    """Return the width and height of `figure` in CSS pixels."""
     width, height = (round(inches * _CSS_DPI) for inches in figure.get_size_inches())
     return width, height
 
 
 def png_of(figure: Figure) -> bytes:
-    """A PNG of few colours, which is a quarter of what matplotlib writes, as transparent as the figure."""
+    """Return a PNG of few colours, a quarter of the size that matplotlib writes, as transparent as the figure."""
     import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -257,10 +260,11 @@ def png_of(figure: Figure) -> bytes:
 
 
 def _few_colours(pixels: Any) -> Any:
-    """An image with a palette, of pixels with red, green, blue and opacity.
+    """Return an image with a palette, made of pixels with red, green, blue and opacity.
 
-    Pillow's own ways to find a palette ignore opacity, or make stripes of the edges of letters. The colours of a figure
-    are few: those that differ by less than a sixteenth are one, and the rarest become the nearest of the others.
+    Pillow's own ways to find a palette ignore opacity, or turn the edges of letters into stripes. A figure has few
+    colours: those that differ by less than a sixteenth are merged, and the rarest are replaced by the nearest of the
+    others.
     """
     import numpy
     from PIL import Image
@@ -289,9 +293,9 @@ def _few_colours(pixels: Any) -> Any:
 
 
 def _dissolve(figure: Figure) -> None:
-    """Free all that `figure` is made of now, and its canvas with the pixels.
+    """Free everything that `figure` is made of, and its canvas with the pixels.
 
-    Its parts refer to each other in circles. Left to the garbage collector, some 10,000 objects and 4 MiB of every run
+    The parts refer to each other in cycles. Left to the garbage collector, some 10,000 objects and 4 MiB of every run
     would wait for it, for dozens of runs.
     """
     for artist in figure.findobj():
@@ -302,7 +306,7 @@ def _dissolve(figure: Figure) -> None:
 
 
 def _curves(axes: Axes, history: History, name: str, ground: Ground, points: int) -> None:
-    """One quantity over the steps, one phase beside the other."""
+    """Draw one quantity over the steps, the phases side by side."""
     of_phases = [(phase.name, phase.series[name]) for phase in history.phases if name in phase.series]
     if not of_phases:
         known = ", ".join(dict.fromkeys(name for phase in history.phases for name in phase.series))
@@ -339,7 +343,7 @@ def _ranks_and_mean(axes: Axes, series: Series, ground: Ground) -> None:
 
 
 def _whole_steps(axes: Axes, only: Series | None) -> None:
-    """Ticks at whole steps; that of a curve of one step alone is this one."""
+    """Place ticks at whole steps; a curve of a single step gets one tick at this step."""
     from matplotlib.ticker import FixedLocator, MaxNLocator
 
     steps = set() if only is None else {step for rank in only.ranks for step in only.line(rank).step}
@@ -350,7 +354,7 @@ def _whole_steps(axes: Axes, only: Series | None) -> None:
 
 
 def trace(axes: Axes, line: Line, rank: int, label: str, width: float, ground: Ground) -> None:
-    """A curve in the colour and dashes of `rank`, as wide as `width` points."""
+    """Draw a curve in the colour and dashes of `rank`, `width` points wide."""
     (drawn,) = axes.plot(line.step, line.mean, color=ground.rank(rank), linewidth=width, label=label)
     if len(line) == 1:
         drawn.set_marker("o")
@@ -359,14 +363,14 @@ def trace(axes: Axes, line: Line, rank: int, label: str, width: float, ground: G
 
 
 def logarithmic(axes: Axes) -> None:
-    """A logarithmic axis whose ticks are written as numbers are spoken."""
+    """Make the axis logarithmic and write its ticks as plain numbers."""
     axes.set_yscale("log")
     for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
 
 
 def _memory(axes: Axes, history: History, ground: Ground) -> None:
-    """What each rank used over time, and where the limit is."""
+    """Draw the memory of each rank over time, and the limit."""
     peaks = [usage.peak_bytes for usage in history.memory.values()]
     axes.set_title(f"memory, peak {span(peaks)}" if peaks else "memory")
     axes.set_ylabel("GB")
@@ -377,7 +381,7 @@ def _memory(axes: Axes, history: History, ground: Ground) -> None:
         axes.plot(_seconds(line), high, color=ground.rank(rank), linewidth=1.2)
         if dash := dashes(rank):
             axes.lines[-1].set_dashes(dash)
-    # A host's limit is that of all its processes, and so far away that the curves would lie flat.
+    # The limit of a host is shared by all its processes and so high that the curves would look flat.
     for limit in sorted({usage.limit_bytes for usage in history.memory.values() if usage.is_device}):
         axes.axhline(limit / 1e9, color=ground.ink, linestyle="--", linewidth=0.9)
         axes.text(0.01, limit / 1e9, f"limit {gigabytes(limit)}", transform=axes.get_yaxis_transform(), va="bottom")
@@ -396,17 +400,17 @@ def _speed(axes: Axes, history: History, ground: Ground) -> None:
 
 
 def _longest(series: Series) -> Line:
-    """The curve of the rank that has most points; that of no rank has none."""
+    """Return the curve of the rank that has most points; an empty one if there is no rank."""
     return max((series.line(rank) for rank in series.ranks), key=len, default=Line())
 
 
 def _seconds(line: Line) -> tuple[float, ...]:
-    """Where the points of a curve over time are; its steps are milliseconds."""
+    """Return the times of the points of a curve over time, in seconds; the steps of such a curve are milliseconds."""
     return tuple(step / 1000 for step in line.step)
 
 
 def _from_zero(axes: Axes, history: History, top: float, ground: Ground) -> None:
-    """From nothing to a little more than `top`, over the seconds of the whole run."""
+    """Scale the axes from zero to a little more than `top`, over the seconds of the whole run."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_ylim(0, top * 1.1 or 1.0)
@@ -420,7 +424,7 @@ def _from_zero(axes: Axes, history: History, top: float, ground: Ground) -> None
 
 
 def _legend(axes: Axes) -> None:
-    """Each label once, and none where there would be too many."""
+    """Add a legend with each label once; none if there are too many labels."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if 0 < len(unique) <= _MOST_LABELS:

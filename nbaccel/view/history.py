@@ -1,7 +1,7 @@
-"""History: what a run did so far, as plain data in bounded memory. Pure; runs in the kernel.
+"""History: the course of a run so far, as plain data in bounded memory. Pure; runs in the kernel.
 
-It is fed what the ranks report; panels, figures and people read it. It knows curves by rank, how far and how fast each
-rank is, how full, and what happened on the way. It draws nothing and knows no process.
+It is fed with the reports of the ranks; panels, figures and people read it. It holds the curves by rank, the progress,
+speed and memory of each rank, and what happened during the run. It draws nothing and knows no process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["History", "Mark"]
 
 _MOST_POINTS, _FEWEST_POINTS = 512, 16
 _ALL_POINTS = 40_000
-"""Points of all curves together: 40 bytes each."""
+"""Number of points of all curves together: 40 bytes each."""
 _MOST_NAMES = 200
 _MOST_MARKS = 200
 _SPEED_EVERY_S = 0.5
@@ -43,10 +43,10 @@ _SPEED_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened once.
+    """One thing that happened at one moment.
 
-    at_s: since the run began.  kind: "oom", "checkpoint" or "restart".
-    rank: None where all ranks took part.  step: None where no step goes with it.
+    at_s: in seconds since the run began.  kind: "oom", "checkpoint" or "restart".
+    rank: None if all ranks took part.  step: None if it belongs to no step.
     """
 
     at_s: float
@@ -57,14 +57,14 @@ class Mark:
 
 
 class History:
-    """What a run of `world_size` ranks did since `began_at` on the clock that feeds it.
+    """The record of a run of `world_size` ranks since `began_at` on the clock that feeds it.
 
-    rows: what rank 0 logged, one dict per `accelerator.log`; thinned evenly where there are very many.
-    phases: stretches with curves of their own, oldest first; the last one is the present one.
-    memory: by rank, now; peaks are those of all attempts.  memory_bytes: in use by rank over time.
+    rows: the values that rank 0 logged, one dict per `accelerator.log`; thinned evenly if there are very many.
+    phases: parts of the run with curves of their own, oldest first; the last one is the present one.
+    memory: present use by rank; peaks are those of all attempts.  memory_bytes: use by rank over time.
     speed: optimizer steps per second over time. The steps of these two series are milliseconds.
-    marks: what happened once (memory ran out, a checkpoint was saved), oldest first.
-    attempts: how often its ranks were started: after each restart for memory there is one more.
+    marks: single events (memory ran out, a checkpoint was saved), oldest first.
+    attempts: number of times that the ranks were started: one more after each restart for memory.
     lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
 
     >>> history = History(2)
@@ -88,7 +88,7 @@ class History:
         self._phase_of: dict[int, int] = {}
         self.attempts = 1
         self._first_phase = 0
-        self._first: int | None = None  # steps that the program had behind it when its first attempt began
+        self._first: int | None = None  # steps that the program had done when its first attempt began
         self._points = _MOST_POINTS
         self._speed_due_s = 0.0
         self._take: dict[type[Event], Callable[[int, float, Any], None]] = {
@@ -106,7 +106,7 @@ class History:
     # --- feeding -----------------------------------------------------------------------------------------------
 
     def feed(self, rank: int, at: float, event: Event) -> None:
-        """`event` happened in `rank` at `at`; each rank's in their order. Kinds it does not know are left out."""
+        """Take the `event` that happened in `rank` at `at`; each rank's in their order. Unknown kinds are ignored."""
         take = self._take.get(type(event))
         if take is not None:
             at_s = at - self._began_at
@@ -115,10 +115,10 @@ class History:
             take(rank, at_s, event)
 
     def tick(self, now: float) -> None:
-        """It shows nothing."""
+        """Do nothing: a history shows nothing."""
 
     def add_mark(self, mark: Mark) -> None:
-        """Something happened. Of very many marks the first and the latest hundred are kept."""
+        """Add `mark`. If there are very many marks, the first and the latest hundred are kept."""
         self.marks.append(mark)
         if len(self.marks) > _MOST_MARKS:
             del self.marks[_MOST_MARKS // 2]
@@ -154,10 +154,10 @@ class History:
             self._share_points()
 
     def _phase(self, rank: int, at_s: float) -> PhaseRecord:
-        """The phase that `rank` was in at `at_s`.
+        """Return the phase that `rank` was in at `at_s`.
 
-        Ranks are read in turn, so one may be in the next phase already; and a loss that was computed before a phase
-        may come after it, because a tensor has to be waited for.
+        Ranks are read in turn, so one may already be in the next phase; and a loss computed before a phase began may
+        arrive after it, because its tensor has to be waited for.
         """
         at = self._phase_of.get(rank, 0)
         while at > self._first_phase and self.phases[at].entered.get(rank, 0.0) > at_s:
@@ -165,7 +165,7 @@ class History:
         return self.phases[at]
 
     def _share_points(self) -> None:
-        """There is one curve more: all together stay within `_ALL_POINTS`."""
+        """Reduce the points of each curve after one was added, so that all together stay within `_ALL_POINTS`."""
         everything = [series for phase in self.phases for series in phase.curves]
         points = max(_FEWEST_POINTS, _ALL_POINTS // sum(len(series.last) for series in everything))
         if points < self._points:
@@ -198,7 +198,7 @@ class History:
         self.add_mark(Mark(at_s, "checkpoint", f"saved {event.path} in {duration(event.seconds)}", None, event.step))
 
     def _take_phase(self, rank: int, at_s: float, event: Phase) -> None:
-        """Every rank says it. The first opens the phase, unless nothing was recorded before; the others enter it."""
+        """Enter a phase, which every rank reports. The first report opens it, unless nothing was recorded before."""
         at = self._phase_of.get(rank, 0)
         here = self.phases[at]
         if rank not in here.entered and (here.is_empty or here.name == event.name):
@@ -214,7 +214,7 @@ class History:
         self._lost[rank] = event.count
 
     def _take_restarted(self, rank: int, at_s: float, event: Restarted) -> None:
-        """What counts is the last attempt; the curves of those before it stay, to be looked at."""
+        """Begin a new attempt. Only the last attempt counts; the curves of the earlier ones stay readable."""
         self.add_mark(Mark(at_s, "restart", event.line))
         self.rows = Rows()
         if self._first is None:
@@ -234,48 +234,48 @@ class History:
 
     @property
     def phase(self) -> PhaseRecord:
-        """The present phase."""
+        """Return the present phase."""
         return self.phases[-1]
 
     @property
     def names(self) -> list[str]:
-        """The curves of the present phase, in the order in which they began."""
+        """Return the names of the curves of the present phase, in the order in which they began."""
         return list(self.phase.series)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that every rank has done in this run and that were not lost.
+        """Return the number of optimizer steps that every rank has done in this run and that were not lost.
 
-        Those of all phases of the last attempt; those before it as far as it went on from a checkpoint of this run.
-        Steps that a checkpoint or a rank brought along from before the run do not count.
+        It counts all phases of the last attempt, and earlier attempts as far as the last one continued from a
+        checkpoint of this run. Steps that a checkpoint or a rank brought along from before the run do not count.
         """
         return sum(phase.steps for phase in self.phases[self._first_phase :]) + self.kept_steps
 
     @property
     def first_step(self) -> int:
-        """Steps that the program had behind it when this run began: in ranks that stay, or in a checkpoint."""
+        """Return the steps that the program had done before this run began: in persistent ranks, or in a checkpoint."""
         first = self.phases[0].first if self._first is None else self._first
         return first or 0
 
     @property
     def kept_steps(self) -> int:
-        """Of `steps`, those of earlier attempts."""
+        """Return the part of `steps` that earlier attempts did."""
         first = self.phases[self._first_phase].first
         return 0 if first is None or self._first is None else max(0, first - self._first)
 
     @property
     def steps_per_s(self) -> float | None:
-        """Steps per second of training in its last 15 seconds, without evaluations; of the latest phase that has it."""
+        """Return training steps per second over 15 seconds, without evaluations, of the latest phase that has them."""
         paces = [phase.steps_per_s for phase in reversed(self.phases[self._first_phase :])]
         return next((pace for pace in paces if pace is not None), None)
 
     @property
     def has_curves(self) -> bool:
-        """Whether any number was reported."""
+        """Return whether any number was reported."""
         return any(phase.series for phase in self.phases)
 
     def curve(self, name: str, rank: int | None = None) -> Line:
-        """What is left of one curve of the present phase: of one rank, or the mean over ranks.
+        """Return one curve of the present phase: of one rank, or the mean over ranks.
 
         Raises:
             KeyError: nothing of that name was logged.
@@ -286,10 +286,10 @@ class History:
         return series.mean() if rank is None else series.line(rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain lists and dicts, ready for JSON.
+        """Return everything as plain lists and dicts, ready for JSON.
 
-        Curves have "step", "mean", "min" and "max", over ranks and in "ranks" for each by itself. Memory is in bytes,
-        times are in seconds since the run began.
+        Curves have "step", "mean", "min" and "max", over all ranks, and under "ranks" for each rank. Memory is in
+        bytes, times are in seconds since the run began.
 
         >>> History(2).to_dict()["phases"]
         [{'name': '', 'began_s': 0.0, 'steps': 0, 'curves': {}}]
@@ -318,9 +318,9 @@ class History:
         }
 
     def to_pandas(self, rank: int | None = None) -> Any:
-        """All curves as a `pandas.DataFrame`: a row for each phase and step, a column for each name.
+        """Return all curves as a `pandas.DataFrame`: a row for each phase and step, a column for each name.
 
-        rank: whose values; None for the mean over ranks.
+        rank: the rank to read; None for the mean over ranks.
 
         Raises:
             ImportError: pandas is not installed; `to_dict` works without it.
@@ -343,13 +343,14 @@ class History:
         return pandas.concat(frames, keys=[phase.name for phase in self.phases], names=["phase", "step"])
 
     def to_csv(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
-        """Write all curves to a file, with a line for each phase and step; a file that is there is replaced.
+        """Write all curves to a file, with a line for each phase and step; an existing file is replaced.
 
         Columns: "phase", its name, empty in a run without phases; "step", the optimizer step, from 0; then each curve
-        under its name, empty at steps at which it has no point. A curve has 512 points at most: in a longer run a line
-        is the first of several steps, and the numbers are their means. `rows` has what rank 0 logged, value by value.
+        under its name, empty at steps at which it has no point. A curve has at most 512 points: in a longer run a line
+        stands for several steps; it names the first of them, and its numbers are their means. `rows` has every value
+        that rank 0 logged.
 
-        rank: whose values; None for the mean over ranks.
+        rank: the rank to read; None for the mean over ranks.
         """
         names = list(dict.fromkeys(name for phase in self.phases for name in phase.series))
         with open(path, "w", encoding="utf-8", newline="") as file:

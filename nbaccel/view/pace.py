@@ -1,4 +1,4 @@
-"""Pace: how fast a training goes now, and how long it will take. Pure; the caller brings the clock."""
+"""Pace: the present speed of a training, and the time it will take. Pure; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Sample = tuple[float, int, float | None]
 
 
 class Pace:
-    """Steps and epochs per second, by the last 15 seconds; a step that takes longer counts by itself.
+    """Steps and epochs per second, over the last 15 seconds; a step that takes longer is measured alone.
 
     >>> pace = Pace()
     >>> for step in range(11):
@@ -29,10 +29,12 @@ class Pace:
         self._newest: _Sample | None = None
 
     def add(self, at_s: float, step: int, place: float | None = None) -> None:
-        """At `at_s`, `step` steps and `place` epochs were done. Where either falls, a new count begins.
+        """Record that `step` steps and `place` epochs were done at `at_s`.
 
-        Time in which no step was taken counts, that of a save for example: it is part of how long things take. The
-        caller leaves out what is to count by itself.
+        If either falls, the measurement starts again.
+
+        Time without a step counts, for example that of a save: it is part of the duration. The caller leaves out times
+        that are to be counted separately.
         """
         newest = self._newest
         if newest is not None and (step < newest[1] or (place or 0.0) < (newest[2] or 0.0)):
@@ -47,7 +49,7 @@ class Pace:
 
     @property
     def steps_per_s(self) -> float | None:
-        """None until two steps are known some time apart."""
+        """Return the speed; None until two reports with different steps and times are known."""
         if self._newest is None or not self._samples:
             return None
         seconds = self._newest[0] - self._samples[0][0]
@@ -55,7 +57,7 @@ class Pace:
         return steps / seconds if seconds > 0 and steps > 0 else None
 
     def seconds_for(self, epochs: float) -> float | None:
-        """How long so much of the training takes at this pace; None while that is not known."""
+        """Return the seconds that `epochs` epochs take at this pace; None while that is unknown."""
         if epochs <= 0:
             return 0.0
         if self._newest is None or not self._samples:

@@ -1,8 +1,8 @@
 """Panel: one run at one moment as HTML, and the bundle that a notebook shows of it. Pure; runs in the kernel.
 
-A small table and inline SVG: no script, nothing from elsewhere, and a height that depends on nothing that changes
-while the run goes on, but on the width of its place: where that is narrow, the table of ranks stands below the curves.
-What has no room in a line is left out as a whole, never cut. The text beside the panel carries every number.
+A small table and inline SVG: no script and no external resource. While the run goes on, the height depends on nothing
+but the available width: if that is small, the table of ranks stands below the curves. Words that do not fit into a line
+are left out as a whole, never cut. The text beside the panel carries every number.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = ["SIGNS", "Panel"]
 _LINE_PX, _ROW_PX, _PLOT_PX, _STEPS_PX = 20, 22, 116, 14
 _MOST_ROWS = 8
 _MANY_PLOTS = 3
-"""So many stand above the table however wide the place is, in as many rows as they need."""
+"""Number of plots from which they stand above the table at any width, in as many rows as they need."""
 _POINTS = 800
-"""Points that all lines of a panel share: what half a second's frame may weigh."""
+"""Number of points that all lines of a panel share; it limits the size of a frame, drawn every half second."""
 _STALE = (
     '<p class="stale soft">nothing new for 20 s; if this page was reloaded, <code>%accelerate last</code> shows the run'
     "</p>"
 )
-"""Begins to be seen 20 seconds after the frame came: a page that was reloaded, and a saved file, get no other one."""
+"""Becomes visible 20 seconds after the frame: a reloaded page, and a saved file, get no new frame."""
 SIGNS = {"done": "✓", "failed": "✕", "stopped": "■"}
-"""Beside the word, which says the same."""
+"""Signs shown beside the word for how a run ended, with the same meaning."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Panel:
     facts: Facts = field(default_factory=Facts)
 
     def bundle(self, seconds: float, state: State = RUNNING) -> dict[str, str]:
-        """The run after `seconds`, by MIME type."""
+        """Return the run after `seconds`, by MIME type."""
         return {
             "text/plain": text(self.history, self.facts, seconds, state),
             "text/html": f"<style>{STYLE}</style>{self.html(seconds, state)}",
@@ -70,11 +70,11 @@ class Panel:
 
     @property
     def _figure_px(self) -> int:
-        """A curve with its words: as high as the table beside it."""
+        """Return the height of a curve with its words: that of the table beside it, or more."""
         return max(_LINE_PX + _PLOT_PX + _STEPS_PX, self._table_px)
 
     def html(self, seconds: float, state: State = RUNNING) -> str:
-        """The run after `seconds`, without the style sheet."""
+        """Return the HTML of the run after `seconds`, without the style sheet."""
         names = self.facts.shown(self.history.names)
         return (
             f'<div class="nbaccel" role="group" aria-label="{escape(self.facts.title)}">'
@@ -98,7 +98,7 @@ class Panel:
         return (
             f'<div class="row at"><span class="fits">{_parts(places)}</span>'
             f'<span class="fits">{_parts(times(self.history, seconds, state))}</span></div>'
-            # One without a value would move by itself.
+            # Without a value the browser would animate the bar.
             f'<progress max="1" value="{done or 0:.3f}" aria-label="{label}"></progress>'
         )
 
@@ -176,7 +176,7 @@ class Panel:
     # --- the last line -----------------------------------------------------------------------------------------
 
     def _foot(self, names: list[str], state: State) -> str:
-        """How it ended; before that what happened last, and the numbers that are not drawn."""
+        """Return the last line: how the run ended; before that the latest mark, and the numbers that are not drawn."""
         if state.sentence:
             sentence = escape(state.sentence)
             return f'<p class="{state.word}" role="status">{sentence}</p>'
@@ -187,7 +187,7 @@ class Panel:
 
 
 def _parts(words: list[str]) -> str:
-    """Words of which as many are seen as have room. The comma goes with the word behind it."""
+    """Return `words` as spans, of which as many are visible as fit. The comma belongs to the word after it."""
     return "".join(f"<span>{', ' if at else ''}{escape(word)}</span>" for at, word in enumerate(words))
 
 
@@ -201,7 +201,7 @@ def _bars(state: State) -> str:
 
 
 def _swatch(rank: int) -> str:
-    """A piece of the rank's line: the table is the legend."""
+    """Return a piece of the rank's line: the table is the legend."""
     dash = " ".join(f"{length:g}" for length in dashes(rank)) or "none"
     return (
         f'<svg class="swatch" aria-hidden="true"><path d="M0 4H24" stroke="{colour(rank)}" stroke-dasharray="{dash}"/>'

@@ -1,4 +1,4 @@
-"""PhaseRecord: one stretch of a run with curves of its own, such as a fold, or all of it. Pure."""
+"""PhaseRecord: one part of a run with curves of its own, such as a fold, or the whole run. Pure."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ __all__ = ["LOSS", "PhaseRecord"]
 
 LOSS = "loss"
 _RECENT = 1024
-"""Losses that are kept to know a logged one again: it is read up to half a second later, hundreds of steps of a small
-model."""
+"""Number of losses that are kept to recognise a logged one: it is read up to half a second later, hundreds of steps
+of a small model.
+"""
 _NEAREST = 64
-"""Of them, those that are compared up to rounding, which takes a look at each."""
+"""Number of these that are compared up to rounding, one by one."""
 
 
 @dataclass(slots=True)
 class PhaseRecord:
-    """What happened in one phase.
+    """The record of one phase.
 
-    name: as the user called it; empty for a run without phases.  began_s: since the run began.
-    loss: what `backward` was given, None until it was.  metrics: what was logged, by name.
-    courses: how far each rank has come, of those that said so.  counts: the steps of each.
+    name: given by the user; empty for a run without phases.  began_s: in seconds since the run began.
+    loss: the losses given to `backward`; None before the first.  metrics: the logged values, by name.
+    courses: the progress of each rank that reported.  counts: the steps of each.
     logs_another_loss: a logged "loss" was not the one that `backward` was given.
     recent: by rank, the latest losses of backward.  unmatched: by rank, the latest logged "loss" that was none of them.
-    waiting: logged ones that may be the mean of what ranks have still to be heard of; with the rank, and how many
-    backwards it had run.
-    bar: how much is done, by the leader.  entered: when each rank named this phase, since the run began.
+    waiting: logged losses that may be the mean of values that some ranks have not reported yet; each with its rank and
+    the number of backwards that rank had run.
+    bar: the fraction done, by the leader.  entered: when each rank named this phase, in seconds since the run began.
     """
 
     name: str = ""
@@ -53,7 +54,7 @@ class PhaseRecord:
     # --- feeding -----------------------------------------------------------------------------------------------
 
     def take(self, rank: int, at_s: float, event: Progress, began_s: float | None) -> None:
-        """`rank` said this of a loop that began at `began_s`, if that is known."""
+        """Take a report of `rank` about a loop that began at `began_s`, if that is known."""
         course = self.courses.setdefault(rank, Course())
         course.take(at_s, event, began_s)
         self.counts.setdefault(rank, StepCount()).take(event)
@@ -61,7 +62,7 @@ class PhaseRecord:
             self.bar.follow(course)
 
     def count_loss(self, rank: int, event: Loss) -> None:
-        """`rank` ran a backward."""
+        """Record one backward of `rank`."""
         count = self.counts.get(rank)
         if count is None:
             count = self.counts[rank] = StepCount()
@@ -74,17 +75,17 @@ class PhaseRecord:
             del self.unmatched[rank]
 
     def compare_logged_loss(self, rank: int, value: float) -> None:
-        """`rank` logged `value` as "loss".
+        """Compare `value`, which `rank` logged as "loss", with the losses of backward.
 
-        What is logged as a tensor is read some steps later, so the backward that it is of may have been heard of long
-        before it, or after it.
+        A value that is logged as a tensor is read some steps later, so its backward may have been reported long before
+        it, or be reported after it.
         """
         recent = self.recent.get(rank)
         if recent is None or not recent.has(value):
             self.waiting.append((rank, 0 if recent is None else recent.count, value))
 
     def _judge_logged_losses(self) -> None:
-        """Decide about those that waited. Ranks are heard one after the other, so it is asked between two rounds."""
+        """Decide about the losses that waited. Ranks are read one after the other, so call it between two rounds."""
         if not self.waiting:
             return
         heard = min((recent.count for recent in self.recent.values()), default=0)
@@ -100,7 +101,7 @@ class PhaseRecord:
             del self.unmatched[rank]
 
     def _means(self, heard: int) -> list[float]:
-        """The means over ranks of their latest losses, sorted: what ``log(average=True)`` says of them."""
+        """Return the means over ranks of their latest losses, sorted: the values that ``log(average=True)`` reports."""
         if len(self.recent) < 2:
             return []
         first = max(recent.first for recent in self.recent.values())
@@ -111,21 +112,21 @@ class PhaseRecord:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was recorded yet."""
+        """Return whether nothing was recorded yet."""
         return not (self.loss or self.metrics or self.courses)
 
     @property
     def curves(self) -> list[Series]:
-        """All that are kept, whether they are shown or not."""
+        """Return all curves that are kept, shown or not."""
         return [*([] if self.loss is None else [self.loss]), *self.metrics.values()]
 
     @property
     def series(self) -> dict[str, Series]:
-        """All curves by name. "loss" is that of every backward, where there is one.
+        """Return all curves by name. "loss" is that of every backward, if there is one.
 
-        A logged "loss" that is another number, an average over steps or that of other data, stands beside it as "logged
-        loss". It is left out where it only says the same again, of this rank or as the mean of all, in every step or in
-        some.
+        A logged "loss" that is another number, such as an average over steps or the loss of other data, is listed as
+        "logged loss". It is left out if it only repeats the loss of backward, of this rank or as the mean of all, in
+        every step or in some.
         """
         if self.loss is None:
             return dict(self.metrics)
@@ -138,7 +139,7 @@ class PhaseRecord:
 
     @property
     def leader(self) -> int | None:
-        """The lowest rank that trains, or of all if none does; it stands for all of them."""
+        """Return the lowest rank that trains, or the lowest of all if none does; it stands for all of them."""
         training = [rank for rank, course in self.courses.items() if course.training is not None]
         return min(training or self.courses, default=None)
 
@@ -149,46 +150,46 @@ class PhaseRecord:
 
     @property
     def training(self) -> Progress | None:
-        """Where the training is; while nothing else is known, a loop that may turn out to be one."""
+        """Return the state of the training; while nothing else is known, that of a loop that may turn out to train."""
         course = self._course
         return None if course is None else course.training or course.guess
 
     @property
     def trainings(self) -> int:
-        """How many trainings there have been, the present one included."""
+        """Return the number of trainings so far, the present one included."""
         course = self._course
         return 0 if course is None else course.trainings
 
     @property
     def evaluation(self) -> Progress | None:
-        """Where the evaluation is that goes on, in the lowest rank that is in one."""
+        """Return the state of the running evaluation, in the lowest rank that has one."""
         going_on = {rank: course.evaluation for rank, course in self.courses.items() if course.evaluation is not None}
         return going_on[min(going_on)] if going_on else None
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that every rank has done in this phase, as far as ranks have said."""
+        """Return the number of optimizer steps that every rank has reported in this phase."""
         if self.counts:
             return min(count.done for count in self.counts.values())
         return max((max(series.newest.values()) + 1 for series in self.series.values() if series.newest), default=0)
 
     @property
     def first(self) -> int | None:
-        """Optimizer steps that the program had behind it when this phase began; None if no rank has said so."""
+        """Return the steps that the program had done before this phase began; None if no rank has reported it."""
         return min((count.first for count in self.counts.values() if count.first is not None), default=None)
 
     @property
     def steps_per_s(self) -> float | None:
-        """Steps per second of training in its last 15 seconds, without evaluations."""
+        """Return steps per second of training in its last 15 seconds, without evaluations."""
         course = self._course
         return None if course is None else course.pace.steps_per_s
 
     def lag(self, rank: int) -> int:
-        """Steps by which a rank is ahead of the leader, or behind it, when negative.
+        """Return the steps by which a rank is ahead of the leader; negative if it is behind.
 
-        Ranks say where they are at different moments: what the leader does in between is no lag, give or take half of
-        it, and one step. While the pace is unknown nothing is said: what is heard first are all steps at once, of one
-        rank after the other.
+        Ranks report at different moments: steps that the leader does in between are no lag, within half of their number
+        and one step. While the pace is unknown the lag is 0: the first reports bring all steps at once, of one rank
+        after the other.
         """
         pace, course, other = self.steps_per_s, self._course, self.courses.get(rank)
         if pace is None or course is None or other is None or course.training is None or other.training is None:
@@ -199,13 +200,13 @@ class PhaseRecord:
 
     @property
     def left(self) -> Left | None:
-        """How long it takes still; None if that is not known."""
+        """Return the time left; None if it is unknown."""
         course = self._course
         return None if course is None else course.left
 
 
 class _Recent:
-    """Keeps the latest losses of one rank.
+    """The latest losses of one rank.
 
     >>> recent = _Recent()
     >>> recent.add(0.5)
@@ -216,13 +217,13 @@ class _Recent:
     __slots__ = ("_counts", "_losses", "count")
 
     def __init__(self) -> None:
-        self.count = 0  # of all that were added
+        self.count = 0  # number of all that were added
         self._losses: deque[float] = deque()
         self._counts: Counter[float] = Counter()
 
     @property
     def first(self) -> int:
-        """The number of the oldest that is kept."""
+        """Return the number of the oldest loss that is kept."""
         return self.count - len(self._losses)
 
     def __iter__(self) -> Iterator[float]:
@@ -243,7 +244,7 @@ class _Recent:
 
 
 def _is_among(value: float, numbers: list[float]) -> bool:
-    """Whether one of the sorted `numbers` is the same.
+    """Return whether one of the sorted `numbers` is the same.
 
     >>> _is_among(0.5 + 1e-9, [0.25, 0.5]), _is_among(0.4, [0.25, 0.5])
     (True, False)
@@ -253,5 +254,5 @@ def _is_among(value: float, numbers: list[float]) -> bool:
 
 
 def _are_same(one: float, other: float) -> bool:
-    """Whether two numbers are equal, in the precision that losses have, or neither is one."""
+    """Return whether two numbers are equal in the precision of losses, or both are NaN."""
     return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))

@@ -1,4 +1,4 @@
-"""Picture: a PNG with words for those who do not see it, as notebooks show it. Pure."""
+"""Picture: a PNG with a description in words, as notebooks show it. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Bundle = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG of `width` times `height` CSS pixels; it is drawn with more pixels than that, for sharp screens.
+    """A PNG of `width` times `height` CSS pixels; it has more pixels than that, for sharp screens.
 
-    text: what it shows, in words.
+    text: the content in words.
     """
 
     png: bytes
@@ -25,7 +25,7 @@ class Picture:
     text: str
 
     def bundle(self) -> Bundle:
-        """What a notebook saves of it."""
+        """Return the data that a notebook saves of the picture."""
         image = {"width": self.width, "height": self.height, "alt": self.text}
         return (
             {"text/plain": self.text, "image/png": b64encode(self.png).decode("ascii")},

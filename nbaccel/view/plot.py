@@ -1,8 +1,8 @@
 """Plot: curves as one inline SVG without script, text or fixed width. Pure.
 
-Lines are drawn from bucket means, in the colour and dashes of their rank; the band behind them goes from the smallest
-to the largest value, so that a spike shows however many steps there were. Numbers stand beside the plot as HTML: the
-SVG is stretched to the width it is given, and text in it would be stretched too.
+Lines are drawn from bucket means, in the colour and dashes of their rank. The band behind them goes from the smallest
+to the largest value, so that a spike is visible for any number of steps. Numbers stand beside the plot as HTML: the SVG
+is stretched to the available width, and text in it would be stretched too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOG_FROM = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Which values the plot goes from and to; `is_log` where the distance is their ratio."""
+    """Range of the values of a plot; with `is_log`, distances stand for ratios."""
 
     low: float
     high: float
@@ -34,7 +34,7 @@ class Scale:
 
     @classmethod
     def of(cls, line: Line) -> Scale:
-        """A scale on which `line`, from its lowest to its highest values, has room."""
+        """Return a scale that holds `line`, from its lowest to its highest value."""
         low, high = min(line.low), max(line.high)
         if low > 0 and high / low > _LOG_FROM:
             return cls(low, high, True)
@@ -44,7 +44,7 @@ class Scale:
         return cls(low, high, False)
 
     def height(self, value: float) -> float:
-        """0 at the lowest, 1 at the highest value."""
+        """Return the height of `value`: 0 at the lowest, 1 at the highest."""
         if self.is_log:
             return math.log(min(max(value, self.low), self.high) / self.low) / math.log(self.high / self.low)
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
@@ -53,9 +53,9 @@ class Scale:
 def plot(
     mean: Line, ranks: Mapping[int, Line], scale: Scale, *, label: str, height_px: int, marks: Sequence[int] = ()
 ) -> str:
-    """The mean, which has a point at least, and the curves of `ranks`, drawn on `scale`.
+    """Return the SVG of `mean`, which has at least one point, and of the curves of `ranks`, drawn on `scale`.
 
-    label: what a screen reader says instead.  marks: steps at which something happened.
+    label: the text for a screen reader.  marks: steps to mark by a vertical line.
     """
     # Sizes are styles, not attributes: JupyterLab gives every SVG in an output `height: auto`.
     first, last = mean.step[0], max(mean.step[-1], mean.step[0] + 1)
@@ -95,7 +95,7 @@ def plot(
 
 
 def spark(line: Line, scale: Scale, label: str) -> str:
-    """One curve as small as a word."""
+    """Return the SVG of one curve, as small as a word."""
     first, last = line.step[0], max(line.step[-1], line.step[0] + 1)
     points = [
         (round((step - first) / (last - first) * 90), round(1 + (1 - scale.height(value)) * 14))
@@ -108,7 +108,7 @@ def spark(line: Line, scale: Scale, label: str) -> str:
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:
-    """Relative moves: half the characters of absolute ones. One point is a dot."""
+    """Return a path of relative moves, half the characters of absolute ones. A single point is a dot."""
     if not points:
         return ""
     (x, y), *rest = points

@@ -1,4 +1,4 @@
-"""Rows: what a program logged, as it logged it, in bounded memory however long the run. Pure."""
+"""Rows: the values that a program logged, in the order of logging, in bounded memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ __all__ = ["Rows"]
 
 _MOST_ROWS = 12_000
 _MOST_VALUES = 48_000
-"""A row takes 170 bytes and 32 for each value; wide rows are thinned sooner."""
+"""Number of values beyond which rows are thinned.
+
+A row takes 170 bytes and 32 for each value, so wide rows go first.
+"""
 
 
 class Rows(Sequence[dict[str, Any]]):
     """Rows of (step, values) in the order in which they were logged.
 
-    Beyond 12,000 rows, or 48,000 values, every second row is dropped, and from then on only every second new one is
-    kept; and so on. The first and the last row are always there.
+    Beyond 12,000 rows, or 48,000 values, every second row is dropped, and from then on only every second new row is
+    kept; the next time every fourth, and so on. The first and the last row are always there.
 
     >>> rows = Rows()
     >>> rows.add(0, {"loss": 1.0}); rows.add(1, {"loss": 0.5})
@@ -34,7 +37,7 @@ class Rows(Sequence[dict[str, Any]]):
         self._stride = 1
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
-        """One row, the newest."""
+        """Add the newest row."""
         names = tuple(values)
         row = (step, self._names.setdefault(names, names), tuple(values.values()))
         self._last = row
@@ -54,7 +57,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def seen(self) -> int:
-        """Rows that were ever added."""
+        """Return the number of rows that were ever added."""
         return self._seen
 
     def __len__(self) -> int:
@@ -77,7 +80,7 @@ class Rows(Sequence[dict[str, Any]]):
         return (self[at] for at in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        """Equal to a sequence of the same rows."""
+        """Return whether `other` is a sequence of the same rows."""
         return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # it grows

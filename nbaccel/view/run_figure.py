@@ -1,6 +1,6 @@
-"""RunFigure: a matplotlib figure that a notebook shows as it is, pyplot or not. Runs in the kernel.
+"""RunFigure: a matplotlib figure that a notebook shows with or without pyplot. Runs in the kernel.
 
-A module of its own because its base class comes from matplotlib, which is imported when the first figure is made.
+It is a separate module because its base class comes from matplotlib, which is imported when the first figure is made.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["RunFigure"]
 
 
 class RunFigure(Figure):
-    """A `matplotlib.figure.Figure`; as the last line of a cell it is seen.
+    """A `matplotlib.figure.Figure` that a notebook shows as the last value of a cell.
 
-    Notebooks know how to show a Figure only once pyplot was imported.
+    Without this class, notebooks can show a Figure only after pyplot was imported.
     """
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Series: one quantity over the steps of a run, for every rank, in bounded memory. Pure.
 
-Values are kept exactly until there are more than `capacity` of a rank; then two neighbours at a time become one bucket
-that remembers their number, mean, smallest and largest value, and so on. A spike is never lost, and memory does not
-grow with the number of steps. All ranks share the width of the buckets, so that a mean over ranks compares like with
-like. It draws nothing.
+Values are kept exactly until a rank has more than `capacity` of them. Then each two neighbours become one bucket that
+holds their number, mean, smallest and largest value, and so on. A spike is never lost, and memory does not grow with
+the number of steps. All ranks have buckets of the same width, so that a mean over ranks combines the same steps. It
+draws nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from operator import truediv
 __all__ = ["Line", "Series", "are_equal"]
 
 _NO_BUCKET = -(1 << 62)
-"""The key of no bucket; below that of any step."""
+"""Key that belongs to no bucket; it is below that of any step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is left of one curve: a point for each bucket, oldest first.
+    """The points of one curve, one for each bucket, oldest first.
 
-    step: the first step of the bucket.  mean, low, high: of its finite values; equal where it holds one value.
+    step: the first step of the bucket.  mean, low, high: of its finite values; equal if it holds one value.
     """
 
     step: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class Line:
 
 
 def are_equal(lines: Iterable[Line]) -> bool:
-    """Whether these are the same curve; then one stands for all, such as where every rank logs what was gathered.
+    """Return whether all `lines` are the same curve, for example if every rank logs a gathered value.
 
     >>> are_equal([]), are_equal([Line((0,), (1.0,), (1.0,), (1.0,)), Line()])
     (True, False)
@@ -57,9 +57,9 @@ def _empty_columns() -> _Columns:
 
 
 class _Track:
-    """One rank's buckets: closed ones in columns, the newest in plain attributes, because it is written most.
+    """The buckets of one rank: closed ones in columns, the newest in plain attributes, because it is written most.
 
-    lowest, highest: of all closed buckets; a frame asks for them too often to look through the columns.
+    lowest, highest: of all closed buckets; frames ask for them too often to search the columns.
     """
 
     __slots__ = ("_columns", "count", "high", "highest", "key", "low", "lowest", "step", "total")
@@ -97,18 +97,18 @@ class _Track:
         self.lowest, self.highest = min(self.lowest, low), max(self.highest, high)
 
     def span(self) -> tuple[int, int]:
-        """The first steps of the oldest and of the newest bucket."""
+        """Return the first steps of the oldest and of the newest bucket."""
         steps = self._columns[0]
         return (steps[0] if steps else self.step), (steps[-1] if self.key == _NO_BUCKET else self.step)
 
     def extremes(self) -> tuple[float, float]:
-        """The smallest and the largest value so far, of one value at least."""
+        """Return the smallest and the largest value so far; there must be at least one."""
         if self.key == _NO_BUCKET:
             return self.lowest, self.highest
         return min(self.lowest, self.low), max(self.highest, self.high)
 
     def insert(self, shift: int, step: int, value: float) -> None:
-        """A value that is older than the newest bucket: it joins the bucket of its step, or makes one."""
+        """Insert a value that is older than the newest bucket: into the bucket of its step, or into a new one."""
         steps, counts, totals, lows, highs = self._columns
         self._widen(value, value)
         key = step >> shift
@@ -127,7 +127,7 @@ class _Track:
         highs.insert(at, value)
 
     def merge(self, shift: int) -> None:
-        """Put together what falls into one bucket of ``2 ** shift`` steps."""
+        """Merge buckets that fall into one bucket of ``2 ** shift`` steps."""
         rows = list(self.rows())
         self._columns = _empty_columns()
         self.key = _NO_BUCKET
@@ -143,7 +143,10 @@ class _Track:
                 self.step, self.count, self.total, self.low, self.high = step, count, total, low, high
 
     def coarser(self, shift: int) -> _Track:
-        """A copy in buckets of ``2 ** shift`` steps. By slices: a frame has no time to look at every bucket."""
+        """Return a copy in buckets of ``2 ** shift`` steps.
+
+        It uses slices: a frame has no time to read every bucket.
+        """
         steps, counts, totals, lows, highs = self._columns
         if self.key != _NO_BUCKET:
             steps, counts = steps + array("q", [self.step]), counts + array("q", [self.count])
@@ -168,9 +171,9 @@ class _Track:
 class Series:
     """A quantity that ranks report step by step.
 
-    capacity: buckets a rank may have; they are merged beyond it.
-    last, newest: rank to its latest value, finite or not, and to the step of that.
-    not_finite: rank to the first step with a value that was not finite.
+    capacity: number of buckets that a rank may have; beyond it they are merged.
+    last, newest: by rank, the latest value, finite or not, and its step.
+    not_finite: by rank, the first step with a value that was not finite.
 
     >>> loss = Series(capacity=4)
     >>> for step in range(8):
@@ -190,7 +193,7 @@ class Series:
         self._shift = 0
 
     def add(self, rank: int, step: int, value: float) -> None:
-        """One value of `rank` at `step`, usually not before the step of its last one."""
+        """Add one value of `rank` at `step`, usually not before the step of its last one."""
         self.last[rank] = value
         self.newest[rank] = step
         if value - value != 0:  # infinite or no number
@@ -225,13 +228,13 @@ class Series:
                 track.merge(self._shift)
 
     def shrink(self, capacity: int) -> None:
-        """Go on with fewer buckets."""
+        """Reduce the number of buckets to `capacity`."""
         self.capacity = capacity
         if self._tracks:
             self._halve()
 
     def coarser(self, most: int) -> Series:
-        """The curves as they are now, with `most` buckets at most for each rank; no later value changes them.
+        """Return the present curves with at most `most` buckets for each rank; later values do not change them.
 
         >>> loss = Series()
         >>> for step in range(8):
@@ -256,22 +259,22 @@ class Series:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have reported, in order."""
+        """Return the ranks that have reported, in order."""
         return sorted(self.last)
 
     @property
     def buckets(self) -> int:
-        """Buckets of all ranks together."""
+        """Return the number of buckets of all ranks together."""
         return sum(map(len, self._tracks.values()))
 
     def line(self, rank: int) -> Line:
-        """What is left of the values of one rank."""
+        """Return the curve of one rank."""
         track = self._tracks.get(rank)
         rows = [] if track is None else [(s, total / n, low, high) for s, n, total, low, high in track.rows()]
         return Line(*map(tuple, zip(*rows, strict=True))) if rows else Line()
 
     def mean(self) -> Line:
-        """The mean over ranks, at the buckets that all of them have; at those of any where they share none.
+        """Return the mean over ranks, at the buckets that all of them have; at those of any rank if they share none.
 
         `low` and `high` are the smallest and the largest value of any rank.
         """
@@ -287,18 +290,18 @@ class Series:
 
     @property
     def latest(self) -> float:
-        """The mean over ranks of the latest value of each; NaN before the first, and where one is not finite."""
+        """Return the mean of the latest values of all ranks; NaN before the first, and if one is not finite."""
         values = self.last.values()
         return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else math.nan
 
     @property
     def lowest(self) -> float:
-        """The smallest finite value of any rank so far; NaN where there is none."""
+        """Return the smallest finite value of any rank so far; NaN if there is none."""
         return min((track.extremes()[0] for track in self._tracks.values()), default=math.nan)
 
     @property
     def highest(self) -> float:
-        """The largest finite value of any rank so far; NaN where there is none."""
+        """Return the largest finite value of any rank so far; NaN if there is none."""
         return max((track.extremes()[1] for track in self._tracks.values()), default=math.nan)
 
 

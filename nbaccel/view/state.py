@@ -1,4 +1,4 @@
-"""What is known of a run besides its history: what was settled before it, and how it goes. Pure data."""
+"""Facts and State: what is known of a run besides its history: its settings, and how it goes. Pure data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["RUNNING", "Facts", "State"]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was settled before the run began.
+    """Facts that are settled before the run begins.
 
-    title: what runs, "Cell In[5]".  setting: in words, "2 x Tesla T4, fp16, accumulate 4".
+    title: the name of what runs, "Cell In[5]".  setting: in words, "2 x Tesla T4, fp16, accumulate 4".
     devices: by rank, "GPU 0"; empty for ranks on the host.
-    plots: the curves to draw, "loss"; empty for the loss, or the first curve where there is none.
+    plots: the curves to draw, "loss"; empty for the loss, or the first curve if there is none.
     """
 
     title: str = "run"
@@ -24,11 +24,11 @@ class Facts:
     plots: tuple[str, ...] = ()
 
     def device(self, rank: int) -> str:
-        """Where the memory is that `rank` runs out of first."""
+        """Return the name of the memory that `rank` runs out of first."""
         return self.devices[rank] if rank < len(self.devices) else "host"
 
     def shown(self, names: list[str]) -> list[str]:
-        """Which of the curves `names` to draw.
+        """Return those of the curves `names` that are to be drawn.
 
         >>> Facts().shown(["lr", "train_loss"]), Facts(plots=("acc",)).shown(["loss"])
         (['train_loss'], ['acc'])
@@ -41,11 +41,11 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How a run goes, in a word, and how it ended, in a sentence.
+    """State of a run in one word, and its end in a sentence.
 
-    word: "running", "stopping", "done", "failed" or "stopped".  sentence: empty while it runs.
+    word: "running", "stopping", "done", "failed" or "stopped".  sentence: empty while the run goes on.
     bars: the progress bars that its ranks draw now, a row each; an empty row keeps the place of one that is over.
-    hint: what can be done about it, "Stop: interrupt the kernel".
+    hint: a possible action, "Stop: interrupt the kernel".
 
     >>> State("done", "done in 0:41, 500 steps").is_over
     True
@@ -62,9 +62,9 @@ class State:
 
     @classmethod
     def ended(cls, word: str, seconds: float, steps: int, why: str = "", attempts: int = 1, kept: int = 0) -> State:
-        """How a run ended, after how long with all its attempts, and why unless all is well.
+        """Return the state of a run that ended: its duration with all attempts, and the reason unless all is well.
 
-        steps: those that the run has done, and not lost.  kept: of these, steps of earlier attempts.
+        steps: the steps that the run has done and not lost.  kept: of these, steps of earlier attempts.
 
         >>> State.ended("done", 41.0, 500).sentence
         'done in 0:41, 500 steps'

@@ -1,6 +1,7 @@
-"""The figure of several runs: their curves in one plot, and beside it a line for each. Pure; runs in the kernel.
+"""The figure of several runs: their curves in one plot, and a line for each beside it. Pure; runs in the kernel.
 
-What stays of the folds or the sweep of one cell. It compares; the figure of one run shows its ranks, memory and speed.
+It is left in the notebook after the folds or the sweep of one cell. It compares runs; the figure of one run shows its
+ranks, memory and speed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _UNNAMED = "#8b909880"
 
 
 def draw_runs(board: Board) -> Figure:
-    """A new figure of all runs of `board` that are over; at most 16 of them are named, the first and the latest.
+    """Return a new figure of all runs of `board` that are over; at most 16 are named, the first and the latest.
 
     >>> [axes.get_title(loc="left") for axes in draw_runs(Board()).axes]
     ['no numbers were logged', '']
@@ -73,7 +74,7 @@ def _curves(axes: Axes, rows: Sequence[Row], named: Collection[int], name: str) 
 
 
 def _lines(axes: Axes, board: Board, rows: Sequence[Row]) -> None:
-    """One run a line, behind a piece of its curve: the table is the legend."""
+    """Write one line for each run, after a piece of its curve: the table is the legend."""
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     places = max(len(rows) + (len(rows) < board.runs), 8)
@@ -95,7 +96,7 @@ def _lines(axes: Axes, board: Board, rows: Sequence[Row]) -> None:
 
 
 def _sample(axes: Axes, at: int, height: float) -> None:
-    """A piece of the curve of run `at`."""
+    """Draw a piece of the curve of run `at`."""
     (drawn,) = axes.plot([0.0, 0.08], [height, height], color=ANY_GROUND.rank(at), linewidth=1.6)
     if dash := dashes(at):
         drawn.set_dashes(dash)

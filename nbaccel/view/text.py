@@ -1,6 +1,6 @@
-"""Text: one run at one moment in words, as a block with every number, and as one line. Pure; runs in the kernel.
+"""Text: one run at one moment in words, as a block with every number and as one line. Pure; runs in the kernel.
 
-For people who have a text read to them, for terminals, for logs, and for the saved file.
+It serves screen readers, terminals, logs, and the saved file.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["curve_words", "line", "loss_of_records", "mark_words", "memory_words
 _LATEST_MARKS = 5
 _MUCH_WAITING = 0.25
 _FEW = 3
-"""Numbers that a run is told by in one line; the panel and the history have all of them."""
+"""Number of values in the line of a run; the panel and the history have all of them."""
 _BOOKKEEPING = ("epoch", "runtime", "per_second", "flos", "grad_norm", "learning_rate", "lr", "step", "num_tokens")
-"""How names end that trainers log beside what they measure."""
+"""Ends of the names that trainers log beside their measurements."""
 
 
 def line(history: History, facts: Facts, seconds: float, state: State = RUNNING) -> str:
-    """The run in one line.
+    """Return the run in one line.
 
     >>> from nbaccel.events import Metric
     >>> history = History(1)
@@ -45,7 +45,7 @@ def line(history: History, facts: Facts, seconds: float, state: State = RUNNING)
 
 
 def _few_numbers(history: History, facts: Facts) -> list[str]:
-    """What a person looks for in one line: losses first, then what was measured; how many more there are.
+    """Return the numbers for one line: losses first, then measurements; and how many more there are.
 
     A Trainer of transformers logs 15 numbers, half of them times of its own.
     """
@@ -63,7 +63,7 @@ def _few_numbers(history: History, facts: Facts) -> list[str]:
 
 
 def text(history: History, facts: Facts, seconds: float, state: State = RUNNING) -> str:
-    """The run in a few lines, with every number."""
+    """Return the run in a few lines, with every number."""
     return "\n".join(filter(None, _lines(history, facts, seconds, state)))
 
 
@@ -84,7 +84,7 @@ def _lines(history: History, facts: Facts, seconds: float, state: State) -> Iter
 
 
 def _where_now(history: History, state: State) -> list[str]:
-    """A run that is done is at its end; the sentence of every run that is over counts its steps and its attempts."""
+    """Return the position of the run, except for parts that the sentence of its end already says."""
     phase = history.phase
     words = where(history)
     if state.word == "done" or (state.is_over and phase.training is None and phase.evaluation is None):
@@ -93,10 +93,10 @@ def _where_now(history: History, state: State) -> list[str]:
 
 
 def where(history: History) -> list[str]:
-    """How far the run is: ["epoch 2/3", "batch 148/500", "step 648", "43 %"].
+    """Return the progress of the run: ["epoch 2/3", "batch 148/500", "step 648", "43 %"].
 
-    An evaluation stands beside the place of the training, which waits: ["epoch 1/2", "step 38", "50 %", "evaluating",
-    "batch 5/8"]. The step is the training's own number, that of its checkpoints and its curves.
+    During an evaluation the position of the training, which waits, comes first: ["epoch 1/2", "step 38", "50 %",
+    "evaluating, batch 5/8"]. The step is the training's own number, that of its checkpoints and its curves.
     """
     phase = history.phase
     training, evaluation = phase.training, phase.evaluation
@@ -117,7 +117,7 @@ def where(history: History) -> list[str]:
 
 
 def _which(history: History) -> Iterator[str]:
-    """Which attempt, phase and training of the run it is, where there are several."""
+    """Yield the attempt, phase and training of the run, if there are several."""
     name = history.phase.name
     if history.attempts > 1 and name != _attempt(history):
         yield _attempt(history)
@@ -136,9 +136,9 @@ def _of(done: int, of: int | None) -> str:
 
 
 def times(history: History, seconds: float, state: State = RUNNING) -> list[str]:
-    """How fast, how long so far, how long still: ["12.4 steps/s", "0:12", "0:28 left"]; only the first in the end.
+    """Return speed, time so far and time left: ["12.4 steps/s", "0:12", "0:28 left"]; only the speed after the end.
 
-    Where the loop waits for batches much of its time, that too: "45 % of it waiting for data".
+    If the loop waits for batches much of its time, that is added: "45 % of it waiting for data".
     """
     words = []
     if (steps_per_s := history.steps_per_s) is not None:
@@ -156,7 +156,7 @@ def times(history: History, seconds: float, state: State = RUNNING) -> list[str]
 
 
 def curve_words(name: str, series: Series) -> str:
-    """The latest value of a curve, that of each rank, its lowest, and where it was no number."""
+    """Return the latest value of a curve, that of each rank, its lowest and highest, and where it was not finite."""
     details = []
     if len(series.last) > 1:
         details += [f"rank {rank} {number(value)}" for rank, value in sorted(series.last.items())]
@@ -168,13 +168,14 @@ def curve_words(name: str, series: Series) -> str:
 
 
 def not_finite_words(series: Series) -> str:
-    """The first step with a value that is no number, and its rank."""
+    """Return the first step with a value that is not finite, and its rank."""
     step, rank = min((step, rank) for rank, step in series.not_finite.items())
     return f"not finite since step {step:,}{f' on rank {rank}' if len(series.ranks) > 1 else ''}"
 
 
 def memory_words(usage: Usage, device: str, with_peak: bool = False) -> str:
-    """
+    """Return the memory of a device in words.
+
     >>> memory_words(Usage(True, 9_100_000_000, 11_200_000_000, 14_700_000_000), "GPU 0", with_peak=True)
     'GPU 0 9.1 of 14.7 GB, peak 11.2 GB'
     """
@@ -185,18 +186,18 @@ def memory_words(usage: Usage, device: str, with_peak: bool = False) -> str:
 
 
 def lag_words(history: History, rank: int) -> str:
-    """That a rank is ahead or behind, if it is."""
+    """Return by how many steps a rank is ahead or behind; empty if it is not."""
     ahead = history.phase.lag(rank)
     return f"{plural(abs(ahead), 'step')} {'ahead' if ahead > 0 else 'behind'}" if ahead else ""
 
 
 def mark_words(mark: Mark) -> str:
-    """What happened, with its step and rank."""
+    """Return a mark in words, with its step and rank."""
     who = "" if mark.rank is None else f"rank {mark.rank} "
     return f"{'' if mark.step is None else f'step {mark.step:,}: '}{who}{mark.text}"
 
 
 def loss_of_records(history: History) -> str:
-    """That some records never arrived, if so."""
+    """Return a sentence if some records never arrived; else an empty text."""
     lost = history.lost
     return f"{plural(lost, 'record')} did not arrive: the curves have gaps, the training has none" if lost else ""

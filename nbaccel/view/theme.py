@@ -9,22 +9,25 @@ from __future__ import annotations
 __all__ = ["DASHES", "ON_ANY", "ON_DARK", "ON_LIGHT", "STYLE", "colour", "dashes"]
 
 ON_LIGHT = ("#0072b2", "#d55e00", "#008a65", "#a9507f", "#b07a00", "#3a87b8")
-"""On white. Green, purple, orange and sky blue are darkened until they reach 3:1, which graphics need (WCAG 1.4.11)."""
+"""Colours on white.
+
+Green, purple, orange and sky blue are darkened until they reach 3:1, which graphics need (WCAG 1.4.11).
+"""
 ON_ANY = ("#1680c2", "#d55e00", "#008a65", "#b95c90", "#a87400", "#5c7fa3")
-"""Where nobody knows the background: 3:1 on white and on nearly black alike."""
+"""Colours for an unknown background: 3:1 on white and on nearly black alike."""
 ON_DARK = ("#56b4e9", "#e69f00", "#2fc39a", "#d98fb9", "#f0e442", "#ff8a4c")
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2, 1, 2))
-"""On and off, in points; empty is solid."""
+"""Lengths on and off, in points; empty is solid."""
 
 
 def colour(rank: int) -> str:
-    """The colour of a rank as a CSS value that follows the theme."""
+    """Return the colour of a rank as a CSS value that follows the theme."""
     return f"var(--r{rank % len(ON_LIGHT)})"
 
 
 def dashes(rank: int) -> tuple[float, ...]:
-    """The dashes of a rank. Ranks that share a colour differ in these."""
+    """Return the dashes of a rank. Ranks that share a colour differ in these."""
     return DASHES[(rank + rank // len(ON_LIGHT)) % len(DASHES)]
 
 
@@ -54,7 +57,7 @@ STYLE = (
     f"@media(prefers-color-scheme:dark){{.nbaccel{{{_DARK}color-scheme:dark}}}}"
     f"{','.join(_IS_LIGHT)}{{{_LIGHT}color-scheme:light}}"
     f"{','.join(_IS_DARK)}{{{_DARK}color-scheme:dark}}"
-    # The background is ours: where no front end says which theme it has, text on it is readable all the same.
+    # The background is set here: text on it is readable even if the front end does not say which theme it has.
     ".nbaccel{box-sizing:border-box;max-width:960px;padding:8px 12px;border:1px solid var(--line);border-radius:6px;"
     "background:var(--bg);color:var(--fg);font:13px/20px system-ui,sans-serif;font-variant-numeric:tabular-nums;"
     "overflow:hidden;position:relative;container-type:inline-size}"
@@ -63,7 +66,7 @@ STYLE = (
     ".nbaccel p,.nbaccel figure{margin:0;padding:0}"
     ".nbaccel .row{display:flex;gap:6px 16px;height:20px;white-space:nowrap;overflow:hidden}"
     ".nbaccel .row>*{flex:none}"
-    # One line high: what has no room wraps out of sight, whole.
+    # One line high: parts that do not fit wrap out of sight as a whole.
     ".nbaccel .fits{display:flex;flex-wrap:wrap;height:20px;overflow:hidden;white-space:pre}"
     ".nbaccel .row>.fits{flex:1 1 0;min-width:0}.nbaccel .row>.fits::before{content:'\\200b'}"
     ".nbaccel .at>.fits+.fits{flex:none}.nbaccel .row.fits{gap:0}.nbaccel figure .row.fits{gap:0 8px}"
@@ -117,7 +120,7 @@ STYLE = (
     ".nbaccel .body>.plots{grid-template-columns:minmax(0,1fr)}"
     ".nbaccel .bar,.nbaccel .swatch,.nbaccel .row>.fits+span.soft{display:none}"
     ".nbaccel th,.nbaccel td{padding-left:10px}}"
-    # There the device's name has no room.
+    # At this width the name of the device does not fit.
     "@container(max-width:330px){.nbaccel .ranks :is(th,td):nth-last-child(3){display:none}"
     ".nbaccel table{font-size:10px}.nbaccel th,.nbaccel td{padding-left:4px}}"
 )

@@ -1,4 +1,4 @@
-"""Usage: how full one rank's memory is, as one bar shows it. Pure."""
+"""Usage: the memory of one rank, as one bar shows it. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Usage"]
 class Usage:
     """Bytes of the memory that a rank runs out of first: its device's, or the host's for a rank without a device.
 
-    is_device: which of the two.  used_bytes: on a device what the allocator has reserved, since that is what others
-    cannot have.  limit_bytes: 0 if unknown.
+    is_device: the memory is the device's.  used_bytes: on a device the bytes that the allocator has reserved, since
+    others cannot have these.  limit_bytes: 0 if unknown.
     """
 
     is_device: bool
@@ -24,7 +24,8 @@ class Usage:
 
     @classmethod
     def of(cls, memory: Memory) -> Usage:
-        """
+        """Return the usage of the device, or of the host for a rank without a device.
+
         >>> Usage.of(Memory(host_bytes=5, host_peak_bytes=7))
         Usage(is_device=False, used_bytes=5, peak_bytes=7, limit_bytes=0)
         """
@@ -36,10 +37,10 @@ class Usage:
 
     @property
     def used_part(self) -> float:
-        """0 to 1; 0 where the limit is unknown."""
+        """Return the used fraction, 0 to 1; 0 if the limit is unknown."""
         return min(1.0, self.used_bytes / self.limit_bytes) if self.limit_bytes else 0.0
 
     @property
     def peak_part(self) -> float:
-        """0 to 1; 0 where the limit is unknown."""
+        """Return the fraction at the peak, 0 to 1; 0 if the limit is unknown."""
         return min(1.0, self.peak_bytes / self.limit_bytes) if self.limit_bytes else 0.0

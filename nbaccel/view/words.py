@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: durations, sizes, metrics. Pure."""
+"""Numbers in a form for people: durations, sizes, metrics. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DIGITS = 4
 
 
 def number(value: float) -> str:
-    """Four significant digits, so many that numbers in a column keep their width, or all digits of an integer.
+    """Format a number with four significant digits, so that columns keep their width, or an integer with all digits.
 
     >>> number(0.41234), number(0.5), number(12345.6), number(3.2e-05), number(2.0), number(float("nan"))
     ('0.4123', '0.5000', '12,346', '3.2e-05', '2', 'nan')
@@ -26,7 +26,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float) -> tuple[str, str]:
-    """The ends of an axis, short: at most eight characters, unless they would be equal then.
+    """Format the ends of an axis: at most eight characters each, unless they would then be equal.
 
     >>> ticks(0.0069321, 2.30259), ticks(1.00001, 1.00002), ticks(-12345.6, 3.2e-05)
     (('0.00693', '2.3'), ('1.00001', '1.00002'), ('-12,346', '3.2e-05'))
@@ -43,7 +43,8 @@ def _tick(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Format a duration.
+
     >>> duration(0.42), duration(12), duration(75), duration(3725), duration(90000)
     ('0.4 s', '0:12', '1:15', '1:02:05', '25:00:00')
     """
@@ -55,7 +56,8 @@ def duration(seconds: float) -> str:
 
 
 def gigabytes(nbytes: float) -> str:
-    """
+    """Format a number of bytes in gigabytes.
+
     >>> gigabytes(9_100_000_000), gigabytes(14_700_000_000), gigabytes(120_000_000), gigabytes(0)
     ('9.1 GB', '14.7 GB', '0.12 GB', '0 GB')
     """
@@ -64,7 +66,7 @@ def gigabytes(nbytes: float) -> str:
 
 
 def span(sizes: Sequence[int]) -> str:
-    """From the smallest to the largest.
+    """Format the smallest and the largest of `sizes`, in bytes.
 
     >>> span([11_200_000_000, 11_200_000_000]), span([9_000_000_000, 11_200_000_000])
     ('11.2 GB', '9.0 to 11.2 GB')
@@ -74,7 +76,8 @@ def span(sizes: Sequence[int]) -> str:
 
 
 def rate(per_s: float, noun: str) -> str:
-    """
+    """Format a rate per second.
+
     >>> rate(12.44, "steps"), rate(0.05, "steps"), rate(1840.2, "samples")
     ('12.4 steps/s', '0.05 steps/s', '1,840 samples/s')
     """
@@ -84,7 +87,8 @@ def rate(per_s: float, noun: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """
+    """Format a count with its noun in the singular or plural.
+
     >>> plural(1, "step"), plural(1200, "step")
     ('1 step', '1,200 steps')
     """
@@ -92,7 +96,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def listed(texts: Sequence[str], most: int = 6) -> str:
-    """
+    """Join `texts` by commas; beyond `most`, say how many more there are.
+
     >>> listed(["a", "b"]), listed(["a", "b", "c", "d"], most=2)
     ('a, b', 'a, b and 2 more')
     """
@@ -101,7 +106,8 @@ def listed(texts: Sequence[str], most: int = 6) -> str:
 
 
 def with_article(noun: str) -> str:
-    """
+    """Put "a" or "an" before `noun`.
+
     >>> with_article("Lock"), with_article("Accelerator")
     ('a Lock', 'an Accelerator')
     """
