@@ -1,7 +1,7 @@
-"""The room that starts, feeds, interrupts and buries processes; it runs any torch code, ours or not.
+"""The package that starts, feeds, interrupts and reaps worker processes; it runs any torch code, ours or not.
 
-The public function `nbaccel.launch` shares its name with this room, and Python keeps only one of them as an
-attribute of `nbaccel`. So the room can be called, and calling it is `nbaccel.launch.functions.launch`.
+The public function `nbaccel.launch` has the same name as this package, and Python keeps only one of them as an
+attribute of `nbaccel`. So the package can be called, and calling it runs `nbaccel.launch.functions.launch`.
 """
 
 from __future__ import annotations

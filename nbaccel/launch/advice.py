@@ -1,4 +1,7 @@
-"""Advice: the next move for errors whose own text does not say it in a notebook's terms. Pure; asked in the kernel."""
+"""Advice: the next step for errors whose own text does not name it in the terms of a notebook.
+
+Pure; runs in the kernel.
+"""
 
 from __future__ import annotations
 
@@ -87,13 +90,15 @@ _TABLE = (
      _OTHER_CARD),
     (re.compile(r"CUDA error: invalid device ordinal"), _NO_SUCH_CARD),
 )  # fmt: skip
-"""What texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py), CUDA, NCCL, the system mean to a user."""
+"""Patterns of error texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py), CUDA, NCCL and the system,
+each with its advice.
+"""
 
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS, signal.SIGTRAP, signal.SIGSYS}
 
 
 def advice(links: Sequence[Link], host: HostMemory, *, is_fork: bool = True) -> str:
-    """Return one line on what to do about an error, the last of `links`; empty where its own text has to do.
+    """Return one line of advice on an error, the last of `links`; empty if the error's own text is enough.
 
     is_fork: the rank was a copy of the notebook's process.
 

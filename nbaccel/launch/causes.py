@@ -1,7 +1,7 @@
-"""Causes: which rank's failure ended a run. Runs in the kernel.
+"""Causes: decides which rank's failure ended a run. Runs in the kernel.
 
-A rank that fails takes its peers' connections along, and theirs may be seen first. So what may be a consequence
-settles for a moment before a run is broken off.
+A rank that fails breaks the connections of its peers, and their failures may be seen first. So a failure that may be a
+consequence is held back for a moment before the run is aborted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from nbaccel.launch.member import Member
 
 __all__ = ["Causes"]
 
-_SETTLE_S = 0.5  # a lost connection is seen by peers before its cause is seen by us
-_ALIKE_S = 5.0  # a debugged run has time, and a busy machine is slow
+_SETTLE_S = 0.5  # peers notice a lost connection before the kernel notices its cause
+_ALIKE_S = 5.0  # a debugged run is not in a hurry, and a busy machine is slow
 
 
 class Causes:
     """The failures of one run, in the order in which they were seen.
 
-    debugged: the rank that a person wants to look at, if any.
+    debugged: the rank whose failure is to be debugged, if any.
     """
 
     def __init__(self, members: Sequence[Member], debugged: int | None) -> None:
@@ -30,9 +30,9 @@ class Causes:
         self._settled_at: float | None = None
 
     def add(self, member: Member) -> None:
-        """`member` reported a failure, or ended without a report."""
+        """Record that `member` reported a failure, or ended without a report."""
         self._failed.append(member)
-        # Ranks run one program: the one that a person wants to look at may be about to fail alike.
+        # Ranks run one program: the debugged rank may be about to fail in the same way.
         alike_s = _ALIKE_S if self._debugged is not None and self._members[self._debugged].is_working else 0.0
         if self._settled_at is None:
             self._settled_at = time.monotonic() + max(alike_s, _SETTLE_S if _is_consequence(member) else 0.0)
@@ -40,7 +40,7 @@ class Causes:
             self._settled_at = time.monotonic() + alike_s
 
     def due_in(self, now: float) -> float | None:
-        """Seconds until the cause may be known; None while nothing failed."""
+        """Return the seconds until the cause may be known; None while nothing failed."""
         return None if self._settled_at is None else max(0.0, self._settled_at - now)
 
     def are_known(self, now: float) -> bool:
@@ -49,7 +49,7 @@ class Causes:
 
     @property
     def first(self) -> int | None:
-        """The rank whose failure was the cause, as far as anybody can tell."""
+        """Return the rank whose failure was the cause, as far as it can be known."""
         causes = [member for member in self._failed if not _is_consequence(member)]
         return next((member.rank for member in [*causes, *self._failed]), None)
 

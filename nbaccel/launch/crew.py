@@ -1,8 +1,8 @@
-"""Crew: the processes of the ranks, and all that ties them to the kernel. Runs in the kernel.
+"""Crew: the processes of the ranks, and all that connects them to the kernel. Runs in the kernel.
 
-It owns what has to be there before the first rank and goes after the last: the control page, the folder where ranks
-meet, the rings, and per rank a channel and two pipes for what it prints. It starts the ranks and buries them; what
-they do in between is a run, which `group.py` watches.
+It owns everything that exists before the first rank and after the last: the control page, the folder in which ranks
+meet, the rings, and for each rank a channel and two pipes for its output. It starts the ranks and reaps them. Between
+these, they do runs, which `group.py` watches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["Crew"]
 
 
 class Crew:
-    """The ranks of one start. Whoever made it closes it; no process of it is left then.
+    """The worker processes of one start. Its creator closes it; no process of it is left then.
 
-    method: how they come into being.  kernel_pidfd: by which they notice the kernel's end.
-    guard: tells the guardian, see `guardian._Watch.learn`.
+    method: the way they are started.  kernel_pidfd: the descriptor by which they notice the end of the kernel.
+    guard: sends a line to the reaper, see `guardian._Watch.learn`.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Crew:
         guard(self.folder)
 
     def start(self, spec: LaunchSpec, kernel_fds: Collection[int]) -> None:
-        """Start the ranks, all or none; they begin with the task of `spec`.
+        """Start all ranks or none; they begin with the task of `spec`.
 
         kernel_fds: other descriptors that no rank may hold.
 
         Raises:
-            CannotSend: a name cannot travel to the ranks.
+            CannotSend: a name cannot be sent to the ranks.
         """
         nonce = secrets.token_hex(6)
         launch_id = secrets.token_hex(8)
@@ -109,10 +109,11 @@ class Crew:
     def give(
         self, task: str, parcel: Parcel, outsiders: Collection[int], renewal: tuple[int, int] | None = None
     ) -> None:
-        """Give ranks that stay, and have nothing to do, another task.
+        """Give another task to persistent ranks that are idle.
 
-        task: its class's reference.  parcel: from which it unpacks itself.  outsiders: ranks that do not get it.
-        renewal: with which they form their groups anew before; the rank whose state counts, and a number of its own.
+        task: the reference of its class.  parcel: the data from which it is unpacked.  outsiders: ranks that do not get
+        it.
+        renewal: ranks form their process groups anew before the task; the rank whose state counts, and a unique number.
         """
         gone = [member.rank for member in self.members if member.has_ended]
         absent = sorted({*outsiders, *gone})
@@ -123,23 +124,23 @@ class Crew:
         order = {"op": "task", "task": task, "outsiders": absent, "renewal": renewal}
         for member in self.members:
             if member.is_working:
-                with contextlib.suppress(OSError):  # it has died meanwhile: its pidfd will tell
+                with contextlib.suppress(OSError):  # it has died meanwhile, which its pidfd reports
                     member.channel.send(order, [parcel.fd])
 
     def dismiss(self) -> None:
-        """Ranks that stay do so no longer; the next run over this crew is their farewell."""
+        """Make the ranks end with the next run instead of staying."""
         for member in self.members:
             member.stays = False
 
     def fds(self) -> list[int]:
-        """Descriptors that only the kernel may hold, while ranks live."""
+        """Return the descriptors that only the kernel may hold while ranks live."""
         channels = [member.channel.fileno() for member in self.members if member.channel.is_open]
         return channels + [pipe.fd for pipe in self.pipes if pipe.is_open]
 
     def bury(self, members: Sequence[Member] | None = None) -> None:
-        """End every process that is left of `members`, by default all; also those that they have started.
+        """End every process that is left of `members`, by default all, and every process that they have started.
 
-        What they printed can still be read. A second time changes nothing.
+        Their output can still be read. A second call changes nothing.
         """
         wanted = self.members if members is None else members
         alive = [member.process for member in wanted if member.process.is_alive]
@@ -155,11 +156,11 @@ class Crew:
 
     @property
     def exit_codes(self) -> list[int]:
-        """By rank; 0 for those that live."""
+        """Return the exit codes by rank; 0 for those that live."""
         return [member.process.exit_code or 0 for member in self.members]
 
     def close(self) -> None:
-        """No process of the crew survives this, whatever happened before; then all else goes."""
+        """End every process of the ranks, whatever happened before, and release everything else."""
         self.bury()
         for pipe in self.pipes:
             if pipe.is_open:
@@ -174,7 +175,9 @@ class Crew:
 
 
 def _free_port() -> int:
-    """A port that nobody listens on, for programs that read MASTER_PORT; our ranks meet in a file."""
+    """Return a port that nobody listens on, for programs that read MASTER_PORT; the project's own ranks meet in a
+    file.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,10 @@
-"""The doctor: what nbaccel sees of this machine and of this process, as plain text. Runs in kernels and scripts.
+"""The doctor: a plain-text report of what nbaccel finds on this machine and in this process.
 
-It looks and changes nothing: torch is not imported for it, and CUDA is never touched. Where there are GPUs and torch is
-not loaded yet, one process is started that says for which GPUs torch was built. It prints no command lines and no
-environment but CUDA's own variables, so a report can be pasted anywhere.
+Runs in kernels and scripts.
+
+It reads and changes nothing: it does not import torch, and it never touches CUDA. If there are GPUs and torch is not
+loaded yet, one process is started to ask for which GPUs torch was built. The report holds no command lines and no
+environment variables but CUDA's own, so it can be pasted anywhere.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from nbaccel.storage import Storage
 __all__ = ["Facts", "report"]
 
 PACKAGES = ("IPython", "ipykernel", "ipywidgets", "jupyter_client", "matplotlib", "tqdm", "numpy", "accelerate")
-"""Besides torch, what a question about a notebook's behaviour is usually answered by."""
+"""Packages, besides torch, whose versions usually explain the behaviour of a notebook."""
 
 OLDEST_GOOD_KERNEL = (5, 5)
-"""Training processes are known to hang on older ones (Accelerate warns as well); before 5.3 there is no pidfd."""
+"""The oldest good version of Linux: training processes are known to hang on older ones (Accelerate warns as well);
+before 5.3 there is no pidfd.
+"""
 
 SMALL_SHM_BYTES = 10**9
 FEW_OPEN_FILES = 1024
@@ -35,14 +39,14 @@ FEW_OPEN_FILES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is true of this process, beside the machine.
+    """Facts about this process, besides those about the machine.
 
-    versions: of the packages that are installed.  torch_is_imported: somebody here has imported it.
-    why_forks_fail: what would break ranks that are forked from this process; None if nothing would.
-    since: where that came from, "cell [7]", if known.
-    limits: name to value, already text.  holders: names of processes that hold GPU memory, by process id.
-    saves_to: where a training that saves itself would write its checkpoints.
-    build: for which GPUs torch was built; None where there are none, or nobody can tell.
+    versions: those of the installed packages.  torch_is_imported: code in this process has imported torch.
+    why_forks_fail: the reason why ranks forked from this process would fail; None if they would not.
+    since: the origin of that reason, "cell [7]", if known.
+    limits: text of each limit by name.  holders: names of processes that hold GPU memory, by process id.
+    saves_to: the place to which a training that saves itself would write its checkpoints.
+    build: the GPUs for which torch was built; None if there are no GPUs, or if that is unknown.
     """
 
     python: str = ""
@@ -63,10 +67,10 @@ class Facts:
         cell_of: Callable[[str | None], str | None] = lambda why: None,
         checkpoint_dir: str | None = None,
     ) -> Facts:
-        """Collect them; imports nothing that is not imported yet.
+        """Collect the facts of this process; it imports nothing that is not imported yet.
 
-        cell_of: the cell that a reason why forks fail comes from.  checkpoint_dir: what was chosen; None for the
-        default.
+        cell_of: returns the cell that a reason why forks fail comes from.  checkpoint_dir: the chosen folder; None for
+        the default.
         """
         why = why_forks_fail()
         return cls(
@@ -97,11 +101,13 @@ _SESSIONS = {
     ),
     Platform.COLAB: "may end at any time: --checkpoint-every 10min, and --resume in the next one",
 }
-"""How hosted sessions end, as far as it is public (Kaggle: 12 hours, its policy of 2025), and what keeps the work."""
+"""The end of sessions on hosted platforms, as far as it is public (Kaggle: 12 hours, its policy of 2025), and the
+options that keep the work.
+"""
 
 
 def report(survey: Survey, facts: Facts) -> str:
-    """The whole report; lines that begin with "!" are what to look at first."""
+    """Return the whole report; lines that begin with "!" are those to read first."""
     lines = [*_software(survey, facts), *_devices(survey, facts), *_machine(survey, facts)]
     return "\n".join([*lines, *(f"! {warning}" for warning in _warnings(survey, facts))])
 
@@ -220,7 +226,7 @@ def _is_unlike(gpus: tuple[Gpu, ...]) -> bool:
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Installed versions, read from their metadata: nothing is imported."""
+    """Return installed versions, read from their metadata: nothing is imported."""
     found = {}
     for package in packages:
         try:

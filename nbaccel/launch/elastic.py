@@ -1,8 +1,8 @@
-"""Elastic: a script in every rank of one or several machines, by torch elastic. Runs in `nbaccel launch` itself.
+"""Elastic: runs a script in every rank of one or several machines, by torch elastic. Runs in `nbaccel launch` itself.
 
-torch elastic, the engine of torchrun, starts the ranks, watches them and ends them all when one fails. What this adds
-is what a person would have to know: devices, settings, CPU threads, the network interface, and on one machine a
-meeting place that no other machine can reach. Nothing here knows notebooks.
+torch elastic, the engine of torchrun, starts the ranks, watches them, and ends all of them when one fails. This module
+adds the values that a person would otherwise have to find: devices, settings, CPU threads, the network interface, and
+on one machine a rendezvous that no other machine can reach. Nothing here knows notebooks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SIGNAL = 128  # what a shell adds to a signal's number
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every rank runs: a script, or with `is_module` a module as `python -m` runs it; and its own arguments.
+    """The program of every rank: a script, or with `is_module` a module as `python -m` runs it; and its own arguments.
 
-    is_executable: it is a program of the system, which no Python runs.
+    is_executable: the program is an executable of the system, which Python does not run.
     """
 
     name: str
@@ -37,10 +37,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The machines of a launch, and which of them this one is.
+    """The machines of a launch, and the number of this one.
 
-    count: machines.  rank: this one's number, 0-based.  master_addr, master_port: where node 0 listens for the others.
-    rdzv_backend, rdzv_conf: how they find each other, and its options, as torchrun takes them; None for its "static".
+    count: number of machines.  rank: number of this one, 0-based.
+    master_addr, master_port: the address on which node 0 listens for the others.
+    rdzv_backend, rdzv_conf: the rendezvous of the machines, and its options, as torchrun takes them; None for "static".
     """
 
     count: int = 1
@@ -51,9 +52,10 @@ class Nodes:
     rdzv_conf: str | None = None
 
     def __post_init__(self) -> None:
-        """
+        """Refuse an incomplete or contradictory description.
+
         Raises:
-            LaunchRefused: an incomplete or contradictory description.
+            LaunchRefused: the description is incomplete or contradictory.
         """
         if self.count == 1:
             given = [flag for flag, value in self._flags() if value is not None]
@@ -81,7 +83,7 @@ class Nodes:
         ]
 
     def interface(self) -> str:
-        """The network interface that gloo and NCCL have to use.
+        """Return the network interface that gloo and NCCL have to use.
 
         Raises:
             LaunchRefused: no other machine could reach it.
@@ -91,7 +93,7 @@ class Nodes:
         return interface_to(str(self.master_addr), self.master_port or _MASTER_PORT)
 
     def arguments(self) -> list[str]:
-        """As torchrun takes them."""
+        """Return the words for torchrun."""
         if self.count == 1:
             return ["--standalone"]
         port = self.master_port or _MASTER_PORT
@@ -105,7 +107,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a launch ended: the exit status to end with, and a sentence where it is not 0."""
+    """The end of a launch: the exit status, and a sentence if it is not 0."""
 
     status: int
     message: str = ""
@@ -116,8 +118,8 @@ class Elastic:
     """One launch.
 
     num_processes: ranks on this machine.  threads: CPU threads of each.
-    environ: variables set in every rank (settings, devices); stronger than what the caller's environment says.
-    torchrun: more words for torchrun, which say how it watches and shows the ranks.
+    environ: variables that are set in every rank (settings, devices); they override the caller's environment.
+    torchrun: more words for torchrun, on how it watches and shows the ranks.
     """
 
     program: Program
@@ -128,7 +130,7 @@ class Elastic:
     torchrun: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """The words behind `torchrun`."""
+        """Return the words after `torchrun`."""
         kind = ["--module"] if self.program.is_module else ["--no-python"] if self.program.is_executable else []
         return [*self._torchruns(), *kind, *self._programs()]
 
@@ -139,13 +141,13 @@ class Elastic:
         return [self.program.name, *self.program.arguments]
 
     def _arguments_by_us(self) -> list[str]:
-        """The same, with the program run by `rank.script`, which ends it well, if it is one of Python."""
+        """Return the same words, with a Python program run by `rank.script`, which ends it cleanly."""
         if self.program.is_executable:
             return self.arguments()
         return [*self._torchruns(), "--module", _RUNNER, *(["-m"] if self.program.is_module else []), *self._programs()]
 
     def changes(self) -> dict[str, str]:
-        """The variables in which a rank's environment differs from the caller's.
+        """Return the variables in which a rank's environment differs from the caller's.
 
         Raises:
             LaunchRefused: see `Nodes.interface`.
@@ -160,15 +162,16 @@ class Elastic:
         return {name: wanted[name] for name in (*defaults, *self.environ)}
 
     def __str__(self) -> str:
-        """The command of a shell that does the same.
+        """Return a shell command that does the same.
 
-        But for the interface on which a single machine's ranks meet, and the way they end, see `rank.script`.
+        Two things differ: the interface on which the ranks of a single machine meet, and the end of the ranks, see
+        `rank.script`.
         """
         words = (f"{name}={shlex.quote(value)}" for name, value in self.changes().items())
         return " ".join([*words, "torchrun", *map(shlex.quote, self.arguments())])
 
     def run(self) -> Ending:
-        """Run to the end, in this process, whose environment it changes; afterwards no rank of this machine is left.
+        """Run to the end in this process, whose environment it changes; no rank of this machine is left afterwards.
 
         Raises:
             LaunchRefused: see `Nodes.interface`.

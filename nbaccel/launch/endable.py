@@ -1,8 +1,10 @@
-"""Endable: what the kernel does with the user's objects before a run can be ended, and a time limit must end, too.
+"""Endable: makes a time limit, and other wishes to end a run, interrupt the packing of the user's objects.
 
-Runs in the kernel. Packing runs code of the user's (``__reduce__``, ``__getstate__``), which may take long or for ever.
-The ranks have not begun then, so an interrupt ends it as it ends any cell. Here the time limit becomes an interrupt,
-and so does the wish of those that watch the run from beside: one in the background is packed in a thread of its own.
+Runs in the kernel.
+
+Packing runs code of the user (``__reduce__``, ``__getstate__``), which may take long or never return. The ranks have
+not begun then, so an interrupt ends it as it ends any cell. This module turns the time limit into an interrupt, and
+also the requests of those that watch the run from beside: a run in the background is packed in its own thread.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from nbaccel.launch.beside import Beside
 __all__ = ["endable"]
 
 _AGAIN_S = 0.2
-"""Until the next interrupt, where the user's code has caught the one before."""
+"""Seconds until the next interrupt, if the user's code has caught the one before."""
 
 
 @contextmanager
 def endable(seconds: float | None, beside: Sequence[Beside] = ()) -> Iterator[None]:
-    """Interrupt the block where it takes longer than `seconds` (None for no limit), or when one of `beside` wants it.
+    """Interrupt the block if it takes longer than `seconds` (None for no limit), or when one of `beside` asks for it.
 
-    In the main thread by SIGINT, which ends a `sleep` as well; in another one before its next line of Python.
+    The main thread is interrupted by SIGINT, which also ends a `sleep`; another thread before its next line of Python.
 
     Raises:
-        TimeoutError: it took longer; with the text of the KeyboardInterrupt that the block ended with.
+        TimeoutError: the block took longer; with the text of the KeyboardInterrupt that ended it.
 
     >>> with endable(60):
     ...     sum(range(10))
@@ -53,17 +55,17 @@ def endable(seconds: float | None, beside: Sequence[Beside] = ()) -> Iterator[No
         while not alarm.is_off:
             try:
                 alarm.stop()
-            except KeyboardInterrupt:  # between two lines of ours; when it rings, the next time is 0.2 s away
+            except KeyboardInterrupt:  # between two of these lines; the alarm's next interrupt is 0.2 s away
                 alarm.note_interrupt()
-        if alarm.is_interrupted:  # the user's, who must not have to press twice
+        if alarm.is_interrupted:  # it was the user's, who must not have to interrupt twice
             raise KeyboardInterrupt
 
 
 class _Alarm:
-    """Interrupts the thread that made it, again and again, from `seconds` or a press on until the block is left.
+    """Interrupts the thread that made it repeatedly, from `seconds` or a press on until the block is left.
 
-    has_rung: the seconds were over first.  is_off: it does not ring any more.
-    is_interrupted: somebody else has interrupted this thread while the block was being left.
+    has_rung: the time was over before any press.  is_off: it sends no more interrupts.
+    is_interrupted: another source has interrupted this thread while the block was being left.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -87,10 +89,11 @@ class _Alarm:
         self._thread.start()
 
     def stop(self) -> None:
-        """An interrupt that is on its way comes to nothing: the handler looks, and a thread's is caught here.
+        """Send no more interrupts, and absorb one that is on its way: the handler ignores it, and a thread's is caught
+        here.
 
-        It is not taken back: CPython up to 3.12 would keep looking for it, in every thread and for ever, and one that
-        is being profiled or debugged would not get on at all.
+        It is not taken back: CPython up to 3.12 would keep looking for it, in every thread and for ever, and a thread
+        that is being profiled or debugged would make no progress at all.
         """
         self._is_over.set()
         self._is_awake.set()
@@ -98,17 +101,17 @@ class _Alarm:
             pass  # nothing is sent from here on
         if not self._is_main:
             with suppress(KeyboardInterrupt):
-                for _ in range(100):  # it comes when a loop goes round
+                for _ in range(100):  # it arrives at a jump back in a loop
                     pass
         with suppress(RuntimeError):  # it was not started
             self._thread.join()
         if self._is_main:
-            with suppress(TypeError):  # it came from C
+            with suppress(TypeError):  # the previous handler was set by C code
                 signal.signal(signal.SIGINT, self._previous)
         self.is_off = True
 
     def press(self) -> None:
-        """From any thread; once the block is left it does nothing."""
+        """Ask for the interrupt, from any thread; once the block is left it does nothing."""
         self._is_pressed = True
         self._is_awake.set()
 
@@ -134,5 +137,5 @@ class _Alarm:
         self.note_interrupt()
 
     def note_interrupt(self) -> None:
-        """Keep in mind an interrupt that comes while the block is left, unless it may be one of this alarm's own."""
+        """Remember an interrupt that comes while the block is left, unless it may be one of this alarm's own."""
         self.is_interrupted = self.is_interrupted or not self._has_sent

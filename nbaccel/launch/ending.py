@@ -1,13 +1,13 @@
-"""Endings: how a running group is brought to its end, in the kernel, one object per way.
+"""Endings: the shutdown policies of a running worker group, one class for each. They run in the kernel.
 
-An ending is asked again and again (`advance`) until the processes are gone; it signals and releases ranks by what
-they have said and how long they have had. It never waits itself.
+An ending is asked again and again (`advance`) until the processes are gone. It signals and releases ranks by their
+reports and by the time they have had. It never waits itself.
 
-    Running    nothing to do until every rank has reported; then all are released together
-    Stopping   the user asked, or the time limit came: finish the step, keep the results
-    Aborting   a rank failed: the others cannot go on; BreakingHang: no rank gets on
-    Untangling a rank failed, and ranks stay: all are to come back, if they can
-    Killing    the user asked twice: now
+ Running    nothing to do until every rank has reported; then all are released together
+ Stopping   the user asked, or the time limit came: finish the step, keep the results
+ Aborting   a rank failed: the others cannot go on; BreakingHang: no rank makes progress
+ Untangling a rank failed, and the ranks are persistent: all of them are to become idle again, if they can
+ Killing    the user asked twice: now
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ __all__ = [
 
 FINISHING = "finishing the step, press again to stop now"
 NOTICE_AFTER_S = 0.5
-"""When a user whose interrupt has not ended the run yet is told so."""
+"""Seconds after which a user is told that the interrupt has not ended the run yet."""
 
 TICK_S = 0.02
 _NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
 _PATIENCE_S = 5.0
 _FIRST_STEP_S = 30.0  # no step has been timed yet, and the first one compiles and allocates
-_AFTER_RESULTS_S = 1.0  # the results are here: a rank that hears nothing is only in the way
+_AFTER_RESULTS_S = 1.0  # the results are here: a rank that does not react only delays the end
 _TERM_TO_KILL_S = 0.5
 _FAREWELL_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
 _HUNG_S = 2.0
-_CUT_S = 0.5  # ranks that hear an interrupt come back sooner, and need nothing to be cut
-_CUT_TAKES_S = 10.0  # an abort of NCCL's, and before it the time that the device may take; mostly it is 4 s
-_FREEING_TAKES_S = 20.0  # the same where nobody has failed: 8 s for the device
-_ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail alike, and have more to tell then
+_CUT_S = 0.5  # ranks that react to an interrupt return sooner, and no wait has to be ended
+_CUT_TAKES_S = 10.0  # an abort of NCCL, and before it the time for the device; mostly 4 s
+_FREEING_TAKES_S = 20.0  # the same if no rank has failed: 8 s for the device
+_ALIKE_S = 0.1  # ranks run one program: most often the others are about to fail too, and report more
 _RESULTS_S = 120.0  # the work is done and its results are being packed, which takes a second or more for each GB
 
 
 def finishing_s(is_stepping: bool, last_step_s: float) -> float:
-    """Return how long a program may go on after the first interrupt: to finish its step, or to reach one.
+    """Return the seconds that a program may go on after the first interrupt: to finish its step, or to reach one.
 
-    last_step_s: how long its last whole step took; 0 if there was none.
+    last_step_s: duration of its last whole step; 0 if there was none.
 
     >>> finishing_s(True, 4.0), finishing_s(True, 0.0), finishing_s(False, 4.0)
     (8.0, 30.0, 1.0)
@@ -65,7 +65,7 @@ def finishing_s(is_stepping: bool, last_step_s: float) -> float:
 
 
 class Ending:
-    """Releases ranks once all have reported; the base of the others."""
+    """Releases ranks once all have reported; the base class of the other policies."""
 
     def __init__(self, members: Sequence[Member], now: float) -> None:
         self.members = members
@@ -79,7 +79,7 @@ class Ending:
         self._bury_the_slow(now)
 
     def due_in(self, now: float) -> float | None:
-        """Seconds until `advance` may have something to do; None while only events matter."""
+        """Return the seconds until `advance` may have something to do; None while only events matter."""
         return TICK_S * 5 if any(member.released_at for member in self.members) else None
 
     def _bury_the_slow(self, now: float) -> None:
@@ -89,11 +89,11 @@ class Ending:
 
 
 class Running(Ending):
-    """No end in sight."""
+    """Shutdown policy of a run that nothing has ended yet."""
 
 
 class Killing(Ending):
-    """SIGTERM at once, SIGKILL half a second later."""
+    """Sends SIGTERM at once, and SIGKILL half a second later."""
 
     def __init__(self, members: Sequence[Member], now: float) -> None:
         super().__init__(members, now)
@@ -112,11 +112,13 @@ class Killing(Ending):
 
 
 class Aborting(Ending):
-    """A rank failed. It may leave at once, so that peers inside a collective with it notice.
+    """Ends the run after a rank failed.
 
-    The others are given a moment to fail alike, then interrupted; rank 0 gets some time to hand over its results if
-    somebody waits for them. A rank that waits in its device for the failed one hears no interrupt, and one that has
-    heard it would read its results behind that wait: the page says that this is to be ended.
+    The failed rank may leave at once, so that peers inside a collective with it notice.
+
+    The others get a moment in which they may fail too, and are then interrupted. Rank 0 gets some time to hand over its
+    results if they are wanted. A rank that waits in its device for the failed one does not react to an interrupt, and a
+    rank that has reacted would read its results behind that wait; so the page asks for that wait to be ended.
     """
 
     _has_cut = False
@@ -147,7 +149,7 @@ class Aborting(Ending):
 
 
 class BreakingHang(Aborting):
-    """No rank gets on: all are interrupted. One that waits in a collective looks up twice a second."""
+    """Interrupts all ranks because none makes progress. A rank that waits in a collective checks twice a second."""
 
     def __init__(self, members: Sequence[Member], now: float, page: ControlPage) -> None:
         super().__init__(members, now, page, wants_results=False)
@@ -155,11 +157,11 @@ class BreakingHang(Aborting):
 
 
 class Untangling(BreakingHang):
-    """A rank failed, or none gets on, and the ranks stay. Rank 0 is kept if one can be: what was trained is there.
+    """Brings persistent ranks back after a failure or a hang. Rank 0 is kept if possible: it holds what was trained.
 
-    A rank that waits inside torch for the failed one hears no interrupt. If it waits in its device, that is ended.
-    If it is rank 0, those that are through leave, which ends its waiting in a connection; if it is another, it has to
-    go.
+    A rank that waits inside torch for the failed one does not react to an interrupt. If it waits in its device, that
+    wait is ended. If it is rank 0, the ranks that are done end, which breaks its wait in a connection; if it is another
+    rank, it is ended.
     """
 
     _lets_go = False
@@ -177,11 +179,11 @@ class Untangling(BreakingHang):
 
 
 class Stopping(Ending):
-    """All ranks leave at the same step boundary; those outside of a step are interrupted after a second.
+    """Ends all ranks at the same step boundary; those outside of a step are interrupted after a second.
 
-    Ranks without such steps may be interrupted one exchange apart. One that waits in its device for a peer that has
-    left is told by the page to end that if it takes long: when all who are left have done their steps, or before it is
-    terminated.
+    Ranks without such steps may be interrupted one exchange apart. The page tells a rank that waits in its device for a
+    peer that has left to end that wait if it takes long: when all remaining ranks have left their steps, or before the
+    rank is terminated.
     """
 
     def __init__(self, members: Sequence[Member], now: float, page: ControlPage) -> None:
@@ -228,9 +230,10 @@ class Stopping(Ending):
         return TICK_S
 
     def _cut_waits_in_vain(self, now: float) -> None:
-        """Set the word when all who still work have left their steps, and had time for what they had to compute.
+        """End waits in the device when all working ranks have left their steps and had time to finish their
+        computation.
 
-        A rank that has reported comes to no exchange any more. While all work, they are most likely just slow.
+        A rank that has reported takes part in no more exchanges. While all ranks work, they are most likely just slow.
         """
         taking_part = [member for member in self.members if member.takes_part]
         working = [member for member in taking_part if member.is_working]

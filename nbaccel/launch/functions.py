@@ -1,8 +1,8 @@
 """Functions that run a function in ranks. Run in the kernel, in a notebook or a script.
 
 `launch` returns a `Run`; `notebook_launcher` and `debug_launcher` have Accelerate's signatures. As in Accelerate,
-`notebook_launcher` calls a function that needs one process where it is: its arguments and globals are the notebook's
-own objects. `launch` gives it a process, which can be watched, restarted and ended.
+`notebook_launcher` calls a function that needs one process in the notebook's own process: its arguments and globals are
+the notebook's own objects. `launch` starts a process for it, which can be watched, restarted and ended.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 def _without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Errors of `function` begin with the user's own lines, and show these alone in a notebook."""
+    """Make errors of `function` begin with the user's own lines, and show only these lines in a notebook."""
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -82,23 +82,24 @@ def launch(
     free_kernel: bool = False,
     check: bool = True,
 ) -> Run:
-    """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return what came of it.
+    """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return the result.
 
     num_processes: ranks to start; None for one per GPU, or one.
     start_method: "fork", "zygote", "inline" or "auto" (see docs/cells.md); the choice and its reason are in the `Run`.
-    devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after so many seconds.
-    hang_timeout_s: end it when no rank has entered a step or a collective for so long; the error says where each is.
+    devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after this number of seconds.
+    hang_timeout_s: end the run when no rank has entered a step or a collective for this long; the error says where each
+    rank is.
     setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
-    independent: each rank trains a model of its own, and that is meant: nothing compares what optimizers step.
+    independent: each rank trains its own model on purpose: the parameters that optimizers step are not compared.
     oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
     into parts, see docs/memory.md. Everything before the loop is then done again.
-    free_kernel: models that are variables of the notebook, and their optimizers, lie on the host while the ranks run.
+    free_kernel: move models that are variables of the notebook, and their optimizers, to the host while the ranks run.
     check: raise the run's error; with False it is in `Run.error`.
 
     Raises:
         The error of the first rank that failed, in its own class, with the rank's traceback.
         KeyboardInterrupt: the run was interrupted, or models were coming back after it; TimeoutError: `timeout_s` was
-            over. (The `time_limit` of an Accelerator in it ends a run well: `Run.stopped` says so.)
+            over. (The `time_limit` of an Accelerator in the function raises nothing: `Run.stopped` reports it.)
         LaunchRefused: nothing was started; the message says why.
 
     >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
@@ -121,7 +122,7 @@ def launch(
         mixed_precision=mixed_precision,
         gradient_accumulation_steps=gradient_accumulation_steps,
         seed=seed,
-        cpu=True if cpu or not (chosen.gpus or chosen.is_here) else None,  # here torch knows devices that we do not
+        cpu=True if cpu or not (chosen.gpus or chosen.is_here) else None,  # torch may know other devices here
         debug=debug,
         independent=independent or None,
     )
@@ -162,24 +163,24 @@ def launch(
 def _show(
     launcher: Launcher, spec: LaunchSpec, devices: Devices, survey: Survey, aside: SetAside | None = None
 ) -> tuple[ShownRun, str]:
-    """Begin to show a run, with what there is to know before; it, and the run in words.
+    """Begin to show a run, with the warnings to read before; return the shown run, and the run in words.
 
-    aside: what the notebook frees on the GPUs for the time of the run.
+    aside: the objects that the notebook moves off the GPUs during the run.
     """
-    launcher.post_mortem = None  # of the run before
+    launcher.post_mortem = None  # it belonged to the previous run
     assert isinstance(spec.task, FunctionTask)
     title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
     facts = Facts(title, str(devices), devices.names())
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
     freed_on = (lambda device: 0) if aside is None else aside.bytes_on
-    entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # by a process that is not there yet
+    entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # GPUs that a new process will use
     for line in [*_without_gpus(devices), *before_a_run(entered, freed_on)]:
         shown.write("stderr", f"{line}\n")
     return shown, title
 
 
 def _conclude(outcome: Outcome, spec: LaunchSpec, launcher: Launcher, shown: ShownRun, title: str) -> Run:
-    """What came of a run, kept and shown."""
+    """Return the result of a run, after it was stored and shown."""
     seconds = shown.elapsed_s
     try:
         values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
@@ -196,14 +197,14 @@ def _conclude(outcome: Outcome, spec: LaunchSpec, launcher: Launcher, shown: Sho
 
 
 def _kept(run: Run, shown: ShownRun, launcher: Launcher) -> Run:
-    """The run, with what was shown of it; it is `nbaccel.last_run` from now on."""
+    """Return the run with the facts and the state that were shown; it becomes `nbaccel.last_run`."""
     run.facts, run.state = shown.facts, shown.state
     launcher.last_run = run.light()
     return run
 
 
 def _uses_cuda() -> bool:
-    """Whether this process does: it is on its GPU then, and what is full there is most likely its own."""
+    """Return whether this process uses CUDA: then it is on its GPU, and most likely holds the memory that is full."""
     is_initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
     return is_initialized is not None and bool(is_initialized())
 
@@ -213,13 +214,13 @@ def _without_gpus(devices: Devices) -> list[str]:
 
 
 def _first_card(function: Callable[..., Any]) -> str:
-    """The words by which a function of the notebook means the first card that it sees."""
+    """Return the words by which a function of the notebook names the first GPU that it sees."""
     namespace = vars(sys.modules["__main__"])
     return says_first_card(list(codes_of(function)), namespace)
 
 
 def _how_it_ended(outcome: Outcome, seconds: float) -> tuple[BaseException | None, str]:
-    """What the run raises, and its end in a word."""
+    """Return the exception that the run raises, and its end in one word."""
     ended = outcome.ended
     if ended.is_interrupted:
         return KeyboardInterrupt("the run was interrupted"), "stopped"
@@ -232,7 +233,8 @@ def _how_it_ended(outcome: Outcome, seconds: float) -> tuple[BaseException | Non
 
 
 def _call_in_words(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """
+    """Format the call of a function.
+
     >>> _call_in_words(pow, (2, 5), {"mod": 7})
     'pow(2, 5, mod=7)'
     """
@@ -275,7 +277,7 @@ def _missing_value(outcome: Outcome) -> ResultsMissing | None:
 
 
 def _launch_inline(spec: LaunchSpec, devices: Devices, survey: Survey, check: bool = True, news: str = "") -> Run:
-    """Run a function in this process.  news: what there is to say about that; empty if nothing."""
+    """Run a function in this process.  news: a line to print about that; empty for none."""
     launcher, start = default_launcher(), spec.start
     error: BaseException | None = None
     stopped = ""
@@ -324,7 +326,7 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 @dataclass(frozen=True, slots=True)
 class _Ignored:
-    """Arguments of Accelerate's launcher that mean nothing here, with their defaults and the reason."""
+    """Arguments of Accelerate's launcher that have no effect here, with their defaults and the reason."""
 
     defaults: Mapping[str, Any] = field(
         default_factory=lambda: {
@@ -371,8 +373,8 @@ def notebook_launcher(
 ) -> Any:
     """Run ``function(*args)`` in `num_processes` processes, with Accelerate's signature; returns what rank 0 returned.
 
-    Works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
-    mixed_precision: "no", "fp16" or "bf16": what `Accelerator()` in the function uses unless it says otherwise.
+    It works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
+    mixed_precision: "no", "fp16" or "bf16": the default of `Accelerator()` in the function.
     num_processes: None for one per GPU, or one.
     oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
 
@@ -417,7 +419,7 @@ def notebook_launcher(
 def _call_in_place(
     function: Callable[..., Any], args: tuple[Any, ...], precision: str, devices: Devices, survey: Survey
 ) -> Any:
-    """Call the function as Accelerate does where one process is enough, and return what it returned."""
+    """Call the function as Accelerate does if one process is enough, and return its result."""
     start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
     task, environ = FunctionTask(function, args), RunSettings(precision).environ()
     name = getattr(function, "__name__", "")
@@ -430,5 +432,5 @@ def _call_in_place(
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
-    """Run ``function(*args)`` in `num_processes` CPU ranks, whatever devices there are; returns rank 0's value."""
+    """Run ``function(*args)`` in `num_processes` CPU ranks, whatever devices there are; return the value of rank 0."""
     return launch(function, num_processes, args, cpu=True).value

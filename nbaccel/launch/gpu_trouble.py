@@ -1,7 +1,8 @@
-"""GPU trouble: what will keep a GPU from computing, known before anything starts. Runs in kernels and scripts.
+"""GPU trouble: obstacles that keep a GPU from computing, found before anything starts. Runs in kernels and scripts.
 
-One sentence for each: no code for it in torch, a compute mode that lets nobody in, memory that others hold. It reads
-what a survey found and constants of the torch that is loaded; it touches no device, and keeps ranks forkable.
+There is one sentence for each: torch has no code for it, its compute mode lets no process in, others hold its memory.
+The module reads the results of a survey and constants of the loaded torch; it touches no device, so ranks can still be
+forked.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from nbaccel.hardware import ComputeMode, Gpu
 __all__ = ["TorchBuild", "before_a_run", "holder_name", "troubles"]
 
 CONTEXT_BYTES = 500_000_000
-"""What CUDA's context, cuBLAS and cuDNN take of a GPU before the first tensor: 250 to 500 MB."""
+"""Bytes of a GPU that CUDA's context, cuBLAS and cuDNN take before the first tensor: 250 to 500 MB."""
 
 _INTEGRATED = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)}
 """Jetsons: code for their generation does not run on all of them, and torch for them is built by others."""
@@ -27,7 +28,7 @@ _INTEGRATED = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)}
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """For which GPUs torch was built.
+    """The GPUs for which torch was built.
 
     flags: ("sm_75", "compute_90"); empty for a build without CUDA.
     """
@@ -37,10 +38,10 @@ class TorchBuild:
 
     @classmethod
     def loaded(cls) -> TorchBuild | None:
-        """The torch of this process; None where none is loaded, or where it cannot be asked without harm.
+        """Return the build of this process's torch; None if torch is not loaded, or cannot be asked without harm.
 
-        Reading the list, a constant, registers torch's handler for forks, which takes all later ones for broken
-        (torch/csrc/cuda/Module.cpp, `THCPModule_getArchFlags`). So it is read only where CUDA is in use already.
+        Reading the list, a constant, registers torch's handler for forks, which marks all later forks as broken
+        (torch/csrc/cuda/Module.cpp, `THCPModule_getArchFlags`). So it is read only if CUDA is in use already.
         """
         torch: Any = sys.modules.get("torch")
         core, version = getattr(torch, "_C", None), getattr(torch, "version", None)
@@ -56,15 +57,15 @@ class TorchBuild:
 
     @classmethod
     def installed(cls) -> TorchBuild | None:
-        """The same of the torch that a process of its own loads; takes some seconds, the first time."""
+        """Return the build of the torch that a separate process loads; the first call takes some seconds."""
         answer = ask_torch()
         return cls(answer.torch_version, answer.flags) if answer.torch_version else None
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether there is code for such a GPU, or code that its driver can compile for it.
+        """Return whether torch has code for such a GPU, or code that its driver can compile for it.
 
-        Machine code ("sm_86") runs on the same generation from its own number on, "compute" on all that are newer; with
-        an "a" behind it either is for that one GPU, with an "f" for its generation (CUDA programming guide, 5.1).
+        Machine code ("sm_86") runs on the same generation from its own number on, "compute" on all newer ones; with the
+        suffix "a" either is for that one GPU, with "f" for its generation (CUDA programming guide, 5.1).
 
         >>> build = TorchBuild("2.10.0+cu128", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
         >>> [build.runs_on(gpu) for gpu in ((6, 0), (7, 0), (7, 5), (8, 9), (9, 0), (12, 0))]
@@ -84,7 +85,7 @@ def _runs(flag: str, capability: tuple[int, int]) -> bool:
     kind, _, number = flag.partition("_")
     digits = number.rstrip("af")
     if kind not in ("sm", "compute") or not digits.isdecimal():
-        return True  # of another maker, or a new way to say it
+        return True  # another vendor, or a new notation
     code = (int(digits) // 10, int(digits) % 10)
     if number.endswith("a"):
         return code == capability
@@ -97,9 +98,9 @@ def _nothing(device: str) -> int:
 
 
 def before_a_run(gpus: Sequence[Gpu], freed_on: Callable[[str], int] = _nothing) -> list[str]:
-    """The sentences about the GPUs that a run is about to use.
+    """Return the sentences about the GPUs that a run is about to use.
 
-    freed_on: the bytes that leave a device before the run, by its name, "cuda:0".
+    freed_on: returns the bytes that will be freed on a device before the run, by its name, "cuda:0".
     """
     return list(troubles(gpus, holder_name, TorchBuild.loaded(), freed_on))
 
@@ -110,9 +111,10 @@ def troubles(
     build: TorchBuild | None,
     freed_on: Callable[[str], int] = _nothing,
 ) -> Iterator[str]:
-    """Yield a sentence for each thing that will keep one of `gpus` from computing.
+    """Yield a sentence for each obstacle that will keep one of `gpus` from computing.
 
-    name_of: the program that holds memory, by its process id as the driver has it; empty where that is not to be seen.
+    name_of: returns the program that holds memory, by its process id as the driver reports it; empty if it is not
+    visible.
     freed_on: see `before_a_run`.
     """
     if gpus and build is not None and not build.flags:
@@ -146,9 +148,10 @@ def troubles(
 
 
 def holder_name(pid: int) -> str:
-    """The name of a program that holds memory of a GPU, never its command line: that holds tokens and passwords.
+    """Return the name of a program that holds memory of a GPU, never its command line: that holds tokens and passwords.
 
-    Empty where it is gone, or where that process id is of another one here than for the driver (in a container).
+    It is empty if the program is gone, or if the process id means another program here than for the driver (in a
+    container).
     """
     import psutil
 
@@ -161,7 +164,7 @@ def holder_name(pid: int) -> str:
 
 
 def _held(gpu: Gpu, name_of: Callable[[int], str]) -> str:
-    """Who holds its memory, the largest first."""
+    """Return which processes hold the GPU's memory, the largest first."""
     if not gpu.processes:
         return "who holds it the driver does not tell here"
     held = sorted(gpu.processes, key=lambda holder: -(holder[1] or 0))

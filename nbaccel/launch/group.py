@@ -1,7 +1,7 @@
-"""WorkerGroup: a crew at work on one run, as the kernel watches it. Runs in the kernel.
+"""WorkerGroup: supervises the worker processes of a `Crew` during one run. Runs in the kernel.
 
-A selector waits on what can happen (output, messages, ends of processes, the user's interrupt); nothing is polled
-while ranks only work. Whatever ends the run, `run` returns after every process of it is gone.
+A selector waits for events (output, messages, ends of processes, the user's interrupt); nothing is polled while ranks
+only work. Whatever ends the run, `run` returns after every process of it is gone.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ _DRAIN_S = 0.2
 
 
 class BadFork(Exception):
-    """Why forked ranks would fail, as half a sentence: a rank found out, and nothing of the user's has run."""
+    """The reason why forked ranks would fail, as half a sentence: a rank found it, and no code of the user has run."""
 
 
 @dataclass(slots=True)
 class Ended:
-    """How a run ended.
+    """The result of a run.
 
     reports: by rank; None for a rank that died without one.
     exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
-    program_limit: the limit that the program had set itself, if any.  is_own_limit: that is what ended it.
+    program_limit: the limit that the program had set itself, if any.  is_own_limit: this limit ended it.
     saves_itself: ranks save the training, also when they are stopped.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
-    open_files: what ranks were writing to when the first of them failed.  hang: that ended the run.
-    stays: ranks that are not among the dead live on.
+    open_files: files that ranks were writing when the first of them failed.  hang: the hang that ended the run.
+    stays: ranks that have not died stay after the run.
     """
 
     reports: list[Report | None]
@@ -81,17 +81,17 @@ class Ended:
     saves_itself: bool = False
 
     def close(self) -> None:
-        """Let go of what the ranks sent."""
+        """Release the data that the ranks sent."""
         for report in self.reports:
             if report is not None:
                 report.close()
 
 
 class WorkerGroup:
-    """Has the ranks of a crew do one run: listens to them, and sees out those that do not stay.
+    """Supervises the ranks of a `Crew` during one run, and shuts down those that are not persistent.
 
-    notice: shows one line of ours to the user.  listeners: hear what the ranks report.
-    beside: what else is looked at meanwhile.
+    notice: shows one line of the project to the user.  listeners: receive the reports of the ranks.
+    beside: other tasks to check during the run.
     """
 
     def __init__(
@@ -117,25 +117,25 @@ class WorkerGroup:
         self._causes = Causes(crew.members, spec.task.debugged)
         self._open_files: list[str] = []
         self._why_fork_fails: str | None = None
-        self._is_stop_wanted = False  # by a rank
+        self._is_stop_wanted = False  # a rank asked for it
         self._is_timed_out = False
         self._is_own_limit = False
         self._prompting = Prompting(notice)
-        self._has_quit = False  # a rank left by its debugger
-        self._is_running = True  # and not being ended
+        self._has_quit = False  # a user quit the debugger of a rank
+        self._is_running = True  # nothing has begun to end it
         self._hang: Hang | None = None
         self._is_over = False
-        self._has_grace = False  # whether the guardian lets the ranks outlive the kernel
+        self._has_grace = False  # whether the reaper lets the ranks outlive the kernel
 
     def run(self, begin: Callable[[Collection[int]], None] | None = None) -> Ended:
-        """Run to the end; afterwards no process of the run exists but ranks that stay, with nothing to do.
+        """Run to the end; afterwards no process of the run exists except persistent ranks, which are idle.
 
-        begin: gives the ranks their work, if they are not to be started with it; it gets descriptors of the kernel that
-            no rank may hold.
+        begin: gives the ranks their work, if they are not started with it; it gets descriptors of the kernel that no
+        rank may hold.
 
         Raises:
             BadFork: see there.
-            CannotSend: a name cannot travel to the ranks.
+            CannotSend: a name cannot be sent to the ranks.
         """
         began = time.monotonic()
         with contextlib.ExitStack() as owned:
@@ -187,7 +187,7 @@ class WorkerGroup:
                 for each in self._beside:
                     each.pressed(presses)
                 if isinstance(ending, Stopping) or presses > 1:
-                    # A Killing goes on as it is: begun anew by every press, it would put off its SIGKILL.
+                    # A Killing is kept: a new one at every press would delay its SIGKILL.
                     ending = ending if isinstance(ending, Killing) else Killing(self._members, now)
                 else:
                     ending = Stopping(self._members, now, page)
@@ -223,13 +223,13 @@ class WorkerGroup:
                 each.tick(now, self._presses.press)
 
     def _breaking_off(self, now: float) -> Ending:
-        """A rank has left in the middle: the others cannot go on."""
+        """Return the policy for a rank that left in the middle of a run: the others cannot go on."""
         if self._spec.stays:
             return Untangling(self._members, now, self._page)
         return Aborting(self._members, now, self._page, self._spec.wants_results)
 
     def _wait(self, ending: Ending) -> None:
-        """Wait for something to happen, but no longer than until something is due; then handle all that happened."""
+        """Wait for an event, but no longer than until something is due; then handle all events."""
         now = time.monotonic()
         limit_at = None if self._is_timed_out else self._limits.ends_at
         waits = [
@@ -265,7 +265,10 @@ class WorkerGroup:
             self._router.rank_done(pipe.rank)
 
     def _show(self, member: Member, message_id: int) -> None:
-        """Show a rich message at its mark. It was sent before the mark was written, so it is here or about to be."""
+        """Show a rich message at its mark.
+
+        It was sent before the mark was written, so it has arrived or is about to.
+        """
         if message_id not in member.displays:
             self._on_message(member)
         message = member.displays.pop(message_id, None)
@@ -277,7 +280,7 @@ class WorkerGroup:
             self._router.publish(member.rank, message)
 
     def _prompt(self, member: Member, prompt: str) -> None:
-        """Ask what the rank's debugger wants to know, unless the run is about to end."""
+        """Pass a question of the rank's debugger to the user, unless the run is about to end."""
         self._presses.read()
         is_open = self._is_running and self._presses.count == 0
         if is_open:
@@ -307,7 +310,10 @@ class WorkerGroup:
                 self._selector.unregister(member.channel)
 
     def _on_end(self, member: Member) -> None:
-        """The rank's process is over. It stays unreaped, so that nobody else gets its number, until all are."""
+        """Record that the rank's process is over.
+
+        It is not reaped, so that no other process gets its id, until all are.
+        """
         self._selector.unregister(member.process.pidfd)
         self._on_message(member)
         member.has_ended = True
@@ -317,7 +323,7 @@ class WorkerGroup:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def _see_out(self, members: Sequence[Member]) -> None:
-        """No process of `members` survives this, whatever happened before, and what they said is shown."""
+        """End every process of `members`, whatever happened before, and show their remaining output."""
         if self._is_over:
             return
         self._is_over = True
@@ -333,9 +339,9 @@ class WorkerGroup:
             member.displays.clear()
 
     def _drain(self, gone: Collection[int]) -> None:
-        """Read what is left in the pipes; whoever still holds a writing end is given a moment, not more.
+        """Read the rest of the pipes; a process that still holds a writing end gets a short time, not more.
 
-        gone: ranks whose pipes have served. The others have written by now what belongs to this run.
+        gone: ranks whose pipes are not needed any more. The others have written all output of this run by now.
         """
         deadline = time.monotonic() + _DRAIN_S
         for pipe in self._crew.pipes:
@@ -352,7 +358,7 @@ class WorkerGroup:
     def _ended(self, seconds: float) -> Ended:
         self._see_out([member for member in self._members if member.has_ended or not member.stays])
         self._presses.read()
-        # With a hang, what failed afterwards was interrupted.
+        # After a hang, later failures come from the interrupt.
         first = self._causes.first if self._hang is None else self._hang.rank
         return Ended(
             reports=[member.report for member in self._members],

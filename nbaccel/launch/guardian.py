@@ -1,11 +1,11 @@
-"""Guardian: one tiny process per kernel that buries the ranks when the kernel dies. Standard library only.
+"""The reaper: one small process per kernel that ends the ranks when the kernel dies. Standard library only.
 
-Ranks watch the kernel themselves (`watch.py`), but a thread of Python needs its interpreter's lock, and a rank
-can hold that for minutes inside C. The guardian is the second line: it waits on the kernel's pidfd and then kills
-every session it was told about, with all descendants. It lives in a session of its own, which Jupyter's kill
-of the kernel's process group does not reach.
+Ranks watch the kernel themselves (`watch.py`), but a Python thread needs its interpreter's lock, and a rank can hold
+that for minutes inside C. The reaper is the second safeguard: it waits on the kernel's pidfd and then kills every
+session that it was told about, with all descendants. It runs in its own session, which Jupyter's kill of the kernel's
+process group does not reach.
 
-Run as a script (`python -S -E guardian.py PIDFD SOCKET`); `kill_session` is imported by ranks and the kernel too.
+It runs as a script (`python -S -E guardian.py PIDFD SOCKET`); ranks and the kernel import `kill_session` too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SHM = "/dev/shm"
 
 
 def session_members(leaders: Iterable[int]) -> set[int]:
-    """Every live process in the sessions of `leaders`, or descended from one of them.
+    """Return every live process in the sessions of `leaders`, or descended from one of them.
 
-    Descendants are looked for as well because a child that started a session of its own left ours.
+    Descendants are searched too because a child that started its own session left that of its rank.
     """
     wanted = set(leaders)
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
@@ -56,17 +56,17 @@ def session_members(leaders: Iterable[int]) -> set[int]:
 
 
 def _may_be_of(sessions: Collection[int], pid: int) -> bool:
-    """Whether the process leads one of `sessions` or is in one. It may have ended, as long as nobody has reaped it."""
+    """Return whether the process leads one of `sessions` or is in one. It may have ended, if it is not reaped yet."""
     try:
         return pid in sessions or os.getsid(pid) in sessions
     except ProcessLookupError:
         return False
-    except OSError:  # it is not for us to ask: its entry in /proc may still tell
+    except OSError:  # no permission to ask: its entry in /proc may still say it
         return True
 
 
 def _parent_and_session(pid: int) -> tuple[int, int] | None:
-    """Of a live process; None for one that has ended, reaped or not."""
+    """Return the parent and the session of a live process; None for one that has ended, reaped or not."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
@@ -76,11 +76,11 @@ def _parent_and_session(pid: int) -> tuple[int, int] | None:
 
 
 def kill_session(*leaders: int, spare: int = 0, wait_s: float = 1.0) -> None:
-    """SIGKILL everything in the sessions of `leaders` (their pids) and everything descended from them.
+    """Send SIGKILL to everything in the sessions of `leaders` (their pids) and everything descended from them.
 
     spare: a pid that is left alone, for a process that ends itself afterwards.
-    Repeats until nothing is left or `wait_s` is over: a process can be born while the others are being killed.
-    What they have made of NCCL's shared memory goes with them.
+    It repeats until nothing is left or `wait_s` is over: a process can be born while the others are being killed. The
+    NCCL shared memory that they made is removed with them.
     """
     deadline = time.monotonic() + wait_s
     segments = segments_of(leaders)
@@ -91,7 +91,7 @@ def kill_session(*leaders: int, spare: int = 0, wait_s: float = 1.0) -> None:
 
 
 def _kill(leaders: Collection[int], spare: int, deadline: float, segments: set[str]) -> None:
-    """segments: what is found of the processes before they are killed is added."""
+    """Kill the sessions of `leaders`, and add to `segments` those that the processes have before they are killed."""
     # Descendants are remembered: once their parent is dead they belong to init and no longer show whose they were.
     known: set[int] = set()
     while True:
@@ -111,10 +111,10 @@ def _kill(leaders: Collection[int], spare: int, deadline: float, segments: set[s
 
 
 def segments_of(pids: Iterable[int]) -> set[str]:
-    """NCCL's segments of shared memory that these processes have open or mapped, and that have a name.
+    """Return NCCL's segments of shared memory that these processes have open or mapped, and that have a name.
 
-    NCCL unlinks a segment when the last peer has attached to it. Of a process that is killed before, it keeps some 10
-    MB of /dev/shm for good. The name does not say whose it is, so only who has it in hand counts.
+    NCCL unlinks a segment when the last peer has attached to it. If a process is killed before that, some 10 MB of
+    /dev/shm stay occupied for ever. The name does not say whose it is, so only processes that have it open count.
     """
     try:
         named = {os.path.join(_SHM, name) for name in os.listdir(_SHM) if name.startswith("nccl-")}
@@ -124,7 +124,7 @@ def segments_of(pids: Iterable[int]) -> set[str]:
 
 
 def remove_segments(paths: Iterable[str]) -> None:
-    """Give the memory back, once those are dead who had them."""
+    """Free the shared memory, once the processes that had it are dead."""
     for path in paths:
         with contextlib.suppress(OSError):  # NCCL has unlinked it meanwhile
             os.unlink(path)
@@ -142,7 +142,7 @@ def _files_of(pid: int) -> set[str]:
 
 
 class _Watch:
-    """What the guardian has been told: whose sessions to end and which folders to remove."""
+    """The orders that the reaper has received: the sessions to end and the folders to remove."""
 
     def __init__(self) -> None:
         self.leaders: set[int] = set()
@@ -150,7 +150,9 @@ class _Watch:
         self.folders: set[str] = set()
 
     def learn(self, line: str) -> None:
-        """`+pid` and `-pid` add and drop a session; `/path` and `-/path` a folder; `=20` grants sessions 20 seconds."""
+        """Take one line: `+pid` and `-pid` add and drop a session; `/path` and `-/path` a folder; `=20` grants 20
+        seconds.
+        """
         if line.startswith("/"):
             self.folders.add(line)
         elif line.startswith("-/"):
@@ -170,14 +172,14 @@ class _Watch:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_for_last_checkpoints(self) -> None:
-        """Ranks that save themselves end by themselves; the others watch the kernel too."""
+        """Wait for ranks that save themselves and then end on their own; the other ranks watch the kernel too."""
         deadline = time.monotonic() + self.grace_s
         while time.monotonic() < deadline and session_members(self.leaders):
             time.sleep(_LOOK_S)
 
 
 def main(kernel_pidfd: int, connection: socket.socket) -> None:
-    """Wait until the kernel dies, or closes its end with nothing left to guard; then clean up and leave."""
+    """Wait until the kernel dies, or closes its end with no session left; then clean up and end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     watch = _Watch()
@@ -187,7 +189,7 @@ def main(kernel_pidfd: int, connection: socket.socket) -> None:
     poll.register(connection, select.POLLIN)
     while True:
         ready = {fd for fd, _ in poll.poll()}
-        # What was written before the death counts: read the socket first.
+        # Lines that were written before the death count: read the socket first.
         if connection.fileno() in ready:
             data = connection.recv(1 << 16)
             *lines, pending = (pending + data).split(b"\n")

@@ -1,12 +1,14 @@
-"""Hangs: no rank gets on any more. Noticed, explained and, if the user set a limit, ended. Runs in the kernel.
+"""Hangs: finds ranks that make no progress, explains the hang and, if the user set a limit, ends it.
 
-A rank gets on when it enters a step or a collective of ours, which the control page tells. When that has not happened
-for a while the ranks are asked where they are. Which one is to blame: the rank that has entered fewer
-collectives or steps than the others; where all stand alike, one that is not waiting itself. It is a guess, and all
-stacks are shown beside it. A long computation without a step looks the same: so nothing is ended unless asked for.
+Runs in the kernel.
 
-But for one case, which is no guess: a rank has done its work, and all that are left wait in collectives, without using
-a processor. It will not come, and torch would wait for half an hour.
+A rank makes progress when it enters a step or a collective of the project, as the control page shows. If that has not
+happened for a while, the ranks are asked for their stacks. The rank to blame is the one that has entered fewer
+collectives or steps than the others; if all are equal, one that is not waiting itself. This is a guess, and all stacks
+are shown beside it. A long computation without a step looks the same, so no run is ended unless the user asked for it.
+
+One case is no guess: a rank has finished, and all that are left wait in collectives without using a processor. The
+finished rank will not come, and torch would wait for half an hour.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ from nbaccel.launch.wire.control import ControlPage
 __all__ = ["ASK", "Hang", "HangWatch", "question_path", "stack_path"]
 
 ASK = signal.SIGURG
-"""Asks a rank for its stacks. By default it is ignored: where a program has taken the handler away, it ends nothing."""
+"""Signal that asks a rank for its stacks.
+
+Its default action is to be ignored: if a program has removed the handler, it ends nothing.
+"""
 
 _NOTICE_S = 30.0
-_ALONE_S = 10.0  # ranks that wait for one that has finished: so long, the second half of it without computing
-_IDLE = 0.1  # of a processor
+_ALONE_S = 10.0  # time that ranks wait for one that has finished, without computing in its second half
+_IDLE = 0.1  # fraction of a processor
 _ANSWER_S = 0.6  # a rank needs a millisecond; a machine that swaps may need this
 _PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _WAITS = (f"{os.sep}nbaccel{os.sep}train{os.sep}talk{os.sep}", f"{os.sep}torch{os.sep}distributed{os.sep}")
@@ -43,12 +48,12 @@ _WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the en
 
 
 def stack_path(store_path: str, rank: int) -> str:
-    """Where a rank writes its stacks: beside the file in which the ranks meet."""
+    """Return the path to which a rank writes its stacks: beside the file in which the ranks meet."""
     return os.path.join(os.path.dirname(store_path), f"stacks-{rank}")
 
 
 def question_path(store_path: str, rank: int) -> str:
-    """The FIFO through which a rank is asked for its stacks."""
+    """Return the FIFO through which a rank is asked for its stacks."""
     return os.path.join(os.path.dirname(store_path), f"questions-{rank}")
 
 
@@ -60,7 +65,7 @@ class _Stack:
 
     @classmethod
     def read(cls, path: str) -> _Stack:
-        """The latest answer in `path`; empty if there was none."""
+        """Read the latest answer in `path`; empty if there was none."""
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 head, _, text = file.read().partition("\n")
@@ -77,19 +82,19 @@ class _Stack:
 
     @property
     def waits(self) -> bool:
-        """Whether it is inside a collective, as far as the stack tells."""
+        """Return whether the rank is inside a collective, as far as the stack shows."""
         return any(part in file for file, _, _ in self.places for part in _WAITS) or any(
             function in _WAITS_IN for _, _, function in self.places
         )
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether nothing but a collective holds it up: as `waits`, by the innermost place alone."""
+        """Return whether a collective alone holds the rank up: as `waits`, from the innermost place alone."""
         file, _, function = self.places[0] if self.places else ("", 0, "")
         return any(part in file for part in _COLLECTIVES) or function in _WAITS_IN
 
     def words(self) -> str:
-        """The user's innermost line, and what it is inside of."""
+        """Return the user's innermost line, and the function that it is waiting in."""
         if not self.places:
             return "does not answer: it is stopped, has just begun, or is in C code that lets no Python run"
         inner = self.places[0]
@@ -101,10 +106,10 @@ class _Stack:
 
 
 class _Question:
-    """One question to `members`: where are you?
+    """One request for the stacks of `members`.
 
-    It goes to a thread of each rank. Those that have not answered in time are asked by the signal, if they have a
-    handler for it. Whose handler that is cannot be seen from here.
+    It goes to a thread of each rank. Ranks that have not answered in time are asked by the signal, if they have a
+    handler for it. It cannot be seen from here whose handler that is.
     """
 
     def __init__(self, members: Sequence[Member], store_path: str, now: float) -> None:
@@ -117,7 +122,7 @@ class _Question:
             _ring(question_path(store_path, member.rank))
 
     def is_over(self, now: float) -> bool:
-        """Whether all have answered, or have had their time."""
+        """Return whether all have answered, or their time is over."""
         if now < self.due_at:
             return False
         if not self._has_signalled:
@@ -132,7 +137,7 @@ class _Question:
         return True
 
     def answers(self) -> dict[int, _Stack]:
-        """The stack of each rank that still works; an empty one of those that have not answered."""
+        """Return the stack of each rank that still works; an empty one for a rank that has not answered."""
         return {
             member.rank: _Stack.read(self._path(member)) if self._has_answered(member) else _Stack(())
             for member in self._members
@@ -147,7 +152,7 @@ class _Question:
 
 
 def _ring(path: str) -> None:
-    """Write a byte into the FIFO at `path`, if somebody reads it."""
+    """Write a byte into the FIFO at `path`, if a process reads it."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # the rank has just begun, or has ended
@@ -168,9 +173,9 @@ def _size(path: str) -> int:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal, and its main thread does not block it.
+    """Return whether the process has a handler for the signal, and its main thread does not block it.
 
-    False where the system does not tell. A signal that is blocked would be given to whoever waits for signals there.
+    It is False if the system does not tell. A blocked signal would be given to code that waits for signals there.
     """
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
@@ -183,9 +188,10 @@ def _catches(pid: int, number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """No rank got on for `seconds`.
+    """Ranks that made no progress for `seconds`.
 
-    rank: the one to blame.  lines: where each rank is.  is_certain: it has finished, and is waited for; else a guess.
+    rank: the one to blame.  lines: the place of each rank.  is_certain: that rank has finished and the others wait for
+    it; else a guess.
     """
 
     rank: int
@@ -207,9 +213,9 @@ class Hang:
 
 
 class HangWatch:
-    """Watches the ranks of one run.
+    """Watches the ranks of one run for hangs.
 
-    store_path: where the ranks meet.  limit_s: after how long a hang ends the run; None for never.
+    store_path: the file in which the ranks meet.  limit_s: seconds after which a hang ends the run; None for never.
     """
 
     def __init__(
@@ -234,7 +240,7 @@ class HangWatch:
         self._was_alone = False
 
     def tick(self, now: float) -> Hang | None:
-        """Look at the ranks; the hang that ends the run, if it does."""
+        """Check the ranks; return the hang that is to end the run, if there is one."""
         beats = [self._page.beat(member.rank) for member in self._members]
         working = [member for member in self._members if member.is_working]
         if beats != self._beats or not working:
@@ -274,15 +280,15 @@ class HangWatch:
         return None
 
     def excuse(self, seconds: float) -> None:
-        """Do not count the last `seconds`: the ranks waited for a person."""
+        """Exclude the last `seconds`, in which the ranks waited for a person."""
         self._since += seconds
 
     def due_in(self, now: float) -> float | None:
-        """Seconds until `tick` may have something to do, beyond the half second of telemetry."""
+        """Return the seconds until `tick` may have something to do, besides the half second of telemetry."""
         return None if self._question is None else max(0.0, self._question.due_at - now)
 
     def _hang(self, stacks: Mapping[int, _Stack], seconds: float, gone: Sequence[int] = ()) -> Hang:
-        """gone: ranks that have finished, which are to blame before all others."""
+        """Return the hang.  gone: ranks that have finished; they are to blame before all others."""
         guilty = min(gone or stacks, key=lambda rank: (self._beats[rank], rank in stacks and stacks[rank].waits, rank))
         return Hang(guilty, seconds, self._lines(stacks))
 
@@ -296,8 +302,8 @@ class HangWatch:
 
 
 def _seconds_used(member: Member) -> float:
-    """Of processors, by the rank so far."""
-    import psutil  # 10 ms, and only where ranks stand still
+    """Return the seconds of processors that the rank has used so far."""
+    import psutil  # takes 10 ms, and is needed only if ranks make no progress
 
     try:
         times = psutil.Process(member.process.pid).cpu_times()

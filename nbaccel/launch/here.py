@@ -1,4 +1,4 @@
-"""What the launching process is like: can it fork, would its forks work. Asked in the kernel; touches no device."""
+"""State of the launching process: can it fork, and would its forks work. Runs in the kernel; touches no device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ __all__ = ["ProcessState"]
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What preflight needs to know of this process.
+    """Facts of this process that preflight needs.
 
-    can_fork: ranks can be separate processes here at all.  why_forks_fail: what would break forks; None if nothing.
-    threads: that it computes with, as its user, the environment or torch has it; None where nobody has said.
+    can_fork: ranks can be separate processes here.  why_forks_fail: the reason why forks would fail; None if they would
+    not.
+    threads: number of CPU threads that the user, the environment or torch has set; None if nothing has set it.
     """
 
     can_fork: bool
@@ -35,7 +36,9 @@ def _threads() -> int | None:
 
 
 def _can_fork() -> bool:
-    """Linux with pidfds (5.3, 2019): they end a rank when its kernel dies, and no rank may go without that."""
+    """Return whether this is a Linux with pidfds (5.3, 2019): they end a rank when its kernel dies, and no rank
+    starts without.
+    """
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     try:

@@ -1,7 +1,7 @@
-"""Holdings: what the launching process itself holds on devices, by the notebook's own names. Runs in the kernel.
+"""Holdings: the device memory that the launching process itself holds, by the notebook's own names. Runs in the kernel.
 
-Ranks on the same device have to do without that memory, and a restart gives none of it back. Where this process has
-never used CUDA it holds nothing, and nothing is asked.
+Ranks on the same device have to do without that memory, and a restart gives none of it back. If this process has never
+used CUDA, it holds nothing, and nothing is asked.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NAMES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What this process holds on one device.
+    """The memory that this process holds on one device.
 
-    nbytes: taken from the device, tensors and what the allocator keeps.  names: variables and their bytes, largest
+    nbytes: bytes taken from the device: tensors and the allocator's reserve.  names: variables and their bytes, largest
     first.
 
     >>> str(Holding("cuda:0", 3_000_000_000, 16_000_000_000, (("model", 2_000_000_000),)))
@@ -37,7 +37,7 @@ class Holding:
 
     @property
     def share(self) -> float:
-        """Of the whole device."""
+        """Return the fraction of the whole device."""
         return self.nbytes / self.total_bytes if self.total_bytes else 0.0
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Holding:
 
 
 def held_here(namespace: Mapping[str, Any] | None) -> list[Holding]:
-    """One for each CUDA device on which this process holds memory. namespace: the notebook's variables."""
+    """Return one holding for each CUDA device on which this process has memory. namespace: the notebook's variables."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []

@@ -1,8 +1,8 @@
-"""Home: what tasks find where ranks stay from one task to the next. One in the kernel, and one in each rank.
+"""Home: the namespace that persistent ranks keep from one task to the next. One in the kernel, and one in each rank.
 
-Names live in the rank; the kernel sends one that a rank lacks with the first cell that reads it. Classes and functions
-of the notebook that a rank has been given are known by the same name on both sides, so only that name travels, and an
-object that comes back is of the notebook's own class.
+Names are stored in the rank; the kernel sends a name that a rank lacks with the first cell that reads it. Classes and
+functions of the notebook that a rank has received are known by the same name on both sides. So only that name is sent,
+and an object that comes back is of the notebook's own class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Home:
     """The names of one side, and the classes and functions that both sides know.
 
     namespace: the notebook's in the kernel, the rank's own in a rank.
-    there: in the kernel, the names that all ranks at work have.
+    there: in the kernel, the names that all working ranks have.
 
     >>> home = Home({})
     >>> home.learn({"x": 1, "twice": anchors_of})
@@ -36,28 +36,28 @@ class Home:
         self._known: dict[str, Any] = {}
 
     def learn(self, values: Mapping[str, Any]) -> None:
-        """The other side has these values under the same names from now on."""
+        """Record that the peer now holds `values` under the same names."""
         self._known |= {name: _behind(name, values) for name in anchors_of(values).values()}
 
     def forget(self) -> None:
-        """Nothing is known to the other side."""
+        """Record that the peer holds nothing."""
         self._known.clear()
 
     @property
     def anchors(self) -> dict[int, str]:
-        """What both sides know, by id."""
+        """Return the names of the objects that both sides know, by the id of the object."""
         return {id(value): name for name, value in self._known.items()}
 
     def find(self, name: str) -> Any:
-        """This side's object for one that both know.
+        """Return this side's object for a name that both sides know.
 
         Raises:
-            KeyError: it is not known.
+            KeyError: the name is not known.
         """
         return self._known[name]
 
     def outdated(self, names: Iterator[str] | list[str]) -> list[str]:
-        """Classes and functions among `names` that have been defined anew here since the other side got them."""
+        """Return the classes and functions among `names` that were redefined on this side after the peer got them."""
         changed = []
         for name in names:
             value, known = self.namespace.get(name), self._known.get(f"name:{name}")
@@ -67,10 +67,10 @@ class Home:
 
 
 def anchors_of(namespace: Mapping[str, Any]) -> dict[int, str]:
-    """Classes and functions of the notebook by id, and the classes of its objects when no name leads to them.
+    """Return names by id: classes and functions of the notebook, and the classes of its objects that no name leads to.
 
-    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False. Proxies are
-    what they are: to ask one for its ``__class__`` runs code, which may fail or take long.
+    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False. A proxy
+    counts as an object of its own class: asking it for its ``__class__`` runs code, which may fail or take long.
     """
     anchors: dict[int, str] = {}
     for name, value in list(namespace.items()):

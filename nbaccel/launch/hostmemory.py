@@ -1,7 +1,7 @@
-"""Host memory: did the system's out-of-memory killer end a rank? Runs in the kernel.
+"""Host memory: finds out whether the system's out-of-memory killer ended a rank. Runs in the kernel.
 
-A killed process says nothing, so this is read off the control group's own count, before and after. What a rank does so
-that it is killed and not the notebook is in `rank.oomscore`.
+A killed process reports nothing, so this compares the control group's own count before and after. `rank.oomscore` makes
+sure that a rank is killed and not the notebook.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _GB = 1e9
 
 
 class HostMemory:
-    """The state of the machine's memory when a run began, and what has become of it.
+    """The state of the machine's memory when a run began, and what has changed since.
 
-    root: stands in for the file system's, in tests.
+    root: replaces the root of the file system, in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -28,12 +28,12 @@ class HostMemory:
 
     @property
     def kills(self) -> int | None:
-        """Processes that were killed for memory since then; None where that is not counted."""
+        """Return the number of processes killed for memory since then; None if that is not counted."""
         now = out_of_memory_kills(self._root)
         return None if now is None or self._kills is None else now - self._kills
 
     def explain_kill(self) -> str:
-        """Why a rank got a SIGKILL that was not ours: known, or said to be a guess."""
+        """Explain why a rank got a SIGKILL that the kernel did not send; a guess is named as such."""
         kills = self.kills
         available = f"{self._available_bytes / _GB:.1f} GB were available when the run began"
         if kills is None:

@@ -1,8 +1,8 @@
 """Inline start: one rank, in the kernel's own process. For machines that cannot fork, and data too large to copy.
 
-What the rank reports is heard, and its panel drawn, between two of its reports, by the thread that makes them: no other
-thread could show anything without getting in the way of the user's own output. A loop that reports nothing is followed
-by nobody. Whatever was set for the run is put back behind it, also after an error or an interrupt.
+The thread that makes the reports of the rank also reads them and draws the panel, between two reports: another thread
+could show nothing without disturbing the user's own output. A loop that reports nothing is not followed. Everything
+that was set for the run is restored after it, also after an error or an interrupt.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ __all__ = ["ends_its_group", "left_for_why", "run_inline"]
 
 
 def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
-    """Run the task here and now; its error is raised.
+    """Run the task in this process; its error is raised.
 
-    listeners: hear what it reports, as rank 0.
-
-    The environment is put back afterwards. Device memory that the task took stays the kernel's.
+    listeners: receive its reports, as those of rank 0.
+    The environment is restored afterwards. Device memory that the task took stays with the kernel.
 
     Raises:
         KeyboardInterrupt: the user has stopped it, see `InlineStop`.
-        RunStopped: it met a time limit of its own.
+        RunStopped: it reached a time limit of its own.
     """
     stop = InlineStop(_say)
     with stop.heard(), _environment(spec.environ), _workers_are_forked(), _heard(listeners, stop):
@@ -52,12 +51,12 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
 
 @contextmanager
 def ends_its_group(launcher: Launcher) -> Iterator[None]:
-    """End the default process group that the block has formed and left, so that another one may form its own.
+    """End the default process group that the block has formed and left, so that the next block may form its own.
 
-    A group that was there before stays, and so does that of a process which torchrun, or another launcher, has started:
-    it is one of several.
-    launcher: keeps the group. Gloo's threads may still hold it, and its destructor, which is called with the last
-        reference, would wait for them.
+    A group that existed before is kept, and so is the group of a process that torchrun, or another launcher, has
+    started: it is one of several.
+    launcher: keeps a reference to the group. Gloo's threads may still hold it, and its destructor, which is called with
+    the last reference, would wait for them.
     """
     before = _default_group()
     try:
@@ -70,7 +69,7 @@ def ends_its_group(launcher: Launcher) -> Iterator[None]:
 
 
 def _default_group() -> Any:
-    """torch's default process group; None without one."""
+    """Return torch's default process group; None if there is none."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -79,16 +78,16 @@ def _default_group() -> Any:
 
 @contextmanager
 def left_for_why(launcher: Launcher, title: str, task: Task) -> Iterator[None]:
-    """What ends the run badly is kept as that of other runs is, while the user's names are there.
+    """Keep a post-mortem if the run fails or is interrupted, as other runs do, while the user's names still exist.
 
     title: the run in words.
     """
     try:
         yield
-    except RunStopped:  # at the limit of its own, as it was planned
+    except RunStopped:  # it reached its own limit, as planned
         raise
     except (Exception, KeyboardInterrupt) as error:
-        with suppress(Exception):  # it explains how a run ended, and must not change that
+        with suppress(Exception):  # a post-mortem must not change how the run ends
             launcher.post_mortem = PostMortem.of_this_process(title, error, task)
         raise
 
@@ -115,8 +114,8 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 def _workers_are_forked() -> Iterator[None]:
     """Let loaders fork their workers, as they do in ranks, where Python would start them by a fork server.
 
-    From Python 3.14 on that is Linux's default, and its workers cannot import a class that the notebook defines. What
-    the user chose stays, and so does macOS's default, where a forked process may not do much.
+    From Python 3.14 on that is Linux's default, and its workers cannot import a class that the notebook defines. A
+    method that the user chose is kept, and so is macOS's default, where a forked process can do little.
     """
     default: Any = multiprocessing.context._default_context
     pythons, actual = default._default_context, default._actual_context
@@ -135,9 +134,9 @@ def _workers_are_forked() -> Iterator[None]:
 
 @contextmanager
 def _heard(listeners: Sequence[Listener], steps: Sink) -> Iterator[None]:
-    """Feed `listeners` with what this process reports meanwhile, in the thread that is here.
+    """Feed `listeners` with the reports of this process while the block runs, in the calling thread.
 
-    steps: hears of them first, and may raise.
+    steps: receives each report first, and may raise.
     """
     rings = Rings()
     telemetry = Telemetry(rings, listeners, _say)
@@ -146,7 +145,7 @@ def _heard(listeners: Sequence[Listener], steps: Sink) -> Iterator[None]:
     os.close(fd)
 
     def unheard(event: Event) -> None:
-        """There is no peer, and no kernel to outlive."""
+        """Ignore the event: there is no peer to watch, and no kernel to outlive."""
 
     reporter = Reporter(ring, gate=steps, watch=unheard, grace=unheard)
     own_thread = threading.get_ident()

@@ -1,6 +1,6 @@
-"""InlineStop: how the user's interrupts stop a run in the kernel's own process. Runs there, in the main thread.
+"""InlineStop: lets the user's interrupts stop a run in the kernel's own process. Runs there, in the main thread.
 
-As for ranks (`ending.Stopping`): the first interrupt lets the program finish its step and leave before the next one; a
+As for ranks (`ending.Stopping`): the first interrupt lets the program finish its step and stop before the next one; a
 program outside of any step is interrupted after a second, and a step that takes too long is interrupted too. The second
 interrupt acts at once.
 """
@@ -23,18 +23,14 @@ __all__ = ["InlineStop"]
 
 
 class InlineStop:
-    """A sink of step events that raises `RunStopped` where an interrupt stops the run, and the handler of SIGINT.
+    """A sink of step events that raises `RunStopped` when an interrupt stops the run, and the handler of SIGINT.
 
-    notice: shows one line of ours to the user; called by another thread.
-
+    notice: shows one line of the project to the user; called by another thread.
     has_acted: an interrupt was raised in the user's code.
-
-    Interrupts act in the user's code alone, the block of `acts`. One that comes while the run is set up or cleaned up
-    is kept until that is done. A program that catches its `KeyboardInterrupt` goes on, as it would without us, and the
-    next interrupt acts at once.
-
-    Only the main thread can be interrupted. A handler that somebody else has installed, or SIGINT that is ignored,
-    stays as it is.
+    Interrupts act in the user's code alone, the block of `acts`. An interrupt that comes while the run is set up or
+    cleaned up is kept until that is done. A program that catches its `KeyboardInterrupt` goes on, as it would without
+    this class, and the next interrupt acts at once. Only the main thread can be interrupted. A handler that other code
+    has installed, or an ignored SIGINT, is left as it is.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
@@ -55,7 +51,7 @@ class InlineStop:
     # --- a sink for the steps of the run ---------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        if threading.get_ident() != self._thread:  # of a thread that the program has started
+        if threading.get_ident() != self._thread:  # an event of a thread that the program has started
             return
         if isinstance(event, StepEntered):
             self._enter(event.step)
@@ -76,13 +72,13 @@ class InlineStop:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Hear interrupts while the block runs.
+        """Receive interrupts while the block runs.
 
         Raises:
-            KeyboardInterrupt: one came that the user's code has not met.
+            KeyboardInterrupt: an interrupt came that did not reach the user's code.
         """
         previous = signal.getsignal(signal.SIGINT)
-        is_ours = isinstance(getattr(previous, "__self__", None), InlineStop)  # of the run around this one
+        is_ours = isinstance(getattr(previous, "__self__", None), InlineStop)  # the handler of a run around this one
         if threading.current_thread() is not threading.main_thread() or not (
             is_ours or previous is signal.default_int_handler
         ):
@@ -98,7 +94,7 @@ class InlineStop:
             self._words.put(False)
             if watch.ident is not None:
                 watch.join()
-            if signal.getsignal(signal.SIGINT) == self._handle:  # else the user's code has chosen another, for good
+            if signal.getsignal(signal.SIGINT) == self._handle:  # else the user's code has installed another for good
                 signal.signal(signal.SIGINT, previous)
             self._is_over = True
         if self._count and not self.has_acted:
@@ -106,7 +102,7 @@ class InlineStop:
 
     @contextmanager
     def acts(self) -> Iterator[None]:
-        """The block is the user's code.
+        """Mark the block as the user's code.
 
         Raises:
             KeyboardInterrupt: an interrupt has stopped it, at a step or anywhere.
@@ -125,7 +121,7 @@ class InlineStop:
             self._is_open = False
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self._is_over:  # the user's code had kept this handler, and has put it back since
+        if self._is_over:  # the user's code had saved this handler and restored it later
             signal.signal(number, self._previous)
             signal.raise_signal(number)
             return
@@ -144,7 +140,7 @@ class InlineStop:
     # --- in a thread of its own ------------------------------------------------------------------------------------
 
     def _see_to_it(self) -> None:
-        """Wait for the first interrupt; repeat it for a program that does not come to a step in time."""
+        """Wait for the first interrupt; repeat it for a program that does not reach a step in time."""
         if not self._words.get():
             return
         began, is_told = time.monotonic(), False
@@ -157,5 +153,5 @@ class InlineStop:
                 return
             except queue.Empty:
                 continue
-        if signal.getsignal(signal.SIGINT) == self._handle:  # else whoever listens now has not heard the first one
+        if signal.getsignal(signal.SIGINT) == self._handle:  # else the present handler has not received the first one
             signal.pthread_kill(self._thread, signal.SIGINT)

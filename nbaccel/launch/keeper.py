@@ -1,7 +1,7 @@
-"""Keeper: the kernel's end of what outlives a single run: the guardian, the zygote, the folder of logs.
+"""Keeper: the kernel's resources that outlive a single run: the reaper, the zygote, the folder of logs.
 
-Runs in the kernel. There is one per process that launches; it is closed when the process ends, and if the process is
-killed the guardian does what closing would have done.
+Runs in the kernel. There is one per process that launches. It is closed when the process ends; if the process is
+killed, the reaper does what closing would have done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GUARDIAN_S = 1.0
 
 
 class Keeper:
-    """Starts the guardian and the zygote when they are first needed and ends them with the process."""
+    """Starts the reaper and the zygote when they are first needed and ends them with the process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -38,7 +38,7 @@ class Keeper:
         atexit.register(self.close)
 
     def guard(self, line: str) -> None:
-        """Tell the guardian, starting it if need be; see `guardian._Watch.learn` for what can be said."""
+        """Send a line to the reaper, starting it if needed; see `guardian._Watch.learn` for the possible lines."""
         if line.startswith("-"):
             self._guarded.discard(line[1:] if line.startswith("-/") else f"+{line[1:]}")
         else:
@@ -47,13 +47,13 @@ class Keeper:
             self._guarded.add(line)
         if self._guardian is None or self._guardian.poll() is not None:
             self._start_guardian()
-            line = "\n".join(self._guarded)  # what one that died was told
+            line = "\n".join(self._guarded)  # repeat to the new one what the dead one was told
         assert self._line is not None
         with contextlib.suppress(BrokenPipeError):
             self._line.sendall(line.encode() + b"\n")
 
     def zygote(self) -> Zygote:
-        """The zygote, started now if there is none, or none that fits the installed torch."""
+        """Return the zygote; start one if there is none, or none that fits the installed torch."""
         if self._zygote is not None and not self._zygote.is_usable:
             self._end_zygote()
         if self._zygote is None:
@@ -62,7 +62,7 @@ class Keeper:
         return self._zygote
 
     def new_log(self) -> str:
-        """The path of the next run's log; the folder goes with the process."""
+        """Return the path of the next run's log; the folder is removed with the process."""
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="nbaccel-logs-")  # mode 0700
             self.guard(self._folder)
@@ -70,7 +70,7 @@ class Keeper:
         return os.path.join(self._folder, f"run-{self._runs}.log")
 
     def helpers(self) -> dict[int, str]:
-        """What the processes that it has started are for, by process id."""
+        """Return the purpose of each process that was started, by process id."""
         named = {}
         if self._guardian is not None:
             named[self._guardian.pid] = "reaper, which ends ranks if the kernel dies"
@@ -79,12 +79,15 @@ class Keeper:
         return named
 
     def fds(self) -> list[int]:
-        """Descriptors that a forked rank must not hold."""
+        """Return the descriptors that a forked rank must not hold."""
         held = [] if self._line is None else [self._line.fileno()]
         return held if self._zygote is None else [*held, self._zygote.fileno()]
 
     def close(self) -> None:
-        """End what was started. Does nothing the second time, nor in a process that inherited this object by fork."""
+        """End the processes that were started.
+
+        Do nothing the second time, or in a process that inherited this object by fork.
+        """
         if os.getpid() != self.pid or self.kernel_pidfd < 0:
             return
         atexit.unregister(self.close)
@@ -93,16 +96,16 @@ class Keeper:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
         if self._guardian is not None and self._line is not None:
-            # A child that the user forked holds a copy of the line: closing ours alone would not end it.
+            # A child that the user forked holds a copy of the socket: closing this one alone would not end it.
             with contextlib.suppress(OSError):
                 self._line.shutdown(socket.SHUT_RDWR)
             self._line.close()
-            # It stays while it guards ranks (a launch in a daemon thread), and ends them once this process is gone.
+            # It stays while there are ranks (a launch in a daemon thread), and ends them once this process is gone.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guardian.wait(_GUARDIAN_S)
             self._guardian = self._line = None
         os.close(self.kernel_pidfd)
-        self.kernel_pidfd = -1  # the number may be somebody else's now
+        self.kernel_pidfd = -1  # the number may be reused by now
 
     def _end_zygote(self) -> None:
         if self._zygote is not None:

@@ -1,6 +1,8 @@
-"""Launching: a task becomes a finished run. Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
+"""Launching: turns a task into a finished run.
 
-The notebook's cells and the functions of `functions.py` go through it alike. `Launcher.start` makes ranks that stay.
+Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
+
+The notebook's cells and the functions of `functions.py` use it alike. `Launcher.start` starts persistent ranks.
 """
 
 from __future__ import annotations
@@ -48,11 +50,12 @@ _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parall
 
 
 class Launcher:
-    """Runs tasks, one after the other; owns what they share (`Keeper`).
+    """Runs tasks, one after the other; owns the resources that they share (`Keeper`).
 
-    occupied: why nobody should wait for the run that goes on; a run that would is refused with it. Empty: it waits.
-    post_mortem: of the last run, if it ended badly; whoever concludes a run keeps it here.
-    ended_group: torch's, which a run in this process has left; kept until the next run, see `ends_its_group`.
+    occupied: the reason why no caller should wait for the present run; a run that would wait is refused with it. Empty:
+    it waits.
+    post_mortem: that of the last run, if it ended badly; set by the code that concludes a run.
+    ended_group: torch's group that a run in this process has left; kept until the next run, see `ends_its_group`.
     last_run: the last run, as `Run.light` leaves it; None before the first.
     """
 
@@ -67,22 +70,22 @@ class Launcher:
 
     @functools.cached_property
     def keeper(self) -> Keeper:
-        """Made for the first run that starts a process: some machines can start none."""
+        """Return the shared resources, made for the first run that starts a process: some machines can start none."""
         return Keeper()
 
     @property
     def helpers(self) -> dict[int, str]:
-        """See `Keeper.helpers`."""
+        """Return the purpose of each helper process, see `Keeper.helpers`."""
         return self.keeper.helpers() if "keeper" in self.__dict__ else {}
 
     def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
-        """Start the ranks, show what they print, and return when no process of the run is left.
+        """Start the ranks, show their output, and return when no process of the run is left.
 
-        watching: who sees and hears it; what hears a run that is started anew hears both.
+        watching: the observers of the run; those of a run that is started again observe both attempts.
 
         Raises:
             NestedLaunch: this process is a rank itself.
-            LaunchRefused: a run goes on that nobody should wait for here, see `occupied`.
+            LaunchRefused: a run goes on for which no caller should wait, see `occupied`.
             CannotSend, CannotFork: nothing was started.
         """
         refuse_nested_launch()
@@ -94,7 +97,7 @@ class Launcher:
         """Serialize the runs that several threads start. A run may start another one, in its own thread.
 
         Raises:
-            LaunchRefused: a run goes on that nobody should wait for here, see `occupied`.
+            LaunchRefused: a run goes on for which no caller should wait, see `occupied`.
         """
         if not self._one_at_a_time.acquire(blocking=not self.occupied):
             raise LaunchRefused(self.occupied)
@@ -136,11 +139,11 @@ class Launcher:
         return Outcome(spec.task, ended, spec.start, error, log_path, witness.checkpoint, restarts)
 
     def start(self, spec: LaunchSpec, screen: Screen) -> Residents:
-        """Start ranks that stay, and have them do their setup and the task of `spec`, which has a home.
+        """Start persistent ranks, and run their setup and the task of `spec`, which has a home.
 
         Raises:
             NestedLaunch, CannotFork: nothing was started.
-            What a rank failed of; KeyboardInterrupt: no rank is left.
+            The error of a rank that failed; KeyboardInterrupt: no rank is left.
         """
         refuse_nested_launch()
         with self.turn():
@@ -171,9 +174,9 @@ class Launcher:
             raise
 
     def _crew(self, spec: LaunchSpec, watching: Watching) -> Crew:
-        """Ranks to be: what they need is there, and nothing has begun."""
+        """Return a `Crew` that is ready to start: everything that its ranks need exists, and no rank has begun."""
         method = self._method(spec.start)
-        method.get_ready()  # the user may interrupt this as any other waiting
+        method.get_ready()  # the user may interrupt this like any other wait
         method.pack(spec, watching.beside)  # and this
         return Crew(spec.world_size, method, kernel_pidfd=self.keeper.kernel_pidfd, guard=self.keeper.guard)
 
@@ -181,7 +184,7 @@ class Launcher:
         if start.method == "zygote":
             return ZygoteStart(self.keeper.zygote())
         if (why := why_forks_fail()) is not None:
-            # Since the start was chosen: by modules that were loaded for it, or in the notebook before a restart.
+            # It changed after the start was chosen: by modules loaded for it, or in the notebook before a restart.
             raise BadFork(why)
         return ForkStart([*self.keeper.fds(), *(fd for residents in self._residents for fd in residents.fds)])
 
@@ -207,7 +210,7 @@ def _launcher_of(pid: int) -> Launcher:
 
 
 def default_launcher() -> Launcher:
-    """This process's launcher. A child that inherited its parent's by fork gets one of its own."""
+    """Return the launcher of this process. A child that inherited its parent's by fork gets its own."""
     return _launcher_of(os.getpid())
 
 
@@ -222,11 +225,12 @@ def refuse_nested_launch() -> None:
 
 
 def _load_once(spec: LaunchSpec) -> None:
-    """Here rather than in every rank: the first DDP model would otherwise load 0.8 s worth of modules in each.
+    """Load modules in the kernel rather than in every rank: the first DDP model would otherwise load 0.8 s of modules
+    in each.
 
-    In a thread, which an interrupt does not reach: torch that was imported by half is beyond repair, and would take
-    the notebook with it. The interrupt is raised when the import is through. Where all is loaded, or on its way in
-    another thread, which is waited for, there is nothing that an interrupt could break.
+    It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the
+    notebook. The interrupt is raised when the import is complete. If everything is loaded, or is being loaded in
+    another thread, which is waited for, an interrupt can break nothing.
     """
     modules = [*_WARM_MODULES, *([] if spec.setup is None else [spec.setup.partition(":")[0]])]
 

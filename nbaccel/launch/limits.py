@@ -1,6 +1,9 @@
-"""TimeLimits: when a run is to end, by its launch's limit and by those that its own program sets. Runs in the kernel.
+"""TimeLimits: the time at which a run is to end, from the launch's limit and its program's own limits.
 
-They are met where the user's interrupt is: all ranks leave before the same step, and those that save themselves do.
+Runs in the kernel.
+
+At that time the run ends as after the user's interrupt: all ranks leave before the same step, and those that save
+themselves do.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ __all__ = ["ProgramLimit", "TimeLimits"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimit:
-    """What a program has set itself, as by ``Accelerator(time_limit="11h30m")``.
+    """A limit that a program has set itself, as by ``Accelerator(time_limit="11h30m")``.
 
-    at: when it is over, in `time.monotonic()`.  seconds: how long it was.
+    at: its end, in `time.monotonic()`.  seconds: its duration.
     """
 
     at: float
@@ -26,7 +29,7 @@ class ProgramLimit:
 class TimeLimits:
     """The limits of one run, the earliest of which ends it.
 
-    launch_s: that of the launch, counted from `began`.  program: what an earlier attempt of the run had set.
+    launch_s: that of the launch, counted from `began`.  program: a limit that an earlier attempt of the run had set.
     """
 
     def __init__(
@@ -38,24 +41,24 @@ class TimeLimits:
         self._excused_s = 0.0
 
     def excuse(self, seconds: float) -> None:
-        """Do not count these, in which somebody typed."""
+        """Exclude the seconds that a debugger prompt was open."""
         self._excused_s += seconds
 
     @property
     def program(self) -> ProgramLimit | None:
-        """The earliest that the program has set, if it has."""
+        """Return the earliest limit that the program has set, if any."""
         told = [ProgramLimit(*limit) for limit in self._page.time_limits()]
         return min([*told, *([] if self._earlier is None else [self._earlier])], default=None, key=lambda each: each.at)
 
     @property
     def ends_at(self) -> float | None:
-        """When the run is to end, as things stand."""
+        """Return the time at which the run is to end, by the present limits; None without a limit."""
         program = self.program
         ends = [at for at in (self._launch_at, None if program is None else program.at) if at is not None]
         return min(ends) + self._excused_s if ends else None
 
     @property
     def is_programs(self) -> bool:
-        """Whether the program's limit is the earliest."""
+        """Return whether the program's limit is the earliest."""
         program = self.program
         return program is not None and (self._launch_at is None or program.at < self._launch_at)

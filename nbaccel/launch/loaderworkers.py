@@ -1,7 +1,7 @@
 """Find out how a worker process of a DataLoader ended. Runs in ranks; `advice` puts it into words in the kernel.
 
-torch says of a dead worker at most its exit code or its signal, and often only that it is gone. The iterator of the
-loader stands in the traceback of the error, and knows the processes.
+torch reports of a dead worker at most its exit code or its signal, and often only that it is gone. The traceback of the
+error holds the loader's iterator, which knows the processes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ __all__ = ["WorkerEnd", "dead_worker"]
 _TOLD = re.compile(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)")
 _TOLD_CODE = re.compile(r"with exit code (\d+)")
 _END_S = 5.0
-"""How long a worker may take to end after it has closed its connection."""
+"""Seconds that a worker may take to end after it has closed its connection."""
 
 _LOST = (ConnectionError, EOFError, FileNotFoundError)
-"""How the rank hears of it when it fetches a batch of a worker that is gone, and whose socket may be gone too."""
+"""Errors in a rank that fetches a batch of a worker that is gone, and whose socket may be gone too."""
 
 _HAND_OVER = os.path.join("torch", "multiprocessing", "reductions.py")
 _AFRESH = ("spawn", "forkserver")
 _MOST_OBJECTS = 100_000
-"""How much of a loader is searched for what the notebook defines: some 20 ms."""
+"""Number of objects of a loader that are searched for definitions of the notebook: some 20 ms."""
 
 
 class WorkerEnd(NamedTuple):
-    """How the first worker that died ended.
+    """The end of the first worker that died.
 
-    pid: its process.  exit_code: negative for a signal.  None: nobody can tell.
+    pid: its process.  exit_code: negative for a signal.  None: unknown.
     start_method: "fork", "spawn" or "forkserver"; empty if unknown.
-    unknown_name: a class or function of the notebook that a worker with a fresh interpreter cannot import; empty if
-    there is none.
+    unknown_name: a class or function of the notebook that a worker with a new interpreter cannot import; empty if there
+    is none.
     """
 
     pid: int | None = None
@@ -51,8 +51,8 @@ class WorkerEnd(NamedTuple):
 def dead_worker(error: BaseException, text: str) -> WorkerEnd | None:
     """Return the end of the DataLoader worker that `error` is about; None if it is about something else.
 
-    text: that of the error.  Called in the rank, where the processes are known. Waits up to 5 s for a worker that
-    is about to end.
+    text: that of the error. It is called in the rank, where the processes are known. It waits up to 5 s for a worker
+    that is about to end.
     """
     told = _TOLD.search(text)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -70,7 +70,7 @@ def dead_worker(error: BaseException, text: str) -> WorkerEnd | None:
 
 
 def _end_as_told(told: re.Match[str], text: str) -> WorkerEnd:
-    """Read torch's own words."""
+    """Read the end from torch's own text."""
     pid = int(told[1].partition(",")[0])
     if told[2] is not None:
         number = next((sig for sig in signal.valid_signals() if signal.strsignal(sig) == told[2].strip()), None)
@@ -80,13 +80,13 @@ def _end_as_told(told: re.Match[str], text: str) -> WorkerEnd:
 
 
 def _end_as_known(end: WorkerEnd, iterator: Any) -> WorkerEnd:
-    """Complete `end` by what the worker processes of `iterator` say."""
+    """Complete `end` from the worker processes of `iterator`."""
     workers = [worker for worker in iterator._workers if end.pid in (None, worker.pid)]
     if all(worker.exitcode is None for worker in workers):
         ending = connection.wait([worker.sentinel for worker in workers], _END_S)
         for worker in workers:
             if worker.sentinel in ending:
-                worker.join(_END_S)  # its files are closed a moment before its exit code is there
+                worker.join(_END_S)  # its files are closed a moment before its exit code is known
     worker = next((worker for worker in workers if worker.exitcode is not None), None)
     if worker is None:
         return end
@@ -97,7 +97,9 @@ def _end_as_known(end: WorkerEnd, iterator: Any) -> WorkerEnd:
 
 
 def _hands_over(frame: types.FrameType) -> bool:
-    """Whether a batch of a worker arrives in `frame`; elsewhere a lost connection is that of a rank, or the user's."""
+    """Return whether `frame` receives a batch of a worker; elsewhere a lost connection is that of a rank, or the
+    user's.
+    """
     return frame.f_code.co_filename.endswith(_HAND_OVER)
 
 
@@ -106,7 +108,7 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _name_of_the_notebook(iterator: Any) -> str:
-    """The first class or function of the notebook that the iterator's workers have to import."""
+    """Return the first class or function of the notebook that the iterator's workers have to import."""
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) or getattr(main, "__spec__", None):
         return ""  # a program: workers import it
@@ -116,17 +118,17 @@ def _name_of_the_notebook(iterator: Any) -> str:
             search.dump(part)
     except _Found as found:
         return str(found)
-    except Exception:  # what cannot be pickled has another error than this one
+    except Exception:  # an object that cannot be pickled has caused another error
         return ""
     return ""
 
 
 class _Found(Exception):
-    """The search is over; its text is the name, empty if there is none."""
+    """Ends the search; its text is the name, empty if there is none."""
 
 
 class _NotebookNames(pickle.Pickler):
-    """Pickles into the void to meet every object, and stops at the first whose class or function is the notebook's."""
+    """Pickles to nowhere to see every object, and stops at the first whose class or function is the notebook's."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -1,7 +1,7 @@
-"""The meeting place of a launch that stays on one machine: torch elastic's, on the loopback address alone.
+"""Loopback: a rendezvous of torch elastic for a launch on one machine, on the loopback address alone.
 
 Runs in the agent, the process of `nbaccel launch`. torchrun's own stores listen on every interface of the machine and
-know no password. Ranks connect to this one as they do under torchrun, by MASTER_ADDR and MASTER_PORT.
+have no password. Ranks connect to this one as they do under torchrun, by MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.distributed.elastic.rendezvous import (
 __all__ = ["LOOPBACK", "LoopbackRendezvous", "offer_loopback"]
 
 LOOPBACK = "nbaccel-loopback"
-"""What torch elastic calls this rendezvous backend."""
+"""Name of this rendezvous backend in torch elastic."""
 
 _ADDRESS = "127.0.0.1"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One node that meets itself, as often as torch elastic starts its ranks."""
+    """A rendezvous of one node, for each time that torch elastic starts its ranks."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -37,11 +37,13 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks use this store; with one of their own, rank 0 would open it on every interface."""
+        """Return True: the ranks use this store; with one of their own, rank 0 would open it on every interface."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A store of its own for every start: ranks would find the addresses of those that failed in the last one."""
+        """Return the rendezvous with a new store: in an old one, ranks would find the addresses of ranks that
+        failed.
+        """
         listener = socket.create_server((_ADDRESS, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(_ADDRESS, port, 1, is_master=True, master_listen_fd=listener.detach())
@@ -64,7 +66,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def offer_loopback() -> None:
-    """Let torch elastic know this backend, in this process."""
+    """Register this backend with torch elastic, in this process."""
     rendezvous_handler_registry.register(LOOPBACK, _create)
 
 

@@ -1,9 +1,9 @@
 """The main thread of a forked child, as CPython knows it, for signals. Used before a fork, and in the child.
 
-A child that some other thread has forked has that one for its main thread. CPython records its identity
-(``PyOS_AfterFork_Child``). But from Python 3.13 on a signal wakes a thread state (``_PyEval_SignalReceived``), by a
-pointer in the runtime that is written once, when the interpreter begins: in such a child it is the state of a thread
-that is not there. A loop in Python hears no interrupt then, until it waits for something.
+In a child, the thread that forked it is the main thread. CPython records its identity (``PyOS_AfterFork_Child``). But
+from Python 3.13 on a signal wakes a thread state (``_PyEval_SignalReceived``), by a pointer in the runtime that is
+written once, when the interpreter begins. If another thread forked the child, this is the state of a thread that does
+not exist there. A loop in Python then receives no interrupt until it waits for something.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ __all__ = ["MainThread"]
 _WORD = ctypes.sizeof(ctypes.c_size_t)
 
 _WORDS = 4096 // _WORD
-"""How many words of the runtime are looked at, which has some hundred times as many; it is number 83 in Python 3.13."""
+"""Number of words of the runtime that are searched; it has some hundred times as many.
+
+The pointer is word 83 in Python 3.13.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MainThread:
-    """Where the runtime has it.  address: of two words, the identity and the pointer.  state: what the pointer is."""
+    """The place of the main thread in the runtime.  address: of two words, the identity and the pointer.  state: the
+    value of the pointer.
+    """
 
     address: int
     state: int
 
     @classmethod
     def find(cls) -> MainThread | None:
-        """Before a fork. None before Python 3.13, and where the runtime is laid out in another way."""
+        """Find the place, before a fork. None before Python 3.13, and if the runtime has another layout."""
         if sys.version_info < (3, 13):
             return None
         try:
@@ -48,14 +53,14 @@ class MainThread:
         return cls(begin + found[0] * _WORD, words[found[0] + 1]) if len(found) == 1 else None
 
     def become(self) -> None:
-        """In the child, by the thread that is there: have signals wake it."""
+        """Make signals wake the calling thread; called in the child by its only thread."""
         words = (ctypes.c_size_t * 2).from_address(self.address)
-        if list(words) == [threading.get_ident(), self.state]:  # the identity is CPython's work
+        if list(words) == [threading.get_ident(), self.state]:  # CPython has set the identity
             words[1] = ctypes.PYFUNCTYPE(ctypes.c_size_t)(("PyThreadState_Get", ctypes.pythonapi))()
 
 
 def _thread_states() -> set[int]:
-    """The states of all threads of the main interpreter."""
+    """Return the states of all threads of the main interpreter."""
     main = ctypes.PYFUNCTYPE(ctypes.c_size_t)(("PyInterpreterState_Main", ctypes.pythonapi))
     function = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t)
     first, following = (

@@ -1,4 +1,4 @@
-"""Member: what the kernel knows about one rank of a running group. Runs in the kernel."""
+"""Member: the kernel's record of one rank of a running group. Runs in the kernel."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Cut", "Member", "Report"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What has become of a rank's groups on a device.
+    """The state of a rank's process groups on a device after a task.
 
     is_cut: they were aborted.  is_sound: the rank is as its last whole step left it.
-    obstacle: why they cannot be formed anew; empty if they can.
+    obstacle: the reason why they cannot be formed anew; empty if they can.
     """
 
     is_cut: bool
@@ -33,12 +33,12 @@ class Cut:
 
 @dataclass(slots=True)
 class Report:
-    """What a rank said when its work was over.
+    """The report of a rank when its work was over.
 
-    status: "ok", "stopped" (by our stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
-    parcel_fd: memfd of its values; whoever takes the report closes it.  snapshot: what it was doing.
-    names: the rank's, where it stays.  sequence: how many collectives torch has issued in the default process group;
-    None without one.  cut: of its groups on a device, where it has some.
+    status: "ok", "stopped" (by the project's stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
+    parcel_fd: memfd of its values; the reader of the report closes it.  snapshot: the state of its stack.
+    names: the names of a persistent rank.  sequence: number of collectives that torch has issued in the default process
+    group; None without one.  cut: the state of its groups on a device, if it has some.
     """
 
     status: str
@@ -69,7 +69,7 @@ class Report:
 
     @classmethod
     def of_an_outsider(cls) -> Report:
-        """Stands for a rank that took no part."""
+        """Return the report of a rank that took no part."""
         return cls("ok", -1)
 
     @property
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this failure says only that another rank was lost."""
+        """Return whether this failure says only that another rank was lost."""
         if self.status != "failed" or not self.links:
             return False
         last = self.links[-1]
@@ -91,7 +91,7 @@ class Report:
 
 
 class Member:
-    """One rank of a group: its process, its channel and what it has said so far.
+    """One rank of a group: its process, its channel and its reports so far.
 
     stays: it waits for another task after this one, instead of being released.
     """
@@ -103,16 +103,16 @@ class Member:
         self.report: Report | None = None
         self.displays: dict[int, dict[str, Any]] = {}  # rich messages whose mark has not been read yet
         self.has_ended = False  # its process is over, though perhaps not reaped yet
-        self.was_killed = False  # by us
-        self.was_interrupted = False  # by us, with SIGINT
-        self.is_looked_at = False  # it failed, and has not reported yet: somebody looks at it in the debugger
+        self.was_killed = False  # by the kernel
+        self.was_interrupted = False  # by the kernel, with SIGINT
+        self.is_looked_at = False  # it failed, and has not reported yet: the user is in its debugger
         self.released_at: float | None = None
-        self.segments: set[str] = set()  # of NCCL's shared memory, which it can no longer give back itself
+        self.segments: set[str] = set()  # NCCL's shared memory, which it can no longer free itself
         self.stays = stays
         self.takes_part = True
 
     def begin(self, takes_part: bool) -> None:
-        """Another run of a rank that stays."""
+        """Begin another run of a persistent rank."""
         self.takes_part = takes_part
         self.report = None if takes_part else Report.of_an_outsider()
         self.was_interrupted = False
@@ -120,12 +120,12 @@ class Member:
 
     @property
     def is_through(self) -> bool:
-        """Whether the run has nothing more to expect of it."""
+        """Return whether the run expects nothing more of the rank."""
         return self.has_ended or (self.stays and self.report is not None)
 
     @property
     def is_working(self) -> bool:
-        """Still busy with the user's code, as far as we know."""
+        """Return whether the rank is still busy with the user's code, as far as the kernel knows."""
         return self.report is None and not self.has_ended
 
     def interrupt(self) -> None:
@@ -145,7 +145,7 @@ class Member:
         self.process.signal(number)
 
     def release(self, now: float) -> None:
-        """Let a rank that has reported leave."""
+        """Let a rank that has reported end."""
         if self.released_at is None and not self.has_ended and not self.stays:
             self.released_at = now
             with contextlib.suppress(OSError):

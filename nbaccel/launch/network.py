@@ -1,6 +1,8 @@
-"""Network: through which interface this machine reaches another one. Runs in the process that launches; sends nothing.
+"""Network: finds the interface by which this machine reaches another one.
 
-gloo and NCCL take the interface of the host's own name where nobody tells them, and on many systems that is loopback:
+Runs in the process that launches; sends nothing.
+
+Unless told otherwise, gloo and NCCL take the interface of the host's own name, and on many systems that is loopback:
 then ranks of several machines wait for each other until they give up.
 """
 
@@ -19,14 +21,14 @@ Interfaces = Mapping[str, list[str]]
 
 
 def loopback_interface() -> str:
-    """What this system calls it: "lo", or "lo0"."""
+    """Return the system's name of the loopback interface: "lo", or "lo0"."""
     return next((name for name, addresses in _interfaces().items() if "127.0.0.1" in addresses), "lo")
 
 
 def interface_to(host: str, port: int) -> str:
-    """The interface whose address another machine sees when this one connects to `host`.
+    """Return the interface whose address another machine sees when this one connects to `host`.
 
-    Asks the system's routes by a datagram socket that is connected and never written to.
+    It asks the system's routes by a datagram socket that is connected and never written to.
 
     Raises:
         LaunchRefused: the name is unknown here, means this machine itself, or no route leads there.
@@ -56,7 +58,7 @@ def interface_to(host: str, port: int) -> str:
 
 
 def _own_addresses() -> str:
-    """What an error says of this machine's own addresses."""
+    """Return the part of an error that lists this machine's own addresses."""
     outer = [
         f"{address} on {name}"
         for name, addresses in _interfaces().items()

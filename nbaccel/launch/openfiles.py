@@ -1,6 +1,6 @@
-"""Open files: what ranks are writing to while they still live. Runs in the kernel, when a run fails.
+"""Open files: finds the files that living ranks are writing. Runs in the kernel, when a run fails.
 
-Files that were written and closed before are not seen, nor those that a library writes in a process of its own.
+Files that were written and closed before are not found, nor those that a library writes in its own process.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ __all__ = ["files_being_written"]
 _NOT_FILES = ("/dev/", "/proc/", "/memfd:", "/sys/")
 _DELETED = " (deleted)"
 _UNFINISHED = ".tmp-"
-"""In the folder's name of a checkpoint that was being written: nobody will find it under that name."""
+"""Part of the folder's name of a checkpoint that was being written: it will not exist under that name."""
 
 
 def files_being_written(pids: Iterable[int], own_folder: str) -> list[str]:
-    """Paths of regular files that processes hold open for writing, and this process does not.
+    """Return the paths of regular files that processes hold open for writing, and this process does not.
 
-    A forked rank holds what the kernel had open: the history of IPython is none of its files.
-
-    own_folder: the run's private one, which is gone with it; files there are left out.
+    A forked rank holds the files that the kernel had open: the history of IPython is not one of the rank's files.
+    own_folder: the run's private folder, which is removed with the run; files in it are left out.
     """
     private = os.path.realpath(own_folder) + os.sep
     ours = set(_written_by(os.getpid()))
@@ -55,6 +54,6 @@ def _written_by(pid: int) -> list[str]:
 
 
 def _is_to_stay(path: str) -> bool:
-    """Whether it names a file that a person will find later."""
+    """Return whether `path` names a file that will exist later."""
     is_file = path.startswith("/") and not path.startswith(_NOT_FILES)
     return is_file and not path.endswith(_DELETED) and _UNFINISHED not in path

@@ -1,4 +1,4 @@
-"""Outcome: a finished run, with what its ranks sent back. Pure data; runs in the kernel."""
+"""Outcome: a finished run, with the values that its ranks sent back. Pure data; runs in the kernel."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Outcome", "Returned"]
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a rank sent back.
+    """The values that a rank sent back.
 
     values: by name.  changes: of objects that the kernel has.
-    lost: the numbers of other changes, in the order of the rank's, which cannot be rebuilt here, each with the reason.
+    lost: other changes that cannot be rebuilt here: their numbers, in the order of the rank's, each with the reason.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -31,11 +31,12 @@ class Returned:
 
 @dataclass(slots=True)
 class Outcome:
-    """A finished run: how it ended, and what its ranks sent back.
+    """A finished run: its end, and the values that its ranks sent back.
 
-    error: what the run raises, None if no rank failed.  start: how the ranks were started in the end, and why.
+    error: the exception that the run raises; None if no rank failed.  start: the final start method, and its reason.
     checkpoint: the newest that it has written; empty for none.
-    restarts: a line for each time that it ran out of memory and was started again; all else is of the last attempt.
+    restarts: a line for each time that it ran out of memory and was started again; everything else is of the last
+    attempt.
     """
 
     task: Task
@@ -47,13 +48,13 @@ class Outcome:
     restarts: list[str] = field(default_factory=list)
 
     def values(self, rank: int | None = None) -> dict[str, Any]:
-        """Names and objects that `rank` sent back, by default the rank that speaks for all; empty if it died."""
+        """Return the names and objects that `rank`, by default the task's result rank, sent back; empty if it died."""
         return self.returned(rank).values
 
     def returned(self, rank: int | None = None) -> Returned:
-        """What `rank` sent back, by default the rank that speaks for all; nothing if it died.
+        """Return everything that `rank`, by default the task's result rank, sent back; nothing if it died.
 
-        Values that cannot be rebuilt here are missing, and the rank's report says so from then on.
+        Values that cannot be rebuilt here are missing, and are added to the rank's report as missing.
         """
         report = self.ended.reports[self.task.speaker if rank is None else rank]
         if report is None or report.parcel_fd < 0:
@@ -79,10 +80,10 @@ class Outcome:
         )
 
     def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str, first_step: int) -> str:
-        """The line on a run that ended well at a time limit.
+        """Return the line for a run that a time limit ended at a step.
 
-        launch_s: that of the launch.  resume, checkpoint_every: what the caller's users call these.  first_step: steps
-        that the program had behind it when the run began.
+        launch_s: the limit of the launch.  resume, checkpoint_every: the names of these options for the caller's users.
+        first_step: steps that the program had done before the run began.
         """
         ended = self.ended
         own = ended.program_limit if ended.is_own_limit else None

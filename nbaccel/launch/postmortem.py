@@ -1,6 +1,6 @@
-"""PostMortem: what is kept of a run that ended badly, until the next one. Runs in the kernel.
+"""PostMortem: the record of a run that ended badly, kept until the next run. Runs in the kernel.
 
-Text alone: no process of the run need be there any more, and no tensor is kept for it.
+It is text alone: it needs no process of the run, and keeps no tensor.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WIDTH = 240
 
 @dataclass(frozen=True, slots=True)
 class PostMortem:
-    """What is kept of a run that ended badly.
+    """The record of a run that ended badly.
 
     title, end, headline: "Cell In[5]" or "train(2)", "failed", the error in one line.
-    first: the rank that failed first, if one did.  is_everyones: all of several ranks failed of the same.
-    fates: what became of each rank, in words.  snapshots: by rank, of those that left one.
+    first: the rank that failed first, if one did.  is_everyones: all of several ranks failed with the same error.
+    fates: the end of each rank, in words.  snapshots: by rank, of those that left one.
     """
 
     title: str
@@ -52,7 +52,7 @@ class PostMortem:
 
     @classmethod
     def of_this_process(cls, title: str, error: BaseException, task: Task) -> PostMortem:
-        """Of a run in the kernel's own process, taken where `error` has just left the user's code."""
+        """Return the record of a run in the kernel's own process, taken when `error` has just left the user's code."""
         is_stopped = isinstance(error, KeyboardInterrupt)
         snapshot = Snapshot(scenes(error.__traceback__, *task.left_behind()))
         return cls(

@@ -1,7 +1,7 @@
-"""Preflight: on which devices a run goes, and how its ranks start. Decided in the kernel before anything starts.
+"""Preflight: chooses the devices of a run, and the start method of its ranks, in the kernel before anything starts.
 
-Pure functions of a survey and a request: they read no environment, touch no device and start nothing. What cannot
-be done is refused here, in one sentence that says what can.
+Pure functions of a survey and a request: they read no environment, touch no device and start nothing. An impossible
+request is refused here, in one sentence that says what is possible.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable by which CUDA shows a process some of the devices, and numbers them."""
 
 COPY_LIMIT_BYTES = 1_000_000_000
-"""What a single process may hold on a device and still be copied to a rank: above, the copy may not fit beside it."""
+"""Bytes that a single process may hold on a device and still be copied to a rank: above, the copy may not fit beside
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Where the ranks of a run compute: local rank r on `gpus[r]`, or all of them on the CPU.
+    """The devices of the ranks of a run: local rank r on `gpus[r]`, or all of them on the CPU.
 
-    gpus: as many as there are ranks, or none.  hides_gpus: ranks must not see the GPUs that are there.
-    why_no_gpu: see `Survey.why_no_gpu`; empty where the CPU was asked for.  is_here: it is a run in this process.
+    gpus: as many as there are ranks, or none.  hides_gpus: ranks must not see the existing GPUs.
+    why_no_gpu: see `Survey.why_no_gpu`; empty if the CPU was asked for.  is_here: it is a run in this process.
     """
 
     num_processes: int
@@ -41,20 +43,20 @@ class Devices:
 
     @property
     def weakest_gpu(self) -> Gpu | None:
-        """The GPU that limits what all ranks can do (precision); None on the CPU."""
+        """Return the GPU that limits the precision of all ranks; None on the CPU."""
         return min(self.gpus, key=lambda gpu: gpu.compute_capability, default=None)
 
     def names(self) -> tuple[str, ...]:
-        """The device of each rank, as a person calls it; empty on the CPU."""
+        """Return the device of each rank, as a person calls it; empty on the CPU."""
         return tuple(f"GPU {gpu.index}" for gpu in self.gpus)
 
     def environ(self) -> dict[str, str]:
-        """The variables that show every rank these devices, numbered by local rank.
+        """Return the variables that show every rank these devices, numbered by local rank.
 
-        Numbers where they are certain to mean these devices, since some libraries read them; else UUIDs, because
-        numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Where a GPU has no name that
-        is certain nothing is set, and neither for a run in this process: CUDA reads the variable once, and would hide
-        the other GPUs, or all of them, from the notebook for good.
+        They are numbers where these are certain to mean these devices, since some libraries read them; else UUIDs,
+        because numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Nothing is set if a
+        GPU has no certain name, nor for a run in this process: CUDA reads the variable once, and would hide the other
+        GPUs, or all of them, from the notebook for good.
         """
         if self.is_here:
             return {}
@@ -65,10 +67,11 @@ class Devices:
         return {VISIBLE_DEVICES: ""} if self.hides_gpus else {}
 
     def started_by(self, start: Start) -> Devices:
-        """The same, for ranks that start so.
+        """Return the same devices for ranks that start by `start`.
 
         Raises:
-            LaunchRefused: the run is to be in this process, which computes on its first device, and another is meant.
+            LaunchRefused: the run is to be in this process, which computes on its first device, and another is asked
+            for.
         """
         if start.method != "inline":
             return self
@@ -83,7 +86,7 @@ class Devices:
 
     @property
     def can_be_told_apart(self) -> bool:
-        """Whether `environ` names them, so that a rank can be shown its own alone."""
+        """Return whether `environ` names the devices, so that each rank can be shown its own alone."""
         return bool(self.environ().get(VISIBLE_DEVICES))
 
     def __str__(self) -> str:
@@ -93,7 +96,7 @@ class Devices:
         return f"{ranks} on the CPU{self.why_no_gpu and f', NOT on a GPU: {self.why_no_gpu}'}"
 
     def in_short(self, width: int) -> str:
-        """The same in at most `width` characters where that can be: first what the GPUs are called is left out.
+        """Return the text in at most `width` characters if possible: the names of the GPUs are left out first.
 
         >>> Devices(2).in_short(20)
         '2 ranks on CPU'
@@ -111,7 +114,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How the ranks of a run start ("fork", "zygote" or "inline"), and why so, as half a sentence.
+    """The start method of a run's ranks ("fork", "zygote" or "inline"), and the reason, as half a sentence.
 
     is_explicit: the user insisted on the method, so no other may be tried in its place.
 
@@ -128,13 +131,13 @@ class Start:
 
 
 def choose_devices(requested_processes: int | None, devices: str | None, cpu: bool, survey: Survey) -> Devices:
-    """How many ranks, and on which devices.
+    """Return the number of ranks, and their devices.
 
     requested_processes: None for as many as there are devices.
     devices: numbers in CUDA's order or UUIDs, "2,3"; None for all that are visible.
 
     Raises:
-        NoSuchDevice: more processes than GPUs, or a GPU that is not there.
+        NoSuchDevice: more processes than GPUs, or a GPU that does not exist.
         LaunchRefused: fewer than one process, or a request that contradicts itself.
     """
     if requested_processes is not None and requested_processes < 1:
@@ -164,17 +167,17 @@ def choose_start(
     since: str | None = None,
     bytes_on_device: int = 0,
 ) -> Start:
-    """How the ranks start.
+    """Return the start method of the ranks.
 
     requested: "auto", or the method that the user insists on.
     platform_can_fork: false on macOS, and where MPS or XLA holds the device.
-    why_forks_fail: what would break ranks that are forked from this process; None if nothing would.
-    since: where that came from, "cell [7]", if known.
-    bytes_on_device: what the names that the cell reads hold on a device.
+    why_forks_fail: the reason why ranks forked from this process would fail; None if they would not.
+    since: the origin of that reason, "cell [7]", if known.
+    bytes_on_device: bytes on a device of the names that the cell reads.
 
     Raises:
         CannotFork: forked ranks were insisted on and could not work.
-        LaunchRefused: several ranks where only one process can be.
+        LaunchRefused: several ranks where only one process is possible.
     """
     if requested not in START_METHODS:
         raise LaunchRefused(f"start must be one of {', '.join(START_METHODS)}; got {requested!r}.")
@@ -203,7 +206,7 @@ def choose_start(
 
 
 def threads_per_rank(cores: int, ranks: int, own: int | None = None) -> int:
-    """CPU threads of each rank: an equal share, at least one, and no more than the launching process has.
+    """Return the CPU threads of each rank: an equal share, at least one, and no more than the launching process has.
 
     own: `ProcessState.threads`.
 
@@ -259,7 +262,8 @@ def _listed(gpus: tuple[Gpu, ...]) -> str:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """
+    """Format the numbers of GPUs.
+
     >>> _numbers([0, 1]), _numbers([0, 1, 2, 3]), _numbers([1, 3, 4])
     ('0, 1', '0-3', '1, 3, 4')
     """

@@ -1,7 +1,7 @@
-"""Presses: the user's wish that a run ends, from the keyboard, a button or another thread. Runs in the kernel.
+"""Presses: counts requests to end a run, from the keyboard, a button or another thread. Runs in the kernel.
 
-The first press asks the ranks to finish their step, the second ends them; that is the group's to decide. Here they
-are only counted, and wake whoever waits.
+The first press asks the ranks to finish their step, the second ends them; the group decides that. This module only
+counts presses, and wakes the loop that waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Presses", "uninterrupted"]
 class Presses:
     """Counts presses; readable by a selector when there are new ones.
 
-    count: those that have been read.
+    count: the number of presses that have been read.
 
     >>> presses = Presses()
     >>> presses.press(); presses.press()
@@ -43,12 +43,12 @@ class Presses:
         return self._here.fileno(), self._there.fileno()
 
     def press(self) -> None:
-        """Count one more; from any thread, from a signal's handler, and in vain after `close`."""
+        """Count one more press; from any thread or a signal handler; without effect after `close`."""
         with contextlib.suppress(OSError):
             self._there.send(b"!")
 
     def read(self) -> None:
-        """Take what has come into `count`."""
+        """Add the presses that have come to `count`."""
         with contextlib.suppress(BlockingIOError):
             self.count += len(self._here.recv(64))
 
@@ -58,7 +58,7 @@ class Presses:
 
     @contextlib.contextmanager
     def of_the_keyboard(self) -> Iterator[None]:
-        """SIGINT is a press instead of an exception. Only the main thread can be interrupted."""
+        """Turn SIGINT into a press instead of an exception. Only the main thread can be interrupted."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -75,7 +75,7 @@ class Presses:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold an interrupt back until the block is through. Only the main thread can be interrupted."""
+    """Hold an interrupt back until the block is done. Only the main thread can be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -11,7 +11,7 @@ __all__ = ["RankProcess"]
 
 
 class RankProcess:
-    """A started rank: its pid, a pidfd that becomes readable when it ends, and how to learn its exit code.
+    """A started rank: its pid, a pidfd that becomes readable when it ends, and a function for its exit code.
 
     collect: blocks until the exit code is known; called once, after the pidfd has become readable.
     """
@@ -27,16 +27,16 @@ class RankProcess:
         return self.exit_code is None
 
     def signal(self, number: int) -> None:
-        """Send a signal to this very process; its number cannot have been reused, as it is not reaped yet."""
+        """Send a signal to this very process; its number cannot have been reused, since it is not reaped yet."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> int:
-        """The exit code, negative for a signal; releases the process number.
+        """Return the exit code, negative for a signal, and release the process number.
 
-        0 where somebody else has collected it (SIGCHLD is ignored in this process, or a library waits for any child):
-        the code is lost then, as it is for `subprocess`.
+        The code is 0 if other code has collected it (SIGCHLD is ignored in this process, or a library waits for any
+        child): it is lost then, as it is for `subprocess`.
         """
         if self.exit_code is None:
             try:

@@ -1,7 +1,7 @@
-"""Prompting: what a rank's debugger asks, answered by the person at the notebook. Runs in the kernel's main thread.
+"""Prompting: passes questions of a rank's debugger to the person at the notebook. Runs in the kernel's main thread.
 
-The kernel's own `input` asks, so whatever the front end offers for it is what a person sees. The ranks wait meanwhile,
-and so does the loop that watches them: the limits of the run do not count that time.
+It uses the kernel's own `input`, so the person sees what the front end offers for it. The ranks wait meanwhile, and so
+does the loop that watches them: the limits of the run do not count that time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _NEWS = (
 
 
 class Prompting:
-    """Asks for one run.  notice: shows one line of ours to the user."""
+    """Asks for one run.  notice: shows one line of the project to the user."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice
         self._has_told = False
 
     def answer(self, member: Member, prompt: str, *, is_open: bool, press: Callable[[], None]) -> float:
-        """Ask, and send the answer to the rank; returns the seconds that it took.
+        """Ask, and send the answer to the rank; return the seconds that it took.
 
-        is_open: the run goes on; else nobody is asked, and the rank is told so.
+        is_open: the run goes on; otherwise no question is asked, and the rank is told so.
         press: called when the user interrupts instead of answering.
         """
         began = time.monotonic()
@@ -46,14 +46,14 @@ class Prompting:
         return time.monotonic() - began
 
     def announce(self, member: Member) -> None:
-        """Say once what a debugger means for the run."""
+        """Explain once what a debugger means for the run."""
         if not self._has_told:
             self._has_told = True
             self._notice(_NEWS.format(rank=member.rank))
 
 
 def _typed(prompt: str) -> str:
-    """What the user types. Meanwhile an interrupt is an exception again: the kernel waits where only that ends it."""
+    """Return the user's input. Meanwhile SIGINT raises again, because nothing else would end this wait."""
     previous = signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

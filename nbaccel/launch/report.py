@@ -1,8 +1,8 @@
 """Reports of failures: an exception leaves a rank as data and is raised again in the kernel, once.
 
-The rank side (`describe`) keeps the user's frames and drops ours. The kernel side (`Failure.exception`) raises the
-user's own class where that can be had, a class of the same name where not, with one traceback that names the rank
-and the cell's line.
+The rank side (`describe`) keeps the user's frames and drops those of the project. The kernel side (`Failure.exception`)
+raises the user's own class if it is available, otherwise a class of the same name, with one traceback that names the
+rank and the cell's line.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ASYNCIO = os.path.join(os.path.dirname(contextlib.__file__), "asyncio")
 _CONTEXT_LINES = 2
 _ALIKE = 0.75
-"""How much of two names has to be the same for one to be a misspelling of the other, as `difflib` counts."""
+"""Similarity of two names, as `difflib` counts, from which one may be a misspelling of the other."""
 _FIRST_PLACES, _LAST_PLACES = 10, 20
-"""How much of a long traceback is shown; an endless recursion has a thousand places."""
+"""Number of places of a long traceback that are shown, at its beginning and end; an endless recursion has a
+thousand.
+"""
 
 Place = tuple[str, int, str, str]  # filename, line number, function, source line
 Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
@@ -48,10 +50,10 @@ Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One exception of a chain: what it was, where it passed, and how it led to the next.
+    """One exception of a chain: its text, the places it passed, and how it led to the next.
 
-    worker: how the worker process of a DataLoader ended, where the exception is about one.
-    demand: the numbers of the request for memory that was refused, where it is about that.
+    worker: the end of the worker process of a DataLoader, if the exception is about one.
+    demand: the numbers of the refused request for memory, if it is about one.
     """
 
     type_name: str
@@ -70,7 +72,7 @@ class Link:
 
     @classmethod
     def from_json(cls, link: dict[str, Any]) -> Link:
-        """Return one of the links that `describe` made, after its way through JSON."""
+        """Return one of the links that `describe` made, after it was sent as JSON."""
         worker, demand = link["worker"], link["demand"]
         return cls(
             **link
@@ -83,7 +85,7 @@ class Link:
 
 
 def describe(error: BaseException) -> list[dict[str, Any]]:
-    """The chain of `error`, oldest first, as JSON; frames of nbaccel are left out."""
+    """Return the chain of `error`, oldest first, as JSON; frames of nbaccel are left out."""
     links: list[dict[str, Any]] = []
     seen: set[int] = set()
     current: BaseException | None = error
@@ -103,7 +105,9 @@ def describe(error: BaseException) -> list[dict[str, Any]]:
 
 
 def _headline(error: BaseException, indent: str = "") -> list[str]:
-    """The exception in words; a group with its members below it, each with the last of the user's lines it passed."""
+    """Return the exception in words; below a group its members, each with the last of the user's lines that it
+    passed.
+    """
     lines = [indent + line.rstrip("\n") for line in traceback.format_exception_only(type(error), error) if line.strip()]
     lines[-1:] = [line + _suggestion(error, line) for line in lines[-1:]]
     if isinstance(error, BaseExceptionGroup):
@@ -117,22 +121,22 @@ def _headline(error: BaseException, indent: str = "") -> list[str]:
 
 
 def _suggestion(error: BaseException, headline: str) -> str:
-    """What may have been meant by a name that is not there, as Python says it since 3.12.
+    """Return a suggestion for a name that does not exist, in Python's words since 3.12.
 
-    Until then Python prints it with an uncaught error, and gives it to nobody.
+    Earlier versions of Python print it with an uncaught error, but do not make it available.
     """
     if not isinstance(error, AttributeError | NameError) or not error.name or "Did you mean" in headline:
         return ""
     try:
         known = [name for name in _names_there(error) if name.startswith("_") == error.name.startswith("_")]
-    except Exception:  # of a foreign `__dir__`
+    except Exception:  # raised by a user's `__dir__`
         return ""
     near = difflib.get_close_matches(error.name, known, n=1, cutoff=_ALIKE)
     return f". Did you mean: {near[0]!r}?" if near else ""
 
 
 def _names_there(error: AttributeError | NameError) -> set[str]:
-    """The names that could have been written instead."""
+    """Return the names that could have been meant."""
     if isinstance(error, AttributeError):
         return {*dir(error.obj)}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -150,7 +154,7 @@ def _users_places(trace: TracebackType | None) -> list[Place]:
 
 
 def _ours(filenames: list[str]) -> list[bool]:
-    """Which frames of a traceback are ours, or Python's own next to ours that only carry a call on."""
+    """Return which frames of a traceback are the project's, or Python's own next to these that only pass a call on."""
     ours = [os.path.abspath(filename).startswith(_OURS) for filename in filenames]
     for at in [*range(len(ours)), *reversed(range(len(ours)))]:
         if _only_carries_on(filenames[at]):
@@ -159,7 +163,9 @@ def _ours(filenames: list[str]) -> list[bool]:
 
 
 def _only_carries_on(filename: str) -> bool:
-    """The loop that runs a cell's `await`, a generator that is a context, the ``__init__`` of a dataclass."""
+    """Return whether the file is the loop of a cell's `await`, a generator as a context, or a dataclass's
+    ``__init__``.
+    """
     return filename in ("<string>", contextlib.__file__) or os.path.dirname(filename) == _ASYNCIO
 
 
@@ -167,9 +173,9 @@ def _only_carries_on(filename: str) -> bool:
 class Failure:
     """The failure that ended a run, as the kernel shows it.
 
-    rank: the first rank that failed.  peers: one sentence on what became of the others.
-    error: the user's exception if it travelled, None if it could not.
-    is_everyones: all ranks failed alike.
+    rank: the first rank that failed.  peers: one sentence on the end of the others.
+    error: the user's exception if it could be sent, otherwise None.
+    is_everyones: all ranks failed with the same error.
     """
 
     rank: int
@@ -180,7 +186,7 @@ class Failure:
     is_everyones: bool = False
 
     def exception(self, cell_name: Naming | None = None, hint: str = "") -> BaseException:
-        """The exception to raise in the kernel: the user's class, rendered with the rank's own traceback.
+        """Return the exception to raise in the kernel: the user's class, rendered with the rank's own traceback.
 
         hint: a last line for the reader.
         """
@@ -212,7 +218,7 @@ class Failure:
         return f"rank {self.rank} of {self.world_size}"
 
     def render(self, cell_name: Naming | None = None) -> list[str]:
-        """The traceback as lines of text; `cell_name` turns the file name of a cell into "Cell In[5]"."""
+        """Return the traceback as lines of text; `cell_name` turns the file name of a cell into "Cell In[5]"."""
         lines: list[str] = []
         for link in self.links:
             if link.relation and lines:
@@ -245,14 +251,14 @@ def show_as(error: BaseException, lines: list[str]) -> None:
 
 
 def show_users_frames(error: BaseException) -> None:
-    """Let IPython show `error`, which was raised in the kernel, with the user's frames and without ours."""
+    """Let IPython show `error`, which was raised in the kernel, with the user's frames only."""
     if not hasattr(error, "_render_traceback_"):
         # No closure: an error that leads to itself would keep its frames, and what they hold, from being freed.
         error._render_traceback_ = _current_error_without_our_frames  # type: ignore[attr-defined]
 
 
 def begin_with_users_frames(error: BaseException) -> None:
-    """Take our frames off that led to the user's code in which `error` was raised; without such code all stay."""
+    """Remove the project's frames before the user's code in which `error` was raised; without such code all stay."""
     frames = list(traceback.walk_tb(error.__traceback__))
     ours = _ours([frame.f_code.co_filename for frame, _ in frames])
     trace = error.__traceback__
@@ -295,7 +301,7 @@ def _render_place(place: Place, cell_name: Naming | None) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    """ "SIGKILL" for 9; the number itself where it has no name."""
+    """Return "SIGKILL" for 9; the number itself if it has no name."""
     import signal
 
     try:

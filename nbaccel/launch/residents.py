@@ -1,8 +1,8 @@
-"""Residents: ranks that stay from one task to the next. Runs in the kernel; `Launcher.start` makes them.
+"""Residents: persistent ranks, which stay from one task to the next. Runs in the kernel; `Launcher.start` makes them.
 
-Between two tasks they hold their memory and wait for the kernel's word, which costs no time; they die with the kernel
-as all ranks do. They are compared after every task: out of step, or with one of them gone, they take no further cell,
-though the names of those that live can still be had.
+Between two tasks they keep their memory and wait for an order of the kernel, which costs no time; they die with the
+kernel as all ranks do. They are compared after every task. If they are out of step, or one of them is gone, they run no
+further cell, but the names of living ranks can still be read.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["Residents"]
 
 
 class Residents:
-    """The ranks of one start. Whoever has them closes them.
+    """The persistent ranks of one start. Their owner closes them.
 
-    spec: how they were started.  ended: how the start went.  home: the kernel's side of what they have.
-    lock: one run at a time.  new_log: the path of the next run's log.
+    spec: the specification of their start.  ended: the result of the start.  home: the kernel's record of their names.
+    lock: serializes runs.  new_log: returns the path of the next run's log.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Residents:
         timeout_s: float | None = None,
         hang_timeout_s: float | None = None,
     ) -> Outcome:
-        """Have the ranks do a task that is at home with them; returns when all have reported, and wait again.
+        """Run a task in the ranks; return when all have reported, and wait again.
 
         title: the task in words.  outsiders: ranks that take no part.  The limits are those of `LaunchSpec`.
-        A rank that has to be killed, since it does not listen, is gone; the others stay.
+        A rank that has to be killed, since it does not react, is gone; the others stay.
 
         Raises:
-            CannotSend: a name cannot travel to the ranks; they have not been asked.
+            CannotSend: a name cannot be sent to the ranks; they have not been asked.
             TimeoutError: `timeout_s` was over before all was packed; they have not been asked either.
         """
         alive = self.alive
@@ -101,7 +101,7 @@ class Residents:
             with endable(timeout_s, watching.beside):
                 parcel = task.pack()
             try:
-                if self._source is not None and not absent:  # only now: without a parcel they are not asked
+                if self._source is not None and not absent:  # only after packing: without a parcel they are not asked
                     self._renewals += 1
                     renewal, self._source = (self._source, self._renewals), None
                 with open_log(log_path) as log:
@@ -113,7 +113,7 @@ class Residents:
                         begin=lambda fds: self._crew.give(task.reference, parcel, absent, renewal),
                         outsiders=absent,
                     )
-            except BaseException:  # the group has buried them all
+            except BaseException:  # the group has reaped them all
                 self._end()
                 raise
             finally:
@@ -124,7 +124,7 @@ class Residents:
         return Outcome(task, ended, spec.start, error, log_path, witness.checkpoint)
 
     def close(self, watching: Watching) -> None:
-        """End the ranks, as a run ends; no process of theirs is left."""
+        """End the ranks as at the end of a run; no process of theirs is left."""
         with self._lock, self._at_work():
             if not self.is_open:
                 return
@@ -136,7 +136,7 @@ class Residents:
                 self._end()
 
     def abandon(self) -> None:
-        """End the ranks at once, unheard; a second time changes nothing."""
+        """End the ranks at once, without reading their output; a second call changes nothing."""
         if self.is_open:
             self._end()
 
@@ -148,12 +148,12 @@ class Residents:
 
     @property
     def alive(self) -> list[int]:
-        """Ranks whose process lives."""
+        """Return the ranks whose process lives."""
         return sorted(self.pids)
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process by rank, of those that live."""
+        """Return the process of each rank that lives."""
         if not self.is_open:
             return {}
         self._look_for_deaths()
@@ -161,16 +161,16 @@ class Residents:
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors that no other rank may hold."""
+        """Return the descriptors that no other rank may hold."""
         return self._crew.fds() if self.is_open else []
 
     def names(self, rank: int) -> frozenset[str]:
-        """The names that `rank` has; none if it is gone."""
+        """Return the names that `rank` has; none if it is gone."""
         return self._names.get(rank, frozenset())
 
     @property
     def trouble(self) -> str:
-        """Why no further cell can run in these ranks; empty if one can."""
+        """Return the reason why no further cell can run in these ranks; empty if one can."""
         if self.is_open:
             self._look_for_deaths()
         of = self.spec.world_size
@@ -178,7 +178,7 @@ class Residents:
         return gone or self._out_of_step
 
     def _compare(self, ended: Ended, outsiders: Collection[int], title: str) -> None:
-        """Take note of where each rank stands after a task."""
+        """Record the state of each rank after a task, and compare them."""
         for member in self._crew.members:
             report = ended.reports[member.rank]
             if member.has_ended:
@@ -192,21 +192,21 @@ class Residents:
             self._mend(ended, title)
             return
         self._crew.page.is_cut = False
-        if (places := out_of_step(self._standings)) and not self._out_of_step:  # a pull that follows is not why
+        if (places := out_of_step(self._standings)) and not self._out_of_step:  # a later pull is not the cause
             self._out_of_step = (
                 f"the ranks are out of step since {title}, and the next collective could hang ({places})"
             )
 
     def _is_cut(self, ended: Ended) -> bool:
-        """Whether a rank's exchanges over its device were ended in this task, or were before and still are."""
+        """Return whether exchanges over a device were aborted in this task, or before it and are not restored yet."""
         cuts = [report.cut for report in ended.reports if report is not None and report.cut is not None]
         return self._source is not None or any(cut.is_cut for cut in cuts) or (self._crew.page.is_cut and bool(cuts))
 
     def _mend(self, ended: Ended, title: str) -> None:
-        """Find out how the ranks can go on whose exchanges were ended; all have to end theirs."""
+        """Decide how ranks with aborted exchanges can go on; all of them have to abort theirs."""
         cuts = {rank: report.cut for rank, report in enumerate(ended.reports) if report is not None and report.cut}
         if self._source is not None and len(cuts) < self.spec.world_size:
-            return  # some took no part in this task, and know what they knew
+            return  # some took no part in this task, and their state is unchanged
         self._crew.page.is_cut = True
         sound = [rank for rank, cut in cuts.items() if cut.is_sound]
         reasons = [f"{cut.obstacle} in rank {rank}" for rank, cut in cuts.items() if cut.obstacle]
@@ -225,21 +225,24 @@ class Residents:
 
     @property
     def news(self) -> str:
-        """What the next cell does before all else; empty if that is nothing."""
+        """Return the line on what the next cell does first; empty if that is nothing."""
         if self._source is None:
             return ""
         spoilt = f"; until then pull from rank {self._source}" if self._spoilt else ""
         return f"the next cell connects them anew, and trains on from what rank {self._source} has{spoilt}"
 
     def _standing(self, rank: int, issued: int | None, ended: Ended, is_partial: bool) -> Standing:
-        """Steps count where a rank failed: in a run that went well a rank may have had a loop of its own."""
+        """Return the standing of a rank.
+
+        Steps count only after a failure: in a good run a rank may have its own loop.
+        """
         position = self._crew.page.read(rank)
         is_inside = position.in_step and ended.first_failed is not None and not is_partial
         return Standing(issued, self._crew.page.collectives(rank), position.step if is_inside else -1)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """A run's own loop, perhaps in another thread, sees who dies meanwhile."""
+        """Mark that a run's own loop, perhaps in another thread, notices ranks that die meanwhile."""
         self._is_at_work = True
         try:
             yield
@@ -266,7 +269,7 @@ class Residents:
 
 
 def _end_of(member: Member) -> str:
-    """How a rank's process ended; it has been reaped."""
+    """Return how a rank's process ended; it has been reaped."""
     code = member.process.exit_code or 0
     if member.was_killed:
         return "did not listen and had to be ended"

@@ -1,7 +1,7 @@
-"""Restarting: a run whose rank died of memory is started again with smaller batches, or it is said why not.
+"""Restarting: decides whether a run whose rank died of memory starts again with smaller batches, and says why if not.
 
-Runs in the kernel, between one attempt and the next. It decides and words; `Launcher` acts. The effective batch stays
-what it was: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
+Runs in the kernel, between one attempt and the next. It decides and words; `Launcher` acts. The effective batch does
+not change: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _MOST_RESTARTS = 5
 _LONGEST_LOSS_S = 600.0
 _NAMES_SHOWN = 3
 _KERNEL_IS_TO_BLAME = 0.5
-"""Share of a device from which on what the notebook itself holds there is what does not fit."""
+"""Share of a device from which the memory that the notebook itself holds there is taken for the cause."""
 
 _WORTH_SAYING = 0.005
-"""Share of a device that the notebook holds, of which nobody has to hear below that."""
+"""Share of a device that the notebook holds, below which it is not mentioned."""
 
 _UNKNOWN_BATCH = 1000
 
 _LONGEST_RELEASE_S = 2.0
 _RELEASE_LOOK_S = 0.05
 _NOISE_BYTES = 100_000_000
-"""What others, or the notebook, may have taken of a GPU meanwhile; a rank's context alone is more."""
+"""Bytes that others, or the notebook, may have taken of a GPU meanwhile; a rank's context alone is more."""
 
 _WHAT_HELPS = f"Smaller batches do not help; what does: {WHAT_HELPS}"
 
 _OPTIMIZERS = os.path.join("torch", "optim", "")
-"""In the path of a traceback's line: activations are gone by then, and smaller batches may not help."""
+"""Part of the path of a traceback's line: activations are freed by then, and smaller batches may not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run of a spec that has ended, and what was seen of it."""
+    """One ended run of a spec, and the observations of it."""
 
     spec: LaunchSpec
     ended: Ended
@@ -59,9 +59,9 @@ class Attempt:
 
 
 def _new_checkpoint(attempt: Attempt) -> str:
-    """The newest one of a run that saves itself and whose loop can begin in the middle; else nothing.
+    """Return the newest checkpoint of a run that saves itself and whose loop can begin in the middle; else nothing.
 
-    Where there is none, the next attempt begins where this one did.
+    Without one, the next attempt begins where this one did.
     """
     saves_itself = RunSettings.from_env(attempt.spec.environ).checkpoint_every is not None
     return attempt.witness.checkpoint if saves_itself and attempt.witness.announces_epochs else ""
@@ -69,7 +69,7 @@ def _new_checkpoint(attempt: Attempt) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The run starts again. line: what the user is told."""
+    """Decision to start the run again. line: the text for the user."""
 
     spec: LaunchSpec
     line: str
@@ -77,7 +77,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The run is over. report: what there is to say about memory beside the error; empty if it has another cause."""
+    """Decision that the run is over. report: the text on memory beside the error; empty if it has another cause."""
 
     report: str = ""
 
@@ -98,9 +98,9 @@ class _Refusal:
         return None if link.demand is None else cls(rank, tuple(link.places), link.demand)
 
     def hopeless(self, loop: LoopEntered, earlier: Sequence[tuple[_Refusal, LoopEntered]]) -> str:
-        """Why no batch would fit, with sizes; empty where that is not known.
+        """Return why no batch would fit, with sizes; empty if that is not known.
 
-        loop: in which it was.  earlier: those of attempts before, with their loops.
+        loop: the loop of the request.  earlier: the requests of earlier attempts, with their loops.
         """
         demand = self.demand
         if demand.is_beyond_the_limit:
@@ -127,11 +127,11 @@ class _Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _Death:
-    """How a rank died of memory.
+    """A rank's death of memory.
 
-    how: "ran out of memory".  why: what is known or guessed about it.
-    doubt: what would speak against memory, or against smaller batches, if it happened once more; empty for nothing.
-    refusal: the request for memory that it died of, where one is known.
+    how: "ran out of memory".  why: the known or likely reason.
+    doubt: a sign against memory, or against smaller batches, if it occurs a second time; empty for none.
+    refusal: the request for memory that it died of, if one is known.
     """
 
     rank: int
@@ -142,7 +142,7 @@ class _Death:
 
     @classmethod
     def of(cls, attempt: Attempt) -> _Death | None:
-        """None where the run ended well, was stopped, or failed for another reason."""
+        """Return the death of memory; None if the run ended well, was stopped, or failed for another reason."""
         ended, rank = attempt.ended, attempt.ended.first_failed
         if rank is None or ended.is_interrupted or ended.is_timed_out or ended.hang is not None:
             return None
@@ -153,7 +153,7 @@ class _Death:
             return cls(rank, f"was killed by {signal_name(signal.SIGKILL)}", attempt.host.explain_kill())
         for link in _causes(report.links) if report.status == "failed" else ():
             demand = link.demand or Demand()
-            # The class and its text, as where it was raised: a headline begins with the class.
+            # `classify` takes the class and the text apart: a headline begins with the class.
             text = "\n".join(link.headline).partition(": ")[2]
             match classify(link.type_name, text, demand.fullness):
                 case Failure.OUT_OF_MEMORY if any(_OPTIMIZERS in place[0] for place in link.places):
@@ -167,20 +167,20 @@ class _Death:
 
 
 class Restarting:
-    """Asked after every attempt of one run.
+    """Restart policy of one run, asked after every attempt.
 
-    holdings: what the notebook itself holds on devices.
+    holdings: returns the memory that the notebook itself holds on devices.
     """
 
     def __init__(self, holdings: Callable[[], Sequence[Holding]] = tuple) -> None:
         self._holdings = holdings
         self._restarts = 0
-        self._left_behind: dict[str, None] = {}  # in their order, each once
+        self._left_behind: dict[str, None] = {}  # an ordered set
         self._doubts: set[str] = set()
         self._refusals: list[tuple[_Refusal, LoopEntered]] = []
 
     def after(self, attempt: Attempt) -> Again | Over:
-        """What follows `attempt`."""
+        """Decide what follows `attempt`."""
         death = _Death.of(attempt)
         if death is None:
             return Over()
@@ -206,7 +206,7 @@ class Restarting:
         held: Sequence[Holding],
         checkpoint: str,
     ) -> str:
-        """Why the run is not started again; empty if it is."""
+        """Return why the run is not started again; empty if it is."""
         if loop is None:
             return "nothing of ours can be cut, since no batch of a DataLoader had been handed out"
         if loop.obstacle:
@@ -244,7 +244,7 @@ class Restarting:
         return ""
 
     def _said(self, attempt: Attempt, loop: LoopEntered, spec: LaunchSpec) -> list[str]:
-        """What is different in the next attempt, that of `spec`, and what the earlier ones leave behind."""
+        """Return what changes in the next attempt, that of `spec`, and what the earlier ones leave behind."""
         parts = _parts_of_next(loop)
         resume = RunSettings.from_env(spec.environ).resume
         whence = "" if resume is None else f" from {resume or 'the newest checkpoint'}"
@@ -264,10 +264,10 @@ class Restarting:
 
 
 def wait_for_memory(gpus: Sequence[Gpu], ended: Ended, look: Callable[[], Sequence[Gpu]]) -> None:
-    """Wait until the driver has taken back what killed ranks held, but not for long.
+    """Wait until the driver has freed the memory of killed ranks, for at most 2 s.
 
-    It frees the memory of a process that was killed some 100 ms late, and the next attempt would run into it.
-    gpus: of the attempt, as they were before it.  look: what GPUs are like now.
+    It frees the memory of a killed process some 100 ms late, and the next attempt would find it taken.
+    gpus: those of the attempt, as they were before it.  look: returns their present state.
     """
     if not gpus or not any(code < 0 for code in ended.exit_codes):
         return
@@ -280,7 +280,7 @@ def wait_for_memory(gpus: Sequence[Gpu], ended: Ended, look: Callable[[], Sequen
 
 
 def _causes(links: Sequence[Link]) -> Sequence[Link]:
-    """The error that left the cell, and those that directly caused it: ``raise … from``."""
+    """Return the error that left the cell, and those that directly caused it: ``raise … from``."""
     causes: list[Link] = []
     for link in reversed(links):
         if causes and link.relation != "which directly caused:":
@@ -296,12 +296,12 @@ def _smaller(spec: LaunchSpec, ended: Ended, loop: LoopEntered, checkpoint: str)
 
 
 def _parts_of_next(loop: LoopEntered) -> int:
-    """Of each batch in the next attempt; ranks that share one share it before it is cut further."""
+    """Return the parts of each batch in the next attempt; ranks that share one divide it before it is cut further."""
     return loop.sharing_ranks if loop.parts < loop.sharing_ranks else 2 * loop.parts
 
 
 def _samples_at_once(loop: LoopEntered) -> float:
-    """Of a forward; where batches have no size, as many as there would be of batches of 1,000."""
+    """Return the samples of one forward; if batches have no size, the number for batches of 1,000."""
     return max(1.0, (loop.samples or _UNKNOWN_BATCH) / loop.parts)
 
 

@@ -1,5 +1,6 @@
-"""Run: what a finished `launch`, or a cell that ran in ranks, gives back. Pure data and pictures of it; runs in the
-kernel.
+"""Run: the result of a finished `launch`, or of a cell that ran in ranks.
+
+Pure data and pictures of it; in the kernel.
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ if TYPE_CHECKING:
 __all__ = ["Run"]
 
 _MOST_BYTES = 1_000_000
-"""Of a value that stays in `nbaccel.last_run`."""
+"""Largest size of a value that is kept in `nbaccel.last_run`."""
 
 
 @dataclass(slots=True, repr=False)
 class Run:
-    """A finished run: how it went, as numbers, words and pictures.
+    """A finished run, as numbers, words and pictures.
 
-    `launch` returns one. `nbaccel.last_run` is that of the last run in this notebook, whoever started it and however
-    it ended: a `%%accelerate` cell (its value is that of its last expression), `launch`, `notebook_launcher`; None
-    before the first. What is kept there keeps nothing else alive: of the values only plain data up to 1 MB, without
-    tensors (a value that is more is None), and of an error its words.
+    `launch` returns one. `nbaccel.last_run` is the last run in this notebook, however it was started and however it
+    ended: a `%%accelerate` cell (its value is that of its last expression), `launch`, `notebook_launcher`; None before
+    the first. The run stored there keeps nothing else alive: it holds only plain data up to 1 MB of the values, without
+    tensors (any other value is None), and the text of an error.
 
-    values: what the function returned, by rank; None for a rank that failed.
-    history: the curves of all ranks, and in `history.rows` what rank 0 logged.
-    error: what went wrong, None if nothing did.  start_method, start_reason: how the ranks started, and why.
-    log_path: everything the ranks printed; the file lives as long as this process. Empty for a run in this process.
+    values: return values of the function, by rank; None for a rank that failed.
+    history: the curves of all ranks, and in `history.rows` the values that rank 0 logged.
+    error: the error of the run, None if there was none.  start_method, start_reason: how the ranks started, and why.
+    log_path: the file with everything the ranks printed; it exists as long as this process. Empty for a run in this
+    process.
     seconds: wall time from the start of the ranks to the end of the last, with all attempts.
     restarts: a line for each time that memory ran out and the run was started again; values are of the last attempt.
-    stopped: how it ended at the time limit that its Accelerator had set; empty if it did not.
+    stopped: the line on its end at the time limit that its Accelerator had set; empty if it did not end so.
     checkpoint: the newest that it wrote; empty if it wrote none.
-    facts, state: what the panel says of it beside its numbers.
+    facts, state: the texts of the panel beside its numbers.
 
         run = nbaccel.last_run
         run                                  # as the last line of a cell: its panel
@@ -81,23 +83,23 @@ class Run:
 
     @property
     def value(self) -> Any:
-        """What rank 0 returned; of a cell the value of its last expression."""
+        """Return the value of rank 0; for a cell the value of its last expression."""
         return self.values[0]
 
     @property
     def curves(self) -> dict[str, Line]:
-        """All curves of the last phase by name, each as the mean over ranks; `history.curve` has those of one rank."""
+        """Return all curves of the last phase by name, as means over ranks; `history.curve` has those of one rank."""
         return {name: self.history.curve(name) for name in self.history.names}
 
     @property
     def text(self) -> str:
-        """The run in words, with every number; what the ranks printed is in the file at `log_path`."""
+        """Return the run in words, with every number; the output of the ranks is in the file at `log_path`."""
         return text(self.history, self.facts, self.seconds, self._state)
 
     def figure(self, *names: str, size: tuple[float, float] | None = None) -> Figure:
-        """A new `matplotlib.figure.Figure` of the run, on white: curves by rank and their mean, memory, speed.
+        """Return a new `matplotlib.figure.Figure` of the run, on white: curves by rank and their mean, memory, speed.
 
-        As the last line of a cell it is shown; `figure.savefig("run.pdf")` keeps it.
+        As the last line of a cell it is shown; `figure.savefig("run.pdf")` saves it.
 
         names: the curves to draw; by default the loss.  size: in inches.
 
@@ -107,9 +109,9 @@ class Run:
         return draw(self.history, self.facts, names=names or None, size=size)
 
     def plot(self, *names: str) -> Picture:
-        """The picture that a cell keeps of its run, which pages of all themes show.
+        """Return the picture that a cell keeps of its run; it is readable in all themes.
 
-        names: the curves to draw; by default those that the cell has drawn.
+        names: the curves to draw; by default those of the cell.
 
         Raises:
             KeyError: no curve has that name.
@@ -117,17 +119,19 @@ class Run:
         return kept(self.history, self.facts, self.seconds, self._state, names or None)
 
     def shown(self) -> Bundle:
-        """What a cell keeps of the run, as data and metadata by MIME type: a picture, or else its panel."""
+        """Return the output that a cell keeps of the run, as data and metadata by MIME type: a picture, or else its
+        panel.
+        """
         if self.history.has_curves:
             return self.plot().bundle()
         return {"text/plain": self.text, "text/html": self.panel}, {}
 
     def in_a_line(self) -> str:
-        """How it ended, with its last numbers."""
+        """Return how the run ended, with its last numbers, in one line."""
         return line(self.history, self.facts, self.seconds, self._state)
 
     def light(self) -> Run:
-        """The same run without anything that could keep a frame, a module or a tensor alive."""
+        """Return the same run without anything that could keep a frame, a module or a tensor alive."""
         return replace(self, values=[light_value(value) for value in self.values], error=_in_words(self.error))
 
     def __repr__(self) -> str:
@@ -139,7 +143,7 @@ class Run:
 
     @property
     def panel(self) -> str:
-        """The panel as it stood at the end, as HTML with its style sheet."""
+        """Return the panel at the end of the run, as HTML with its style sheet."""
         return Panel(self.history, self.facts).bundle(self.seconds, self._state)["text/html"]
 
     @property
@@ -147,7 +151,7 @@ class Run:
         return self._ended() if self.state is None else self.state
 
     def _ended(self) -> State:
-        """How it ended, as far as can be told from here."""
+        """Return how the run ended, as far as it is known here."""
         history, error = self.history, self.error
         has_stopped = bool(self.stopped) or isinstance(error, KeyboardInterrupt | TimeoutError)
         word = "stopped" if has_stopped else "done" if error is None else "failed"
@@ -156,7 +160,7 @@ class Run:
 
 
 def light_value(value: Any) -> Any:
-    """A copy of `value` if it is plain data of 1 MB at most, else None.
+    """Return a copy of `value` if it is plain data of 1 MB at most, else None.
 
     >>> light_value({"loss": [0.5, 0.25]}), light_value(object()), light_value([object()])
     ({'loss': [0.5, 0.25]}, None, None)
@@ -170,11 +174,11 @@ def light_value(value: Any) -> Any:
 
 
 class _NotPlain(Exception):
-    """There is an object in it of which nobody knows what it holds."""
+    """Raised for an object whose contents are unknown."""
 
 
 def _copied(value: Any) -> Any:
-    """Containers anew, since their owner may put a tensor into them later."""
+    """Return a copy with new containers, since their owner may put a tensor into them later."""
     kind = type(value)
     if kind in (type(None), bool, int, float, complex, str, bytes):
         return value
@@ -189,7 +193,7 @@ def _copied(value: Any) -> Any:
 
 
 def _in_words(error: BaseException | None) -> BaseException | None:
-    """An exception of the same class, if one can be made of the words alone, with the same words and no frame."""
+    """Return an exception of the same class, made of the text alone if possible, with the same text and no frame."""
     if error is None:
         return None
     words = str(error)
@@ -197,6 +201,6 @@ def _in_words(error: BaseException | None) -> BaseException | None:
         same = type(error)(words)
         if str(same) == words:
             return same
-    except Exception:  # it is made of something else
+    except Exception:  # its class takes other arguments
         pass
     return RuntimeError(f"{type(error).__name__}: {words}")

@@ -1,8 +1,8 @@
-"""SetAside: models of the notebook that lie on the host while ranks use its cards. Runs in the kernel.
+"""SetAside: moves models of the notebook to the host while ranks use its GPUs. Runs in the kernel.
 
 Parameters, buffers, gradients and the states of optimizers change their memory and stay the same objects; afterwards
-they are where they were. What the notebook holds otherwise is left alone: tensors by themselves, models that are
-quantised or spread over devices, and those whose memory somebody else uses, too.
+they are back on the GPU. Everything else is left where it is: single tensors, models that are quantised or spread over
+devices, and models whose memory is used elsewhere too.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from nbaccel.launch.wire.wrappers import plain
 __all__ = ["QUANTISED", "Cards", "SetAside", "kernel_freed"]
 
 QUANTISED = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""What transformers writes into a model that it loaded quantised (modeling_utils.py)."""
+"""Attributes that transformers sets on a model that it loaded quantised (modeling_utils.py)."""
 
 _MOST_OF_THE_HOST = 0.8
-"""Share of the host's available memory that models may take there: the rank's loaders need some, too."""
+"""Share of the host's available memory that models may take: the loaders of the ranks need some, too."""
 
 _TRIES, _PAUSE_S = 5, 0.4
-"""To get back onto a card: the driver frees the memory of a process that was killed some 0.1 s after its end."""
+"""Attempts to move back to a GPU, and the pause between them: the driver frees the memory of a killed process some
+0.1 s after its end.
+"""
 
 
 @contextmanager
 def kernel_freed(aside: SetAside, say: Callable[[str], None]) -> Iterator[None]:
-    """Have models on the host in the block; `say` which these are, and afterwards that they are there still, if so.
+    """Keep models on the host during the block; `say` which these are, and afterwards if they could not be moved back.
 
     Raises:
-        KeyboardInterrupt: while they came back, once they have, or have been said to stay.
+        KeyboardInterrupt: an interrupt came while they were moved back; raised when that is done, or has been given up.
     """
     try:
         with aside:
@@ -51,34 +53,34 @@ def kernel_freed(aside: SetAside, say: Callable[[str], None]) -> Iterator[None]:
 
 
 class Cards:
-    """The memory of CUDA devices.  numbers: which of them matter."""
+    """The memory of CUDA devices.  numbers: the devices that matter."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._numbers = numbers
 
     @property
     def is_used(self) -> bool:
-        """Whether this process holds anything there."""
+        """Return whether this process uses CUDA."""
         torch = sys.modules.get("torch")
         return torch is not None and bool(torch.cuda.is_initialized())
 
     def device_of(self, storage: Any) -> str:
-        """The card that the memory is on; empty where it is on none."""
+        """Return the GPU that holds the memory; empty if none does."""
         device = storage.device
         return str(device) if device.type == "cuda" and device.index in self._numbers else ""
 
     def to_host(self, storage: Any) -> Any:
-        """A copy of the memory on the host."""
+        """Return a copy of the memory on the host."""
         return storage.cpu()
 
     def back(self, storage: Any, device: str) -> Any:
-        """A copy of the host's memory on the card; None where it is full."""
+        """Return a copy of the host's memory on the GPU; None if the GPU is full."""
         torch: Any = sys.modules["torch"]
         flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return storage_on(torch.device(device), memoryview(flat.numpy()))
 
     def release(self) -> None:
-        """Give the driver back what is free in torch's allocator."""
+        """Give the free memory of torch's allocator back to the driver."""
         cuda = sys.modules["torch"].cuda
         for number in range(cuda.device_count()):
             if cuda.memory_reserved(number):
@@ -88,9 +90,9 @@ class Cards:
 
 @dataclass(slots=True)
 class _Memory:
-    """A storage and all tensors of the notebook's models that look at it.
+    """A storage and all tensors of the notebook's models that use it.
 
-    device: the card that it is from.  host: its copy there, once it was made.
+    device: the GPU that it came from.  host: its copy on the host, once it was made.
     """
 
     storage: Any
@@ -101,19 +103,19 @@ class _Memory:
 
     @property
     def is_shared(self) -> bool:
-        """Whether others look at it: tensors that no model has, or the graph of a loss."""
+        """Return whether others use the storage: tensors that belong to no model, or the graph of a loss."""
         uses = getattr(sys.modules["torch"]._C, "_storage_Use_Count", None)
         if uses is None:
             return True
         tensor = sys.modules["torch"].empty(
             1, device="cpu"
-        )  # how many uses it is of one tensor, and of us, torch has to say
+        )  # only torch can say how many uses one tensor and this reference make
         storage = tensor.untyped_storage()
         return bool(uses(self.storage._cdata) != uses(storage._cdata) - 1 + len(self.tensors))
 
 
 def _move(moves: Sequence[tuple[_Memory, Any]]) -> None:
-    """Let all the tensors of each memory look at a storage that holds the same; after an error none does."""
+    """Make all tensors of each memory use a storage of the same content; after an error none is changed."""
     torch: Any = sys.modules["torch"]
     before: list[tuple[Any, Any]] = []
     try:
@@ -132,12 +134,12 @@ def _move(moves: Sequence[tuple[_Memory, Any]]) -> None:
 
 
 class SetAside:
-    """The models among `namespace` that can be set aside, and their optimizers; a block in which they are.
+    """The models among `namespace` that can be moved to the host, and their optimizers; a block in which they are
+    there.
 
-    names: bytes on cards by name.  left: names of models on cards that cannot, and why.  unread: names of models and
-    optimizers of which nothing is known.  trouble: what to say after the block; empty if all is as before.
-
-    In the block, what is sent to another process arrives as if it was on the card still.
+    names: bytes on GPUs by name.  left: names of models on GPUs that cannot be moved, and why.  unread: names of models
+    and optimizers that could not be read.  trouble: the text to show after the block; empty if everything is as before.
+    Objects that are sent to another process during the block arrive as if they were still on the GPU.
     """
 
     def __init__(self, namespace: Mapping[str, Any], cards: Cards) -> None:
@@ -159,7 +161,7 @@ class SetAside:
         return found
 
     def bytes_on(self, device: str) -> int:
-        """What a card gets back."""
+        """Return the bytes that are freed on a GPU."""
         return sum(memory.storage.nbytes() for memory in self._memories if memory.device == device)
 
     # --- the block ---------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class SetAside:
                 self._bring_back(away)
 
     def _bring_back(self, away: Sequence[_Memory]) -> None:
-        """All of it or nothing, and then `trouble`: a model that is half on the host computes nothing."""
+        """Move everything back or nothing, and then set `trouble`: a model that is half on the host cannot compute."""
         where = " and ".join(sorted({memory.device for memory in away}))
         stays = (
             f"it stays there: {', '.join(self.names)}. When there is room, model.to({away[0].device!r}) moves a model "
@@ -205,7 +207,7 @@ class SetAside:
             if not self._has_brought_back(away):
                 self.trouble = f"{where} has no room any more for what was moved to the host, and {stays}"
         except BaseException as error:
-            what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")  # CUDA's have more lines
+            what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")  # errors of CUDA have more lines
             self.trouble = f"{where} does not take back what was moved to the host ({what}), and {stays}"
             if not isinstance(error, Exception):
                 raise
@@ -230,7 +232,7 @@ class SetAside:
     # --- words -------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """What was moved, and what was left; empty where there was nothing on a card."""
+        """Return the names that were moved, and those that were left; empty if nothing was on a GPU."""
         moved = ", ".join(f"{name} {_gb(nbytes)} GB" for name, nbytes in self.names.items())
         left = [f"{name} stays on the card: {why}" for name, why in self.left.items()]
         left += [f"{name} stays where it is: it cannot be read" for name in self.unread]
@@ -244,7 +246,7 @@ class SetAside:
         optimizers = {name: value for name, value in values.items() if issubclass(type(value), torch.optim.Optimizer)}
         if graph := next((name for name, value in values.items() if type(value) is torch.cuda.CUDAGraph), None):
             for name, model in models.items():
-                with suppress(Exception):  # see `_memories_of`; it stays in any case
+                with suppress(Exception):  # see `_memories_of`; the model stays in any case
                     if any(map(self._device_of, _tensors_of(model))):
                         self.left[name] = f"the CUDA graph {graph} knows the addresses of what it uses"
             return
@@ -261,7 +263,10 @@ class SetAside:
         self._memories = list(memories.values())
 
     def _memories_of(self, models: dict[str, Any], optimizers: dict[str, Any]) -> dict[int, _Memory]:
-        """Memory on cards by its storage. Takes out what cannot be moved, or not be read: classes may do anything."""
+        """Return the memory on GPUs by its storage.
+
+        Objects that cannot be moved or read are taken out: classes may do anything.
+        """
         memories: dict[int, _Memory] = {}
         parameters: set[int] = set()
         for name, model in list(models.items()):
@@ -269,7 +274,7 @@ class SetAside:
                 tensors = list(_tensors_of(model))
                 is_on_card = any(map(self._device_of, tensors))
                 why = _why_not(model, tensors) if is_on_card else ""
-            except Exception:  # a module without its __init__ has no parameters that could be asked for
+            except Exception:  # a module whose __init__ was not called has no parameters to ask for
                 del models[name]
                 self.unread.append(name)
                 continue
@@ -295,7 +300,7 @@ class SetAside:
             if not (device := self._device_of(tensor)):
                 continue
             storage = tensor.untyped_storage()
-            if not storage.nbytes():  # frees nothing, and its copy would have no address to be known by
+            if not storage.nbytes():  # frees nothing, and its copy would have no address to identify it
                 continue
             memory = memories.setdefault(storage._cdata, _Memory(storage, device))
             memory.tensors[id(tensor)] = tensor
@@ -309,7 +314,7 @@ class SetAside:
 
 
 def _unwrapped(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of a notebook; what a wrapper wraps, if it tells."""
+    """Return the variables of a notebook, with the wrapped object of a wrapper, if it is known."""
     values = {name: value for name, value in namespace.items() if not name.startswith("_")}
     for name, value in values.items():
         with suppress(Exception):
@@ -318,7 +323,7 @@ def _unwrapped(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_of(model: Any) -> Iterator[Any]:
-    """Parameters, buffers and gradients, without what the model's class may have made of these methods."""
+    """Yield parameters, buffers and gradients, ignoring overrides of these methods by the model's class."""
     module = sys.modules["torch"].nn.Module
     for tensor in (*module.parameters(model), *module.buffers(model)):
         yield tensor
@@ -327,7 +332,7 @@ def _tensors_of(model: Any) -> Iterator[Any]:
 
 
 def _why_not(model: Any, tensors: Iterable[Any]) -> str:
-    """Why a model cannot be moved by its tensors alone; empty where it can."""
+    """Return why a model cannot be moved by its tensors alone; empty if it can."""
     if any(vars(model).get(mark) is True for mark in QUANTISED):
         return "it was loaded quantised"
     spread = vars(model).get("hf_device_map")
@@ -341,7 +346,7 @@ def _why_not(model: Any, tensors: Iterable[Any]) -> str:
 def _is_plain(tensor: Any) -> bool:
     torch: Any = sys.modules["torch"]
     is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_plain_memory(tensor)
-    return is_known and not tensor.is_inference()  # such a one keeps its memory
+    return is_known and not tensor.is_inference()  # an inference tensor keeps its memory
 
 
 def _states_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:

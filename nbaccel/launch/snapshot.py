@@ -1,7 +1,7 @@
-"""Snapshot: what one rank was doing when its run ended badly, as plain text. Written in ranks, read in the kernel.
+"""Snapshot: the state of one rank when its run ended badly, as plain text. Written in ranks, read in the kernel.
 
-It travels in the rank's report as JSON, so it can be read when no process of the run is left, and keeps no tensor
-alive. How it is taken is `launch.rank.look`'s business, how ranks are compared the notebook's.
+It is sent in the rank's report as JSON, so it can be read when no process of the run is left, and keeps no tensor
+alive. `launch.rank.look` takes it, and the notebook compares those of the ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 __all__ = ["LIMIT_BYTES", "Call", "Scene", "Snapshot", "Value"]
 
 LIMIT_BYTES = 200_000
-"""What one rank may say at most."""
+"""Largest size of the snapshot of one rank."""
 
 
 class Value(NamedTuple):
     """One name of the user's.
 
-    form: what it is, "int64 (7,) on cpu, 56 B"; what should be alike on all ranks.
-    text: a short repr of plain data, empty for all else.  flaw: "NaN", "NaN in fc.weight", empty where none was seen.
+    form: type and size, "int64 (7,) on cpu, 56 B"; it should be the same on all ranks.
+    text: a short repr of plain data, empty for other values.  flaw: "NaN", "NaN in fc.weight", empty if none was seen.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Value(NamedTuple):
 class Scene(NamedTuple):
     """One frame of a rank's Python stack.
 
-    source: its line as the rank saw it.  is_users: it is no library's.  values: the names that its code uses.
+    source: its line as the rank saw it.  is_users: it belongs to no library.  values: the names that its code uses.
     """
 
     file: str
@@ -45,9 +45,9 @@ class Scene(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective of ours that the rank entered, and the line of the user's from where.
+    """A collective of the project that the rank entered, and the line of the user's that called it.
 
-    file: empty if no line of the user's is above it, as in a thread of ours.
+    file: empty if no line of the user's is above it, as in a thread of the project.
     """
 
     operation: str
@@ -63,7 +63,7 @@ class Snapshot:
     calls: Sequence[Call] = ()
 
     def to_json(self, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
-        """As JSON of at most `limit_bytes`; names of the outermost frames go first where that is too little.
+        """Return JSON of at most `limit_bytes`; if that is too little, names of the outermost frames are dropped first.
 
         >>> Snapshot([Scene("a.py", 3, "f", "g(x)")]).to_json()
         {'scenes': [Scene(file='a.py', line=3, function='f', source='g(x)', is_users=True, values=())], 'calls': []}

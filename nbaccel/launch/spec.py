@@ -1,7 +1,7 @@
-"""What is launched: the values that pass from the kernel to a run. Built in the kernel, read in ranks.
+"""Values that pass from the kernel to a run. Built in the kernel, read in ranks.
 
-A `LaunchSpec` says what to run and on how many ranks; a `Task` is the work of one rank; a `RankBoot` is what one
-rank needs to know about itself before any user code runs.
+A `LaunchSpec` says what to run and on how many ranks; a `Task` is the work of one rank; a `RankBoot` holds the facts
+that one rank needs before any user code runs.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["FunctionTask", "LaunchSpec", "RankBoot", "Results", "Task", "TaskWat
 
 
 def load_named(reference: str) -> Any:
-    """The object that "package.module:name" names."""
+    """Return the object that "package.module:name" names."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a rank sends back.
+    """The values that a rank sends back.
 
-    values: name to object, all in one pickle so that aliases hold.
-    missing: names that were asked for and are not there, with the reason.
-    optional: names in `values` that are dropped silently when they cannot travel.
+    values: objects by name, all in one pickle so that aliases hold.
+    missing: names that were asked for and do not exist, with the reason.
+    optional: names in `values` that are dropped silently when they cannot be sent.
     facts: small JSON about the run: sizes, names not asked for, the last expression's display.
-    changes: of objects that the kernel has.  places: where these are; None where only values go back.
-    may_lack: a value comes without its parts that cannot travel, and `facts["lacks"]` says which these were.
+    changes: changes of objects that the kernel has.  places: the places of these; None if only values go back.
+    may_lack: a value is sent without its parts that cannot be sent, and `facts["lacks"]` names these.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -56,10 +56,10 @@ class Task(ABC):
     """The work of one rank. The same object runs in every rank of a run."""
 
     namespace: dict[str, Any] | None = None
-    """The globals that the code runs in, when it is a notebook cell; ranks bind `accelerator` there."""
+    """The globals that the code of a notebook cell runs in; ranks bind `accelerator` there."""
 
     home: Home | None = None
-    """Where it runs, in ranks that stay; None in ranks that end with it."""
+    """The namespace of the task in persistent ranks; None in ranks that end with it."""
 
     speaker: int = 0
     """The rank whose values go back."""
@@ -68,16 +68,16 @@ class Task(ABC):
     """The rank whose `breakpoint()` and errors open a debugger in the notebook; None: such calls are refused."""
 
     knows_ranks: bool = True
-    """Whether its code is written for several ranks; else all go on with the kernel's random numbers."""
+    """True if its code is written for several ranks; else all ranks continue with the kernel's random numbers."""
 
     first_card: str = ""
-    """The words by which its code means the first card that it sees; empty where it has none. See `card_numbers`."""
+    """The words by which its code names the first GPU that it sees; empty if it has none. See `card_numbers`."""
 
     reference: ClassVar[str]
-    """How a zygote, and a rank that stays, finds the class again: "module:Class"."""
+    """The class as "module:Class", by which a zygote and a persistent rank find it."""
 
     def begin(self, rank: int) -> None:  # noqa: B027  # few tasks have to
-        """Note what has to be known of the time before `run`, in a rank."""
+        """Record facts about the time before `run`, in a rank."""
 
     @abstractmethod
     def run(self) -> None:
@@ -85,42 +85,42 @@ class Task(ABC):
 
     @abstractmethod
     def results(self, rank: int) -> Results:
-        """What goes back, after `run` returned or raised, in a rank."""
+        """Return the values to send back, after `run` returned or raised, in a rank."""
 
     @abstractmethod
     def pack(self) -> Parcel:
-        """The task as a parcel for a process that is not a copy of this one, in the kernel.
+        """Return the task as a parcel for a process that is not a copy of this one, in the kernel.
 
         Raises:
-            CannotSend: names the values that cannot travel.
+            CannotSend: names the values that cannot be sent.
         """
 
     @classmethod
     @abstractmethod
     def unpack(cls, fd: int, home: Home | None = None) -> Self:
-        """The task out of its parcel, in a rank.
+        """Rebuild the task from its parcel, in a rank.
 
-        home: of a rank that stays; None in a rank that has just begun.
+        home: of a persistent rank; None in a rank that has just begun.
         """
 
     def names_to_send(self) -> list[str]:
-        """Names of `namespace` that a process which is no copy of the kernel needs."""
+        """Return the names of `namespace` that a process which is no copy of the kernel needs."""
         return []
 
     def left_behind(self) -> tuple[str, dict[str, Any]]:
-        """A file, and the names that its top level has bound, in a rank whose work is over."""
+        """Return a file, and the names that its top level has bound, in a rank whose work is over."""
         return "", {}
 
     def anchors(self) -> dict[int, str]:
-        """Classes and functions that the kernel has too, by id; they go back by name."""
+        """Return classes and functions that the kernel has too, by id; they are sent back by name."""
         return {}
 
     def anchored(self, name: str) -> Any:
-        """The kernel's object behind an anchor."""
+        """Return the kernel's object behind an anchor."""
         raise LookupError(name)
 
     def placed(self, token: Any) -> Any:
-        """The kernel's object at a place.
+        """Return the kernel's object at a place.
 
         Raises:
             LookupError: there is nothing, or another object.
@@ -130,32 +130,32 @@ class Task(ABC):
 
 @runtime_checkable
 class TaskWatch(Protocol):
-    """Keeps one training together in all ranks, though its program does not. A setup may make one, in each rank.
+    """Keeps one training equal in all ranks if its program does not. A setup may make one, in each rank.
 
     It does nothing before `begin`, and nothing after `end` or `stop`: a task in which not all ranks take part has none.
     """
 
     def begin(self, namespace: dict[str, Any] | None) -> None:
-        """A task begins; before its `begin` and `run`.  namespace: its globals, if it is a cell."""
+        """Begin a task; called before the task's `begin` and `run`.  namespace: its globals, if it is a cell."""
 
     def end(self) -> None:
-        """The task came to its own end. May wait for peers; what it raises is the task's error."""
+        """End a task that finished. It may wait for peers; an exception raised here is the task's error."""
 
     def stop(self) -> None:
-        """The task ended otherwise. Waits for nobody, and never raises."""
+        """End a task that ended otherwise. It waits for no rank, and never raises."""
 
     def keeps(self, tensors: Sequence[Any]) -> bool:
-        """Whether it keeps all of them equal in all ranks; of none: whether it is at it."""
+        """Return whether all `tensors` are kept equal in all ranks; with no tensors: whether the watch is active."""
 
     def is_of_batch(self, tensors: Sequence[Any]) -> bool:
-        """Whether the program made them for one batch, so that ranks have other ones by right."""
+        """Return whether the program made `tensors` for one batch, so that ranks rightly have different ones."""
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it has trained something in this task."""
+        """Return whether the watch has trained something in this task."""
 
     def explain(self) -> str:
-        """Why it does not keep together what ranks train apart; empty where there is nothing to say."""
+        """Return why the watch does not keep equal what ranks train separately; empty if there is nothing to say."""
 
 
 class FunctionTask(Task):
@@ -191,7 +191,7 @@ class FunctionTask(Task):
         return cls(**values)
 
     def anchors(self) -> dict[int, str]:
-        """Classes of `__main__`: without this a class of the script would come back as a copy of itself."""
+        """Return the classes of `__main__`: otherwise a class of the script would come back as a copy of itself."""
         import __main__
 
         return {
@@ -210,18 +210,19 @@ class FunctionTask(Task):
 class LaunchSpec:
     """One run.
 
-    task: what every rank does.  world_size: how many ranks.  start: how they start, and why so.
+    task: the work of every rank.  world_size: number of ranks.  start: the start method, and the reason.
     environ: variables set in every rank (settings, devices).
     setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
-        `TaskWatch`, which watches this task and all that come after it.
+    `TaskWatch`, which watches this task and all later ones.
     threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
     wants_results: a failing run waits for rank 0's results before it is ended.
     oom: one of `settings.OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     stays: the ranks stay when the task is done, and wait for the next.
-    program_limit: what an earlier attempt of this run had set itself.
-    gpus: that the ranks use, as they were before the run; none on the CPU.
-    own_devices: each rank sees its own device of those in `environ` alone, as the first; else all see all.
+    program_limit: a limit that an earlier attempt of this run had set itself.
+    gpus: the GPUs of the ranks, as they were before the run; none on the CPU.
+    own_devices: each rank sees only its own device of those in `environ`, as the first; otherwise every rank sees all
+    of them.
     """
 
     task: Task
@@ -245,7 +246,7 @@ class LaunchSpec:
             raise ValueError(f"oom must be one of {', '.join(map(repr, OOM_CHOICES))}, got {self.oom!r}")
 
     def environ_of(self, rank: int) -> dict[str, str]:
-        """The variables of one rank: `environ`, and which device is its own."""
+        """Return the variables of one rank: `environ`, and the device of the rank."""
         chosen = dict(self.environ)
         if self.own_devices:
             chosen[VISIBLE_DEVICES] = chosen[VISIBLE_DEVICES].split(",")[rank]
@@ -254,11 +255,11 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankBoot:
-    """What one rank is told at birth. Descriptors are valid in the rank's process.
+    """The facts that one rank gets at its start. Descriptors are valid in the rank's process.
 
     sees_one_card: as `LaunchSpec.own_devices`, among several ranks.
     run_nonce: marks places in the output pipe where a rich message belongs.
-    store_path: file through which the ranks of the run find each other.
+    store_path: the file through which the ranks of the run find each other.
     """
 
     world: World

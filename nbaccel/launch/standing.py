@@ -1,7 +1,7 @@
-"""Standing: where each rank that stays is in what all ranks do together. Pure; runs in the kernel.
+"""Standing: the position of each persistent rank in the sequence of collectives. Pure; runs in the kernel.
 
-Collectives have no names: the next one that a rank enters meets the next one of its peers. So ranks of which one has
-failed or was stopped between two collectives must not enter another, or they hang or mix bytes up.
+Collectives have no names: the next one that a rank enters meets the next one of its peers. So after one rank has failed
+or was stopped between two collectives, the ranks must not enter another one, or they hang or mix up bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ __all__ = ["Standing", "out_of_step"]
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One rank.
+    """The position of one rank.
 
     issued: collectives that torch has issued in the default process group (gloo counts those of DDP too); None without
         a group.
-    entered: collectives of ours that the rank has entered in its last task.  step: that it has not finished; -1: none.
+    entered: collectives of the project that the rank has entered in its last task.  step: the step that it has not
+    finished; -1: none.
 
     >>> str(Standing(12, 3)), str(Standing(None)), str(Standing(4, 1, 7))
     ('12 collectives', 'no process group', '4 collectives, inside step 7')
@@ -35,7 +36,7 @@ class Standing:
 
 
 def out_of_step(standings: Mapping[int, Standing]) -> str:
-    """Where each rank stands, if not all stand alike; else nothing.
+    """Return the position of each rank, if they differ; else an empty text.
 
     >>> out_of_step({0: Standing(4), 1: Standing(4)})
     ''

@@ -1,6 +1,6 @@
-"""Starting ranks: a fork of the kernel, or a fork of the zygote. Runs in the kernel; one class per way.
+"""Start methods of ranks: a fork of the kernel, or a fork of the zygote. Runs in the kernel; one class for each.
 
-Both give every rank the same `RankBoot` and the same runtime (`worker.py`); what differs is whose copy the rank is.
+Both give every rank the same `RankBoot` and the same runtime (`worker.py`); they differ in the process that is copied.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ __all__ = ["ForkStart", "StartMethod", "ZygoteStart"]
 
 
 class StartMethod(Protocol):
-    """One way to bring ranks into being."""
+    """One way to start ranks."""
 
     def get_ready(self) -> None:
-        """Wait for what `start` needs. Nothing has begun yet, so an interrupt may be raised here."""
+        """Wait for the resources that `start` needs. Nothing has begun yet, so an interrupt may be raised here."""
 
     def pack(self, spec: LaunchSpec, beside: Sequence[Beside]) -> None:
-        """Pack what the ranks need and cannot see. The run's time limit ends it, an interrupt, and those `beside`.
+        """Pack the values that the ranks need and cannot see.
+
+        The time limit of the run, an interrupt, and `beside` can end it.
 
         Raises:
-            CannotSend: a name cannot travel to the ranks.  TimeoutError: the limit was over.
+            CannotSend: a name cannot be sent to the ranks.  TimeoutError: the limit was over.
         """
 
     def close(self) -> None:
-        """Let go of what was packed; a second time changes nothing."""
+        """Release the packed values; a second call changes nothing."""
 
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
-        """Start one process per boot, in the order of ranks. The descriptors in `boots` stay the caller's.
+        """Start one process per boot, in the order of ranks. The descriptors in `boots` still belong to the caller.
 
         kernel_fds: descriptors of the run that only the kernel may hold.
         """
 
 
 class ForkStart:
-    """Ranks are copies of the kernel: they see the whole notebook, and nothing is copied until it is written.
+    """Starts ranks as copies of the kernel: they see the whole notebook, and nothing is copied until it is written.
 
     keeper_fds: descriptors that the kernel holds from run to run, and no rank may hold.
     """
@@ -68,13 +70,13 @@ class ForkStart:
         self._keeper_fds = keeper_fds
 
     def get_ready(self) -> None:
-        """The kernel is all it needs."""
+        """Return at once: a fork needs only the kernel."""
 
     def pack(self, spec: LaunchSpec, beside: Sequence[Beside]) -> None:
-        """A fork sees everything."""
+        """Pack nothing: a fork sees everything."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Release nothing."""
 
     def start(self, boots: Sequence[RankBoot], task: Task, kernel_fds: Collection[int]) -> list[RankProcess]:
         """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing."""
@@ -120,13 +122,13 @@ class ForkStart:
         with no_collections():
             pid = os.fork()
             if pid == 0:
-                gc.freeze()  # a collection would write to all that the notebook holds, and so copy its pages
+                gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
         if pid == 0:
             try:
                 if main_thread is not None:
                     main_thread.become()
                 close_kernel_sockets(ports)
-                # The one thing that a fork does not carry over: CPython reseeds `random` in every forked child.
+                # A fork copies everything but this: CPython reseeds `random` in every forked child.
                 random.setstate(python_rng)
                 own = {getattr(boot, name) for name in RankBoot.FDS}
                 others = {getattr(other, name) for other in boots for name in RankBoot.FDS} - own
@@ -137,7 +139,7 @@ class ForkStart:
 
 
 class ZygoteStart:
-    """Ranks are copies of a clean process with torch loaded; they get the names they read, by pickle."""
+    """Starts ranks as copies of a clean process with torch loaded; the names that they read are sent by pickle."""
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
@@ -165,10 +167,10 @@ class ZygoteStart:
 
 
 def _share_resource_tracker() -> None:
-    """Let a rank register shared memory and semaphores where the notebook does, as multiprocessing's own forks do.
+    """Let a rank register shared memory and semaphores with the notebook's tracker, as multiprocessing's own forks do.
 
-    Since Python 3.14 a fork of anybody else gets a tracker of its own, which unlinks what the rank has only attached
-    to. The flag belongs to this thread.
+    Since Python 3.14 any other fork gets its own tracker, which unlinks shared memory to which the rank has only
+    attached. The flag belongs to this thread.
     """
     intent: Any = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_fork_intent", None)
     if intent is not None:
@@ -176,20 +178,20 @@ def _share_resource_tracker() -> None:
 
 
 def _flush_open_files() -> None:
-    """Write out what the notebook's open files hold back: each rank that writes on would write it once more."""
+    """Flush the notebook's open files: otherwise each rank that writes to one would write the buffered part again."""
     for value in list(vars(sys.modules["__main__"]).values()):
         if issubclass(type(value), io.IOBase) and type(value).__module__ in ("_io", "io"):
-            with contextlib.suppress(OSError, ValueError):  # closed, or not the notebook's to write any more
+            with contextlib.suppress(OSError, ValueError):  # closed, or not writable for the notebook any more
                 if value.writable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
                     value.flush()
 
 
 @contextlib.contextmanager
 def _kept_thread_locals() -> Iterator[None]:
-    """Keep what `threading.local` holds for this thread alive in ranks, where only the thread that forks lives on.
+    """Keep this thread's values of `threading.local` alive in ranks, in which only the forking thread exists.
 
-    CPython drops in a forked child what belonged to the other threads. The destructors would run in every rank, and
-    close, tell a server, or delete what the kernel still uses; and each object that they free is a page to be copied.
+    CPython drops the values of the other threads in a forked child. Their destructors would run in every rank, and
+    close, tell a server, or delete what the kernel still uses; and each freed object is a page to be copied.
     """
     thread_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
     kept = [ctypes.cast(thread_dict(), ctypes.py_object).value]
@@ -206,7 +208,9 @@ def _kept_thread_locals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_tokenizers() -> Iterator[None]:
-    """The tokenizers library warns in every process that was forked, unless the user has chosen; nothing is wrong."""
+    """Silence the warning of the tokenizers library in every forked process, unless the user has set it; nothing is
+    wrong.
+    """
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:
         yield

@@ -1,7 +1,7 @@
-"""Telemetry: what the ranks of a run report, from their rings to the listeners. Runs in the kernel.
+"""Telemetry: passes the reports of a run's ranks from their rings to the listeners. Runs in the kernel.
 
-The group calls `tick` whenever it is awake and asks `due_in` how long it may sleep. Nothing here makes a rank wait,
-and no listener can end a run.
+The group calls `tick` whenever it is awake and asks `due_in` how long it may sleep. Nothing here makes a rank wait, and
+no listener can end a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Rings:
         return iter(self._readers)
 
     def add(self) -> int:
-        """A ring for the next rank, as a descriptor for it; the caller closes that."""
+        """Make a ring for the next rank; return a descriptor for the rank, which the caller closes."""
         fd = make_ring()
         self._readers.append(RingReader(fd))
         return fd
@@ -40,31 +40,32 @@ class Rings:
 
 
 class Telemetry:
-    """What one run reports.
+    """The reports of one run.
 
-    rings: of its ranks, which stay the caller's.  listeners: who is fed.  notice: shows one line of ours to the user.
+    rings: those of its ranks; they still belong to the caller.  listeners: receive the events.  notice: shows one line
+    of the project to the user.
     """
 
     def __init__(self, rings: Rings, listeners: Sequence[Listener], notice: Callable[[str], None]) -> None:
         self._rings = rings
         self._listeners = list(listeners)
         self._notice = notice
-        self._told_lost = {rank: ring.lost for rank, ring in enumerate(rings)}  # of earlier runs
+        self._told_lost = {rank: ring.lost for rank, ring in enumerate(rings)}  # by earlier runs
         self._records = RecordReader()
         self._due = 0.0
 
     def due_in(self, now: float) -> float:
-        """Seconds until the next round of reading."""
+        """Return the seconds until the next round of reading."""
         return max(0.0, self._due - now)
 
     def tick(self, now: float) -> None:
-        """Read what has come, if it is time."""
+        """Read the new records, if it is time."""
         if now >= self._due:
             self._due = now + TICK_S
             self.read(now)
 
     def read(self, now: float, is_last: bool = False) -> None:
-        """Read what has come. is_last: no rank is left that could write."""
+        """Read the new records. is_last: no rank is left that could write."""
         for rank, ring in enumerate(self._rings):
             events: list[tuple[float, Event]] = [
                 (record.at, event)
@@ -85,7 +86,7 @@ class Telemetry:
 
     @contextmanager
     def _without_harm(self, listener: Listener) -> Iterator[None]:
-        """What goes wrong in a listener is said once; it hears nothing more."""
+        """Report an error in a listener once; the listener gets no more events."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Termination: what SIGTERM to the kernel means while ranks work. Runs in the kernel, in its main thread."""
+"""Termination: handles SIGTERM to the kernel while ranks work. Runs in the kernel, in its main thread."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["stopped_before_termination"]
 
 @contextmanager
 def stopped_before_termination(saves_itself: Callable[[], bool]) -> Iterator[None]:
-    """SIGTERM ends the kernel as ever; a run that saves itself is stopped first, as by a press.
+    """Stop a run that saves itself, as by a press, before SIGTERM ends the kernel.
 
-    saves_itself: asked when the signal comes.
+    saves_itself: called when the signal comes; returns whether the run saves itself.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,6 +1,6 @@
-"""Verdict: the one error that a failed run raises in the kernel. Runs in the kernel.
+"""Verdict: makes the one error that a failed run raises in the kernel. Runs in the kernel.
 
-The first failing rank by the kernel's clock is the cause; a lost connection is a consequence.
+The first rank that fails by the kernel's clock is the cause; a lost connection is a consequence.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["failed_alike", "ranks_in_words", "verdict"]
 def verdict(
     ended: Ended, task: Task, started_clean: bool, host: HostMemory, cell_name: Naming, memory_report: str = ""
 ) -> BaseException | None:
-    """The error of the run, or None if no rank failed.
+    """Return the error of the run, or None if no rank failed.
 
     started_clean: the ranks came from the zygote and know only the names that were sent to them.
-    memory_report: what there is to say where memory was the cause.
+    memory_report: the text to add if memory was the cause.
     """
     rank = ended.first_failed
     if rank is None or ended.is_interrupted or ended.is_timed_out:
@@ -70,20 +70,20 @@ def _what_is_left(ended: Ended) -> str:
 
 
 def _travelled(report: Report, task: Task) -> BaseException | None:
-    """The user's exception object, if it could be pickled and can be unpickled here."""
+    """Return the user's exception object, if it could be pickled and can be unpickled here."""
     try:
         values, _ = unpack_what_can_be_rebuilt(
             report.parcel_fd, namespace=task.namespace, anchored=task.anchored, placed=task.placed
         )
         error = values.get("error")
-        str(error)  # who shows it will ask for its text, and must not meet a second error there
-    except Exception:  # whatever a foreign class does when it is rebuilt: its report in text is enough
+        str(error)  # its text is needed to show it, and must not raise a second error then
+    except Exception:  # a user's class may do anything when it is rebuilt; the report in text is enough
         return None
     return error if isinstance(error, BaseException) else None
 
 
 def _missing_name(report: Report, task: Task) -> str:
-    """A hint for a NameError: the exception forgets its `name` when it is pickled, its text does not."""
+    """Return a hint for a NameError: a pickled exception loses its `name`, but its text has it."""
     last = report.links[-1]
     found = re.search(r"name '(\w+)' is not defined", last.headline[-1] if last.headline else "")
     if last.type_name != "NameError" or found is None or found[1] not in (task.namespace or {}):
@@ -111,19 +111,19 @@ def _death(exit_code: int, host: HostMemory) -> str:
 
 
 def failed_alike(ended: Ended) -> bool:
-    """Whether all of several ranks failed of the same, so that none of them is the one to name."""
+    """Return whether all of several ranks failed with the same error, so that none of them is the one to name."""
     cause = ended.first_failed
     return cause is not None and 1 < len(ended.reports) == 1 + len(_alike(ended, cause))
 
 
 def _alike(ended: Ended, cause: int) -> list[int]:
-    """The other ranks that failed as `cause` did."""
+    """Return the other ranks that failed with the same error as `cause`."""
     headline = _headline(ended.reports[cause])
     return [rank for rank in _others(ended, cause) if headline and _headline(ended.reports[rank]) == headline]
 
 
 def _peers(ended: Ended, cause: int) -> str:
-    """One clause on the other ranks: who failed alike, who had to be stopped; empty where all failed alike."""
+    """Return one clause on the other ranks: which failed too, which had to be stopped; empty if all failed alike."""
     if failed_alike(ended):
         return ""
     same = _alike(ended, cause)
@@ -149,7 +149,7 @@ def _is_done(report: Report | None) -> bool:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """ "rank 1", "ranks 1-3", "ranks 0, 2"."""
+    """Format ranks: "rank 1", "ranks 1-3", "ranks 0, 2"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

@@ -1,4 +1,4 @@
-"""Watching: who sees and hears a run, and how one is watched for them. Runs in the kernel."""
+"""Watching: the observers of a run, and the loop that watches a run for them. Runs in the kernel."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ __all__ = ["Watching", "open_log"]
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """Those for whom a run is watched.
+    """The observers of a run.
 
-    shown_ranks: whose output is shown; None for all.  notice: shows one line of ours to the user.
-    listeners: hear what the ranks report.  beside: looked at while the ranks work, by the thread that waits for them.
+    shown_ranks: ranks whose output is shown; None for all.  notice: shows one line of the project to the user.
+    listeners: receive the reports of the ranks.  beside: checked while the ranks work, by the thread that waits for
+    them.
     """
 
     screen: Screen
@@ -35,7 +36,7 @@ class Watching:
     beside: Sequence[Beside] = ()
 
     def say(self, line: str) -> None:
-        """One line of ours."""
+        """Show one line of the project."""
         if self.notice is None:
             self.screen.write("stderr", f"{line}\n")
         else:
@@ -50,9 +51,9 @@ class Watching:
         begin: Callable[[Collection[int]], None] | None = None,
         outsiders: Collection[int] = (),
     ) -> Ended:
-        """One run of a crew, from its beginning to its end.
+        """Watch one run of a `Crew`, from its beginning to its end.
 
-        log: gets all that is printed.  witness: hears before all others.  begin: see `WorkerGroup.run`.
+        log: gets all output.  witness: gets each report before the listeners.  begin: see `WorkerGroup.run`.
         outsiders: ranks that take no part.
         """
         shown: Collection[int] | None = self.shown_ranks
@@ -68,5 +69,5 @@ class Watching:
 
 
 def open_log(path: str) -> BinaryIO:
-    """A new file that its owner alone can read."""
+    """Open a new file that only its owner can read."""
     return open(path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600))

@@ -1,6 +1,8 @@
-"""Witness: what a run was doing, for the case that memory runs out in it. Runs in the kernel; one for each attempt.
+"""Witness: records the progress of a run, for the case that it runs out of memory.
 
-It hears the ranks' events, which outlive the ranks. What follows from them is `restarting`'s business.
+Runs in the kernel; one for each attempt.
+
+It receives the ranks' events, which outlive the ranks. `restarting` decides what follows from them.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ __all__ = ["Witness"]
 
 
 class Witness:
-    """Keeps the loop each rank is in, what it held at last, and what the run has written.
+    """Records the loop of each rank, its latest memory use, and the files that the run has written.
 
-    opened: trackers and checkpoints, as a person would look for them.
+    opened: trackers and checkpoints, by the names that a person would look for.
     checkpoint: the newest complete one; empty for none.  announces_epochs: the program can begin in a later epoch.
-    smallest: samples of a micro-batch that `forward_backward` had no smaller one for; 0 where it never came to that.
+    smallest: samples of the micro-batch that `forward_backward` could not make smaller; 0 if that never happened.
     """
 
     def __init__(self) -> None:
@@ -42,16 +44,16 @@ class Witness:
             self.smallest = max(self.smallest, event.micro_batch_size)  # 0 from an optimizer
 
     def tick(self, now: float) -> None:
-        """Nothing to do in between."""
+        """Do nothing."""
 
     def _note(self, what: str) -> None:
         if what not in self.opened:
             self.opened.append(what)
 
     def loop(self, rank: int) -> LoopEntered | None:
-        """The loop over a prepared loader that `rank` was in, or had ended last; None before the first one."""
+        """Return the loop over a prepared loader that `rank` was in, or ended last; None before the first one."""
         return self._loops.get(rank)
 
     def memory(self, rank: int) -> Memory | None:
-        """What `rank` held when it was last looked at."""
+        """Return the latest memory report of `rank`."""
         return self._memory.get(rank)

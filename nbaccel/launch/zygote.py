@@ -1,8 +1,8 @@
 """The zygote: a clean process with torch loaded that forks ranks on request. Both ends: `Zygote` runs in the kernel.
 
-It exists for kernels whose own state would break a fork, above all a CUDA context. It is exec'd, so it has none of
-the kernel's sockets, threads or contexts; it forks in milliseconds, because torch is loaded already. At every launch
-a rank is given what a fork would have inherited (`inherit.py`) and the names its task reads (`parcel.py`).
+It serves kernels whose own state would break a fork, above all a CUDA context. It is exec'd, so it has none of the
+kernel's sockets, threads or contexts; it forks in milliseconds, because torch is loaded already. At every launch a rank
+gets the state that a fork would have inherited (`inherit.py`) and the names its task reads (`parcel.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from nbaccel.launch.zygote imp
 
 
 def torch_fingerprint() -> tuple[str, float]:
-    """Which torch would be imported now: its place and the time its version file was written."""
+    """Return which torch would be imported now: its place and the time its version file was written."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ("", 0.0)
@@ -53,7 +53,7 @@ def torch_fingerprint() -> tuple[str, float]:
 
 
 class Zygote:
-    """The kernel's end: starts the process, asks it for ranks, ends it.
+    """The kernel's end: starts the process, requests ranks, ends it.
 
     Starting returns at once; the first `fork` waits until torch is loaded (1-2 s).
     """
@@ -66,7 +66,7 @@ class Zygote:
         self._is_broken = False
         self._exits: dict[int, int] = {}
         self._patches = PatchFinder()
-        path = [entry for entry in sys.path if isinstance(entry, str)]  # as Python itself looks at no others
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python itself uses no others
         code = _BOOTSTRAP.format(path=path, fd=theirs.fileno(), pidfd=kernel_pidfd, shell=has_shell)
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -86,11 +86,13 @@ class Zygote:
 
     @property
     def is_usable(self) -> bool:
-        """Alive, true to its word so far, and its torch is the torch that is installed now."""
+        """Return whether the zygote lives, has answered every request, and has loaded the torch that is installed
+        now.
+        """
         return not self._is_broken and self._process.poll() is None and self.fingerprint == torch_fingerprint()
 
     def fork(self, boots: Sequence[RankBoot], reference: str, parcel: Parcel) -> list[RankProcess]:
-        """One rank per boot, as copies of the zygote.
+        """Fork one rank per boot from the zygote.
 
         Raises:
             LaunchRefused: the zygote could not start, or died.
@@ -106,13 +108,13 @@ class Zygote:
                 )
             return self._forked(len(boots))
         except BaseException:
-            self._is_broken = True  # the next request would take late answers to this one for its own
+            self._is_broken = True  # the next request would read late answers to this one
             raise
         finally:
             os.close(state.fd)
 
     def _forked(self, count: int) -> list[RankProcess]:
-        """The ranks as the zygote reports them; all or none."""
+        """Return the ranks as the zygote reports them; all or none."""
         processes: list[RankProcess] = []
         try:
             for _ in range(count):
@@ -136,7 +138,7 @@ class Zygote:
             self._process.wait()
 
     def get_ready(self) -> None:
-        """Wait until torch is loaded. An interrupt ends the waiting and nothing else: the zygote goes on loading.
+        """Wait until torch is loaded. An interrupt ends only this wait: the zygote goes on loading.
 
         Raises:
             LaunchRefused: the zygote could not start, or died.
@@ -147,7 +149,7 @@ class Zygote:
             self._is_ready = True
 
     def _receive(self, op: str) -> tuple[dict[str, Any], list[int]]:
-        """The next frame of kind `op`; exits that arrive meanwhile are kept for those who ask for them."""
+        """Return the next frame of kind `op`; exits that arrive meanwhile are stored for later requests."""
         while True:
             try:
                 frame = self._channel.receive(_START_TIMEOUT_S)
@@ -172,7 +174,7 @@ class Zygote:
             except OSError:
                 frame = None
             if frame is None:
-                return -signal.SIGKILL  # the zygote is gone, and took its ranks along
+                return -signal.SIGKILL  # the zygote is gone, and its ranks with it
             if frame[0]["op"] == "exit":
                 self._exits[frame[0]["pid"]] = frame[0]["code"]
         return self._exits.pop(pid)
@@ -184,7 +186,7 @@ def _boot_as_json(boot: RankBoot) -> dict[str, Any]:
 
 
 def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
-    """The zygote's whole life: load torch, fork ranks, report their ends, die with the kernel."""
+    """Run the zygote: load torch, fork ranks, report their ends, die with the kernel."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel.from_fd(channel_fd)
@@ -197,24 +199,24 @@ def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
             new_shell()
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(BrokenPipeError):  # the kernel let go of us
+    with contextlib.suppress(BrokenPipeError):  # the kernel has closed the channel
         channel.send({"op": "ready"})
         ranks = _serve(channel, kernel_pidfd)
         _wait_for_last_checkpoints(ranks, kernel_pidfd)
-    # Ranks watch the kernel themselves; this ends them also when the kernel lives and only let go of the zygote.
+    # Ranks watch the kernel themselves; this ends them also if the kernel lives and only closed the channel.
     me = os.getpid()
     kill_session(me, spare=me)
     os._exit(0)
 
 
 def _wait_for_last_checkpoints(ranks: Collection[int], kernel_pidfd: int) -> None:
-    """Give ranks their time to save, if the kernel has died; those that save nothing end at once by themselves.
+    """Give ranks time to save, if the kernel has died; those that save nothing end at once by themselves.
 
     ranks: a pidfd for each.
     """
     kernel = select.poll()
     kernel.register(kernel_pidfd, select.POLLIN)
-    if not ranks or not kernel.poll(1000):  # it closes its sockets before its pidfd tells of its end
+    if not ranks or not kernel.poll(1000):  # the kernel closes its sockets before its pidfd reports its end
         return
     deadline = time.monotonic() + SAVE_GRACE_S
     for pidfd in ranks:
@@ -224,7 +226,7 @@ def _wait_for_last_checkpoints(ranks: Collection[int], kernel_pidfd: int) -> Non
 
 
 def _serve(channel: Channel, kernel_pidfd: int) -> Collection[int]:
-    """Fork ranks and report their ends until the kernel is gone; pidfds of those that are left."""
+    """Fork ranks and report their ends until the kernel is gone; return pidfds of those that are left."""
     pids: dict[int, int] = {}
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -238,7 +240,7 @@ def _serve(channel: Channel, kernel_pidfd: int) -> Collection[int]:
                 poll.unregister(fd)
                 os.close(fd)
                 if session_members([pid]):
-                    kill_session(pid)  # before its number can be given to somebody else
+                    kill_session(pid)  # before its number can be reused
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 channel.send({"op": "exit", "pid": pid, "code": code})
                 continue
@@ -252,7 +254,7 @@ def _serve(channel: Channel, kernel_pidfd: int) -> Collection[int]:
 
 
 def _fork(channel: Channel, message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> tuple[int, int]:
-    """Fork one rank; its pid and a pidfd for it. The descriptors that came with the request are closed here."""
+    """Fork one rank; return its pid and a pidfd for it. The descriptors that came with the request are closed here."""
     _load_once(message)
     pid = os.fork()
     if pid == 0:
@@ -267,7 +269,7 @@ def _fork(channel: Channel, message: dict[str, Any], fds: list[int], zygote_fds:
 
 
 def _load_once(message: dict[str, Any]) -> None:
-    """Import what every rank of such a request will need. A failure is the rank's to report."""
+    """Import what every rank of such a request will need. An error here is left for the rank to report."""
     sys.path[:] = message["surroundings"]["sys_path"]
     for reference in (message["task"], message["boot"]["setup"]):
         if reference is not None:

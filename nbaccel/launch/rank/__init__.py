@@ -1,1 +1,1 @@
-"""The inside of a rank: its runtime from birth to end, and what it changes of the notebook it was copied from."""
+"""The inside of a rank: its runtime from start to end, and its changes to the notebook that it was copied from."""

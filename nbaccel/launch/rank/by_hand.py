@@ -1,8 +1,8 @@
-"""UpdatesByHand: find parameters that change, rank by rank, without a step of torch's optimizers. Runs in ranks.
+"""UpdatesByHand: finds parameters that change, rank by rank, without a step of torch's optimizers. Runs in ranks.
 
-``p -= lr * p.grad`` is such an update; so are the optimizers of fastai and of Keras. What they all need is a backward.
-So now and then, where one begins, the ranks lay a number beside each other for the values of what it reaches and
-nothing is known to synchronise, if they have changed since the last time. It ends with the first verdict;
+``p -= lr * p.grad`` is such an update; so are the optimizers of fastai and of Keras. All of them need a backward. So at
+the beginning of some backwards, the ranks compare a number for the values that the backward reaches and that nothing is
+known to synchronise, if these have changed since the last comparison. It ends with the first verdict; then
 `torch.autograd.backward` is torch's own again.
 """
 
@@ -18,25 +18,27 @@ from nbaccel.launch.rank.parameters import fingerprint, number
 
 __all__ = ["Judge", "UpdatesByHand"]
 
-_MOST_EMPTY = 3  # looks that have found nothing but what is synchronised: the loop is not one of these
+_MOST_EMPTY = 3  # comparisons that found only synchronised values: the loop does no updates by hand
 _LOOKS = frozenset({1, *(2**power + 1 for power in range(10))})
-"""The backwards before which values are looked at; the 1st to know what changes, the 2nd, 3rd, 5th ... 513th."""
+"""Numbers of the backwards before which values are read: the 1st, to know what changes, then the 2nd, 3rd, 5th ...
+513th.
+"""
 
 
 class Judge(Protocol):
-    """Who knows what else the ranks do, and says what has been found."""
+    """Knows the other work of the ranks, and reports the findings."""
 
     def has_exchanged(self) -> bool:
-        """Whether this rank has entered a collective in this task."""
+        """Return whether this rank has entered a collective in this task."""
 
     def settled(self) -> set[int]:
-        """Ids of parameters that something synchronises, or whose optimizers have been judged already."""
+        """Return ids of parameters that something synchronises, or whose optimizers have been judged already."""
 
     def keeps(self, leaf: Any) -> bool:
-        """Whether what watches this task keeps `leaf` equal in all ranks."""
+        """Return whether the watch of this task keeps `leaf` equal in all ranks."""
 
     def compare_values(self, key: int, found: int) -> tuple[list[int], list[int]]:
-        """The peers whose values differ at `key`, and those that were not there in time."""
+        """Return the peers whose values differ at `key`, and those that did not answer in time."""
 
     def refuse_values(self, apart: list[int]) -> None:
         """Raise for parameters that differ."""
@@ -55,12 +57,12 @@ class UpdatesByHand:
         self._judge = judge
         self._count = 0
         self._empty = 0
-        self._before: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: what a backward reached, and its values
+        self._before: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: reached leaves, and their values
         self._original: Callable[..., Any] | None = None
         self._watched: Callable[..., Any] | None = None
 
     def begin(self) -> None:
-        """A task begins; also called with `torch.autograd` when it is imported later."""
+        """Begin a task; also called with `torch.autograd` when it is imported later."""
         self.end()
         autograd: Any = sys.modules.get("torch.autograd")
         if autograd is None:
@@ -78,15 +80,16 @@ class UpdatesByHand:
         self._watched = autograd.backward = watched
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         autograd: Any = sys.modules.get("torch.autograd")
         if autograd is not None and self._watched is not None and autograd.backward is self._watched:
-            autograd.backward = self._original  # else somebody has wrapped it, and it only passes on from now on
+            autograd.backward = self._original  # else other code has wrapped it, and `watched` only passes calls on
         self._watched = self._original = None
         self._before.clear()
 
     def _try_to_look(self, tensors: Any) -> None:
-        """
+        """Compare the values that this backward reaches.
+
         Raises:
             NotPrepared: by the judge. A type of tensor that cannot be compared is not the program's error.
         """
@@ -126,7 +129,7 @@ class UpdatesByHand:
         return _is_sharded(leaf) or self._judge.keeps(leaf)
 
     def _is_known(self, leaf: Any) -> bool:
-        """Whether a backward that was looked at has reached it before."""
+        """Return whether a backward that was watched has reached the leaf before."""
         known = self._before.get(id(leaf))
         return known is not None and known[0]() is leaf
 
@@ -137,7 +140,7 @@ def _is_sharded(leaf: Any) -> bool:
 
 
 def _leaves(tensors: Any) -> Iterator[Any]:
-    """The tensors that a backward from `tensors` would give gradients to."""
+    """Yield the tensors that get gradients by a backward from `tensors`."""
     roots = [tensors] if hasattr(tensors, "grad_fn") else list(tensors)
     nodes = [root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None]
     seen = set(nodes)

@@ -1,7 +1,7 @@
-"""CallLog: the last collectives that this rank entered, and from which line of the user's. Runs in ranks.
+"""CallLog: the last collectives that this rank entered, and the user's lines that called them. Runs in ranks.
 
-It hears `CollectiveEntered` on its way to the `PeerWatch`. A call costs up to 3 us here (measured on a
-busy machine); what is kept stays in the rank until its report.
+It gets `CollectiveEntered` on its way to the `PeerWatch`. A call costs up to 3 us here (measured on a busy machine);
+the entries stay in the rank until its report.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _KEPT = 20
 
 
 class CallLog:
-    """Keeps the last 20 collectives.
+    """The last 20 collectives.
 
-    then: hears every event afterwards.
+    then: gets every event afterwards.
     """
 
     def __init__(self, then: Sink) -> None:
@@ -35,7 +35,7 @@ class CallLog:
         self._then(event)
 
     def last(self) -> list[Call]:
-        """Oldest first."""
+        """Return the collectives, oldest first."""
         return list(self._calls)
 
 

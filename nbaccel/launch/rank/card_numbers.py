@@ -1,9 +1,9 @@
-"""Card numbers: which GPU a program means where it names one by number. Runs in the kernel; runs no code.
+"""Card numbers: finds the GPU that a program means when it names one by number. Runs in the kernel; runs no code.
 
-"cuda:0" means the card of each rank where a rank sees only its own, and the first of all cards where it sees all; a
-card counted by the rank's number needs all to be seen. What a program says is read in its bytecode and in the values
-that it reads, not followed: numbers that it computes, or that a library has, are not found. What cannot be read says
-nothing: values answer as their classes like, and a thread may change them meanwhile.
+"cuda:0" means the GPU of each rank if a rank sees only its own, and the first of all GPUs if it sees all of them; a GPU
+chosen by the rank's number needs all of them visible. The program is read in its bytecode and in the values that it
+reads, but not executed: numbers that it computes, or that a library holds, are not found. Values that cannot be read
+are ignored: their classes may answer in any way, and a thread may change them meanwhile.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ __all__ = ["first_card_in", "says_first_card"]
 
 _FIRST = "cuda:0"
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Device maps by which transformers fills the cards that it sees, from the first on."""
+"""Device maps by which transformers fills the visible GPUs, from the first on."""
 
 _RANK_NAMES = frozenset(
     {"rank", "local_rank", "process_index", "local_process_index", "get_rank", "get_local_rank", "RANK", "LOCAL_RANK"}
 )
 _TAKE_A_CARD = frozenset({"cuda", "to", "set_device"})
 _COUNT_CARDS = frozenset({"deepspeed", "lightning", "lightning_fabric", "pytorch_lightning"})
-"""Packages that give each rank the card of its number, among all of the machine."""
+"""Packages that give each rank the GPU of its number, among all of the machine."""
 
 _MOST_SETTINGS = 1000
-"""Of one dictionary: above, it holds data."""
+"""Largest number of entries of a dictionary that is searched: a larger one holds data."""
 
 _SILENT = frozenset({"CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "KW_NAMES", "NOP", "PRECALL", "PUSH_NULL", "RESUME"})
-"""Instructions between a call and its arguments that say nothing."""
+"""Instructions between a call and its arguments that carry no value."""
 
 _CONSTANT, _NAME, _END = "constant", "name", "end"
 _Token = tuple[str, Any]
 
 
 def says_first_card(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], others: Collection[str] = ()) -> str:
-    """Return the words by which the code, or what it reads of the notebook, names the first card that it sees.
+    """Return the words by which the code, or what it reads of the notebook, names the first GPU that it sees.
 
-    Empty where it does not, and where it, or a library in it, tells cards apart by the rank's number: then every rank
-    has to see all of them.
+    Return an empty text if it names none, or if it, or a library in it, chooses GPUs by the rank's number: then every
+    rank has to see all of them.
 
     others: names that the cell mentions beside its code.
 
@@ -69,9 +69,10 @@ def says_first_card(parts: Sequence[types.CodeType], namespace: Mapping[str, Any
 
 
 def first_card_in(values: Mapping[str, Any]) -> str:
-    """Return the words for a value of the notebook that names the first card.
+    """Return the words for a value of the notebook that names the first GPU.
 
-    Empty where none does, and where there is one of a library that counts cards, or of another card.
+    Return an empty text if no value does, or if there is one of a library that counts GPUs, or one that names another
+    GPU.
 
     >>> first_card_in({"settings": {"device": "cuda:0"}}), first_card_in({"device": "cuda"})
     ('settings', '')
@@ -99,7 +100,7 @@ def _count_cards(values: Mapping[str, Any]) -> bool:
 
 
 class _Words:
-    """What one function, and those inside it, say: constants and names in the order of the code."""
+    """The constants and names of one function, and of those inside it, in the order of the code."""
 
     def __init__(self, code: types.CodeType) -> None:
         self._tokens = list(_tokens(code))
@@ -107,7 +108,7 @@ class _Words:
         self._names = {value for kind, value in self._tokens if kind == _NAME}
 
     def first_card(self) -> str:
-        """The words that mean the first card; empty where there are none."""
+        """Return the words that mean the first GPU; empty if there are none."""
         if _FIRST in self._texts:
             return f'"{_FIRST}"'
         for before, after in pairwise(self._tokens):
@@ -124,7 +125,7 @@ class _Words:
         return ""
 
     def count_cards(self) -> bool:
-        """Whether they tell cards apart."""
+        """Return whether the code distinguishes GPUs."""
         if "device_ids" in self._texts or any(name.partition(".")[0] in _COUNT_CARDS for name in self._names):
             return True
         if "device_map" in self._texts and (self._names | self._texts) & _RANK_NAMES:
@@ -134,7 +135,7 @@ class _Words:
         return any(map(_is_another_card, self._texts)) or any(map(self._counts, range(len(self._tokens))))
 
     def _counts(self, at: int) -> bool:
-        """Whether the token `at` takes a card that is not written there, but counted."""
+        """Return whether the token `at` takes a GPU whose number is computed, not written there."""
         kind, value = self._tokens[at]
         path = self._path(at + 1)
         if (kind, value) == (_CONSTANT, "cuda"):
@@ -144,7 +145,7 @@ class _Words:
         return path[0] == "int" or bool(_RANK_NAMES.intersection(path))  # int(os.environ[...])
 
     def _path(self, at: int) -> list[str]:
-        """The names from a token on, attribute by attribute."""
+        """Return the names from a token on, attribute by attribute."""
         path: list[str] = []
         for kind, value in self._tokens[at:]:
             if kind != _NAME:
@@ -169,7 +170,7 @@ def _tokens(code: types.CodeType) -> Iterator[_Token]:
 
 
 def _texts(constant: Any) -> Iterator[str]:
-    """Texts among the constants of code, and in tuples of them: names of keywords are such a tuple."""
+    """Yield texts among the constants of code, and in tuples of them: names of keywords are such a tuple."""
     if isinstance(constant, str):
         yield constant
     elif isinstance(constant, types.CodeType):
@@ -181,7 +182,9 @@ def _texts(constant: Any) -> Iterator[str]:
 
 
 def _leaves(values: Mapping[str, Any]) -> Iterator[Any]:
-    """The values, and what settings keep: entries of dictionaries, attributes of namespaces and notebook's classes."""
+    """Yield the values, and their settings: entries of dictionaries, attributes of namespaces and of the notebook's
+    classes.
+    """
     for value in values.values():
         yield value
         if type(value) is dict:
@@ -205,7 +208,7 @@ def _is_another_card(value: Any) -> bool:
 
 
 def _index(value: Any) -> int | None:
-    """The number of a device of CUDA's that is a value; None for any other, and where it has no number."""
+    """Return the number of a CUDA device; None for any other value, and for a device without a number."""
     torch = sys.modules.get("torch")
     if torch is None or type(value) is not torch.device or value.type != "cuda":
         return None

@@ -1,6 +1,6 @@
 """CellTask: a notebook cell as the work of a rank. Made in the kernel, run in ranks.
 
-The cell's text has been through IPython's transforms in the kernel. It runs in the rank's copy of the notebook's
+IPython's transforms have been applied to the cell's text in the kernel. It runs in the rank's copy of the notebook's
 namespace, compiled under the cell's name, so that every traceback says `Cell In[5], line 3`.
 """
 
@@ -51,18 +51,20 @@ from nbaccel.launch.wire.wrappers import is_wrapper, plain
 __all__ = ["RANDOM", "RESULT", "CellSource", "CellTask", "new_main"]
 
 RESULT, RANDOM = "<last expression>", "<random states>"
-"""Names under which the last expression's value and the random states travel; no variable can be called so."""
+"""Names under which the last expression's value and the random states are sent; no variable can have these names."""
 
 _ACCELERATOR = "accelerator"
-"""The name that a rank's setup binds where the notebook has none of it."""
+"""The name that a rank's setup binds if the notebook has none."""
 
 _SMALL_BYTES = 1_000_000
 _WORTH_MEASURING_BYTES = 100_000_000
 _MOST_GRADIENT_BYTES = 64_000_000
-"""More of them stay in the rank: a loop has used them up, and they are as large as the model once more."""
+"""Largest size of gradients that are sent; larger ones stay in the rank: a loop has used them, and they are as large
+as the model.
+"""
 
 _MOST_OF_MEMORY, _MOST_OF_MEMORY_FOR_A_MODEL = 0.25, 0.75
-"""Shares of the memory that is free: of what a cell made, a value beyond them stays in its rank."""
+"""Shares of the free memory: a value made by a cell stays in its rank if it is larger."""
 
 _OF_RANKS = (
     "torch.utils.tensorboard",
@@ -95,7 +97,7 @@ class CellSource:
     is_timed: bool = False
 
     def compile(self) -> list[types.CodeType]:
-        """The statements, and the last expression by itself if there is one whose value is to be shown.
+        """Return the statements, and separately the last expression if there is one whose value is to be shown.
 
         Raises:
             SyntaxError: with the cell's name and line.
@@ -115,17 +117,17 @@ class CellSource:
 
 
 class CellTask(Task):
-    """Runs a cell and sends back what it has made of the notebook, or what `out` names.
+    """Runs a cell and sends back its changes to the notebook, or the names in `out`.
 
     namespace: the notebook's globals; a fork runs in its copy of them.
-    out: names to bring back, of the rank that speaks; None for all that the cell has bound, deleted and changed. Ranks
-        that stay keep that, and send what is named.
-    extra: names that the cell reads only dynamically and that shall travel too (`--in`).
-    home: of ranks that stay.  speaker: the rank whose names go back.
+    out: names to bring back, of the result rank; None for all that the cell has bound, deleted and changed. Persistent
+    ranks keep their changes, and send only these names.
+    extra: names that the cell reads only dynamically and that are to be sent too (`--in`).
+    home: of persistent ranks.  speaker: the rank whose names go back.
     debugged: see `Task`.
-    is_copy: `namespace` is the notebook's, or a fork's copy of it, and not made of what was sent.
-    leaves_all: what the same cell would leave in the notebook goes back.
-    random: the notebook's random states, if the cell goes on with them, see `draw_as_here`.
+    is_copy: `namespace` is the notebook's, or a fork's copy of it, and was not made of names that were sent.
+    leaves_all: everything that the same cell would leave in the notebook goes back.
+    random: the notebook's random states, if the cell continues with them, see `draw_as_here`.
     """
 
     reference = "nbaccel.launch.rank.cell:CellTask"
@@ -158,7 +160,7 @@ class CellTask(Task):
         self._baseline: Baseline | None = None
         self._last: Any = None
         self._has_last = False
-        self._unsent: dict[str, str] = {}  # names that the notebook has, and that this process lacks; with the reason
+        self._unsent: dict[str, str] = {}  # names that the notebook has and this process lacks, with the reason
         self.random: dict[str, Any] | None = None
         self._kept_apart: dict[str, Any] = {}
 
@@ -195,7 +197,7 @@ class CellTask(Task):
 
     def results(self, rank: int) -> Results:
         found: dict[str, Any] = {}
-        with suppress(Exception):  # what is said of names is worth less than the names themselves
+        with suppress(Exception):  # facts about names matter less than the names themselves
             sums, found["holders"] = self._trained()
             found["checksums"] = sums
             if rank == self.speaker and self.home is not None:
@@ -205,18 +207,18 @@ class CellTask(Task):
         if rank != self.speaker:
             return Results(facts=found)
         here = self.results_here() if self._baseline is None else self._all_that_is_left(self._baseline)
-        # Else the notebook goes on drawing as if the cell had not been.
+        # Otherwise the notebook's random numbers continue as if the cell had not run.
         if self.random is not None or (self.leaves_all and seeds(self._parts, self.namespace)):
             states = {RANDOM: random_states()}
             here = replace(here, values={**here.values, **states}, optional=here.optional | {RANDOM})
         return replace(here, facts={**here.facts, **found})
 
     def _all_that_is_left(self, baseline: Baseline) -> Results:
-        """What the notebook would have after the same cell, and has not."""
+        """Return the changes that the same cell would make in the notebook."""
         delta, inventory = baseline.delta(), baseline.inventory
         bound = {name: plain(value) for name, value in delta.bound.items()}
         if _ACCELERATOR not in self._started_with and _ACCELERATOR in self.names_mentioned():
-            bound.setdefault(_ACCELERATOR, self.namespace.get(_ACCELERATOR))  # ours: later cells may ask it for more
+            bound.setdefault(_ACCELERATOR, self.namespace.get(_ACCELERATOR))  # ours: later cells may use it
         huge = _huge({name: value for name, value in bound.items() if inventory.place(value) is None})
         here = self.results_here()
         changes, unlooked = delta.changes, dict(delta.unlooked)
@@ -241,7 +243,7 @@ class CellTask(Task):
         )
 
     def _left_here(self, sums: Mapping[str, int]) -> dict[str, list[str] | dict[str, str]]:
-        """Names of what the cell changed or made, which of them hold a model, and which cannot leave the process.
+        """Return names that the cell changed or made, which of them hold a model, and which cannot leave the process.
 
         sums: names with parameters.
         """
@@ -257,7 +259,7 @@ class CellTask(Task):
         }
 
     def results_here(self) -> Results:
-        """What `--out` names and what the last expression shows; all that matters in the notebook's own process."""
+        """Return the names in `--out` and the last expression's display; enough in the notebook's own process."""
         values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
         facts: dict[str, Any] = {"sizes": sizes_of(values)}
         if self._has_last:
@@ -268,10 +270,10 @@ class CellTask(Task):
         return Results(values, missing, optional=frozenset({RESULT}), facts=facts, may_lack=True)
 
     def _trained(self) -> tuple[dict[str, int], list[str]]:
-        """Numbers by which ranks, and the notebook, compare the parameters that a cell trained.
+        """Return numbers by which ranks, and the notebook, compare the parameters that a cell trained.
 
-        Of what `--out` names, and of what the notebook had before and the cell's code mentions: that was equal in all
-        ranks. Then the names that only hold what others have.
+        They cover the names in `--out`, and names that the notebook had before and the cell's code mentions: these were
+        equal in all ranks. Also return the names that only hold parameters of other names.
         """
         names = set(self.out)
         if self.home is None:
@@ -279,29 +281,29 @@ class CellTask(Task):
         return checksums({name: self.namespace[name] for name in names if name in self.namespace})
 
     def _marked(self) -> dict[str, int]:
-        """Marks of the notebook's containers and objects that the cell's code mentions."""
+        """Return marks of the notebook's containers and objects that the cell's code mentions."""
         if self.home is not None:
             return {}
         found: dict[str, int] = {}
         for name in self._mentioned():
-            with suppress(Exception):  # a class of the user's that answers in a way of its own
+            with suppress(Exception):  # a class of the user's may raise anything
                 value = plain(self.namespace[name])
                 if _is_data(value) and not _is_loader(value) and (own := mark(value)) is not None:
                     found[name] = own
         return found
 
     def names_mentioned(self) -> set[str]:
-        """Names that the cell's code reads or binds, also in functions of the notebook, and in magics."""
+        """Return names that the cell's code reads or binds, also in functions of the notebook, and in magics."""
         names = names_read(self._parts) | names_assigned(self._parts) | names_in_magics(self.source.code)
         return with_their_own(names, self.namespace)
 
     def _mentioned(self) -> set[str]:
-        """Those of them that the notebook had before."""
+        """Return those of these names that the notebook had before."""
         names = self.names_mentioned() & self._started_with.keys() & self.namespace.keys()
         return names - loop_variables(self.source.code)
 
     def _data_not_asked_for(self) -> list[str]:
-        """Names the cell bound to data that `--out` did not list; no modules, functions or loop variables."""
+        """Return names the cell bound to data that `--out` did not list; no modules, functions or loop variables."""
         return [
             name
             for name in sorted(self.binds() - set(self.out))
@@ -314,7 +316,9 @@ class CellTask(Task):
         ]
 
     def _holds_only_what_was_there(self, value: Any) -> bool:
-        """Whether it is a tuple or a list of the notebook's own objects, as of the arguments of a launcher."""
+        """Return whether `value` is a tuple or a list of the notebook's own objects, such as the arguments of a
+        launcher.
+        """
         there = self._started_with.values()
         return type(value) in (tuple, list) and len(value) > 1 and {id(part) for part in value} <= set(there)
 
@@ -336,27 +340,29 @@ class CellTask(Task):
         return says_first_card(self._parts, self.namespace, names_in_magics(self.source.code))
 
     def draw_as_here(self) -> None:
-        """Go on, in all ranks, with the random numbers of this process, and bring back where they are then."""
+        """Continue, in all ranks, with the random numbers of this process, and bring their states back."""
         self.random = random_states()
 
     def names_read(self) -> set[str]:
-        """Names that are to be there before the cell: those it reads and does not bind itself."""
+        """Return names that must exist before the cell: those it reads and does not bind itself."""
         return names_read(self._parts) - names_assigned(self._parts)
 
     def binds_here(self) -> set[str]:
-        """Names that the cell's top level binds."""
+        """Return names that the cell's top level binds."""
         return names_assigned(self._parts)
 
     def binds(self) -> set[str]:
-        """Names that may be results: those the cell binds, but no leftovers of loops and `with`."""
+        """Return names that may be results: those the cell binds, without leftovers of loops and `with`."""
         return names_assigned(self._parts) - self.leftovers()
 
     def leftovers(self) -> set[str]:
-        """Names that loops and `with` bind."""
+        """Return names that loops and `with` bind."""
         return loop_variables(self.source.code)
 
     def names_to_send(self) -> list[str]:
-        """What a process that is no copy of the kernel needs: the names the cell reads, and those of --out and --in."""
+        """Return the names for a process that is no copy of the kernel: those the cell reads, and those of --out and
+        --in.
+        """
         wanted = names_read(self._parts) | names_in_magics(self.source.code) | set(self.out)
         wanted = (wanted - made_before_read(self.source.code)) | set(self.extra)
         if self.home is not None:
@@ -373,7 +379,7 @@ class CellTask(Task):
         values = {f"in:{name}": self.namespace[name] for name in self.names_to_send() if name not in head["unsent"]}
         anchors = None if self.home is None else self.home.anchors
         parcel, refused = pack_what_can_travel({"head": head} | values, anchors=anchors, namespace=self.namespace)
-        if self.home is not None:  # the ranks may have no need of what they lack: the cell may be about to make it
+        if self.home is not None:  # the ranks may not need these names: the cell may be about to make them
             came = {name.removeprefix("in:"): value for name, value in values.items() if name not in refused}
             self.home.learn(came)
             return parcel
@@ -382,7 +388,7 @@ class CellTask(Task):
             return parcel
         os.close(parcel.fd)
         if not head["unsent"] and names.keys() <= self.binds_here() - {*self.out, *self.extra}:
-            return self._packed(head | {"unsent": names})  # of an earlier run of the same loop, most likely
+            return self._packed(head | {"unsent": names})  # most likely left by an earlier run of the same loop
         listed = "\n".join(f"  {name}: {reason}" for name, reason in names.items())
         raise CannotSend(
             "the cell reads names that cannot travel to the ranks, which here start from a clean process:\n"
@@ -397,7 +403,7 @@ class CellTask(Task):
         values, refused = unpack_what_can_be_rebuilt(
             fd, namespace=namespace, anchored=None if home is None else home.find
         )
-        if refused and home is None:  # a rank that stays may have no need of them
+        if refused and home is None:  # a persistent rank may not need them
             raise cannot_be_rebuilt(refused)
         head = values.pop("head")
         came = {name.removeprefix("in:"): value for name, value in values.items()}
@@ -427,7 +433,7 @@ class CellTask(Task):
         return found_at(Place(*token), self.namespace)
 
     def has_still(self, name: str) -> bool:
-        """Whether the notebook's name has the object that it had when the task was made."""
+        """Return whether the notebook's name has the object that it had when the task was made."""
         return name in self.namespace and id(self.namespace[name]) == self._started_with.get(name)
 
 
@@ -439,7 +445,7 @@ def _execute(code: types.CodeType, namespace: dict[str, Any]) -> Any:
 
 
 def _completed(coroutine: Any) -> Any:
-    """The result of a cell with a top-level `await`."""
+    """Return the result of a cell with a top-level `await`."""
     if not _loop_is_running():  # outside of any `except`: an error of the cell has nothing to do with it
         return asyncio.run(coroutine)
     # Inline, in the kernel, whose own loop is running in this thread: the cell gets a loop in another.
@@ -456,7 +462,7 @@ def _loop_is_running() -> bool:
 
 
 def cannot_be_rebuilt(refused: Mapping[str, str]) -> CannotSend:
-    """The error of a rank that got names and could not rebuild them."""
+    """Return the error of a rank that got names and could not rebuild them."""
     names = {name.removeprefix("in:"): reason for name, reason in refused.items()}
     listed = "".join(f"\n  {name}: {reason}" for name, reason in names.items())
     return CannotSend(
@@ -467,7 +473,7 @@ def cannot_be_rebuilt(refused: Mapping[str, str]) -> CannotSend:
 
 
 def new_main() -> dict[str, Any]:
-    """The names of a new and empty `__main__`, in a rank that is no copy of the notebook."""
+    """Return the names of a new and empty `__main__`, in a rank that is no copy of the notebook."""
     main = types.ModuleType("__main__")
     namespace = vars(main)
     sys.modules["__main__"] = main
@@ -481,7 +487,7 @@ def new_main() -> dict[str, Any]:
 
 
 def _formatted(value: Any) -> dict[str, Any]:
-    """The display of the last expression, as the notebook would format it."""
+    """Return the display of the last expression, as the notebook would format it."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None:
@@ -494,7 +500,7 @@ def _formatted(value: Any) -> dict[str, Any]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a front end could be sent it; a class of the user's may show itself as anything."""
+    """Return whether a front end could be sent `value`; a class of the user's may return anything as its display."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -507,22 +513,22 @@ def _is_small_data(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    kind = type(value)  # not `isinstance`, which asks a proxy for the class of what it stands for
+    kind = type(value)  # not `isinstance`, which asks a proxy for the class of its object
     if issubclass(kind, types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
         return False
     module = str(kind.__module__)
     if f"{module}.".startswith(tuple(f"{name}." for name in (*_OF_RANKS, *_TRAINERS))):
         return False
     if kind is list and value and not any(map(_is_data, value)):
-        return False  # of callbacks, say
+        return False  # for example a list of callbacks
     torch = sys.modules.get("torch")
     comes_from_us = module.startswith("nbaccel.")  # an Accelerator that the cell made
     is_model = torch is not None and issubclass(kind, torch.nn.Module)
-    return not comes_from_us or is_model or is_wrapper(value)  # what we wrap is data
+    return not comes_from_us or is_model or is_wrapper(value)  # the project's wrappers hold data
 
 
 def _turn(value: Any) -> int:
-    """When it is looked at: models first, and optimizers, which lead to their parameters, too, at the end."""
+    """Return the order of reading: models first, and last optimizers, which lead to the same parameters."""
     torch = sys.modules.get("torch")
     if torch is None:
         return 1
@@ -530,7 +536,7 @@ def _turn(value: Any) -> int:
 
 
 def _is_heavy(value: Any) -> bool:
-    """Modules, optimizers and figures: their display is wanted, the object itself is not."""
+    """Return whether `value` is a module, an optimizer or a figure: its display is wanted, the object itself is not."""
     torch = sys.modules.get("torch")
     figure = sys.modules.get("matplotlib.figure")
     if torch is not None and issubclass(type(value), torch.nn.Module | torch.optim.Optimizer):
@@ -539,14 +545,14 @@ def _is_heavy(value: Any) -> bool:
 
 
 def _gradient_bytes(changes: Iterable[Change], made: Mapping[str, Any]) -> int:
-    """Of all gradients that the notebook would get."""
+    """Return the bytes of all gradients that the notebook would get."""
     known = sum(change.content.gradient_bytes for change in changes if type(change.content) is TensorChange)
     gradients = [parameter.grad for value in made.values() for parameter in parameters_of(value)]
     return int(known + sum(gradient.nbytes for gradient in gradients if gradient is not None))
 
 
 def _only_gradients(changes: Iterable[Change]) -> set[str]:
-    """Names that lead to tensors with a new gradient and the values that they had: somebody means to step."""
+    """Return names of tensors with a new gradient and unchanged values: the user is about to take a step."""
     contents = [(change.token, change.content) for change in changes if type(change.content) is TensorChange]
     return {Place(*token).name for token, content in contents if content.values is None and content.gradient_bytes}
 
@@ -560,7 +566,9 @@ def _without_gradients(changes: Iterable[Change]) -> Iterator[Change]:
 
 
 def _huge(made: Mapping[str, Any]) -> dict[str, int]:
-    """Names of what would fill the memory of the machine, with its bytes: the rank has it, too, and the way here."""
+    """Return names whose values would fill the machine's memory, with the bytes: the rank and the transfer need them
+    too.
+    """
     large = {name: nbytes for name, nbytes in sizes_of(made).items() if nbytes > _WORTH_MEASURING_BYTES}
     free = usable_memory().available_bytes if large else 0
     return {
@@ -571,6 +579,6 @@ def _huge(made: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _is_loader(value: Any) -> bool:
-    """A loader holds no result: it is made of data that the notebook has."""
+    """Return whether `value` is a loader: it holds no result, since it is made of data that the notebook has."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(type(value), torch.utils.data.DataLoader)

@@ -1,11 +1,11 @@
-"""CutWatch: ends what a rank waits for in its device, when the kernel says that it never comes. In ranks.
+"""CutWatch: ends a wait of a rank in its device, when the kernel says that it would never end. Runs in ranks.
 
-A rank that waits in its device for one that has failed hears no interrupt, and the end of that rank would not wake it
-either. So the kernel sets a word on the control page, and a thread here aborts the rank's groups. Ranks that stay all
-do so at about the same time, as NCCL needs it, and form them anew. One that ends with its task does so only if its
-device is not done by itself: its peers end too, and what it has computed is to come back. At a stop, where nobody has
-failed, the word is another one, and no rank aborts whose device is just slow. What a rank has after an abort may be the
-rest of a sum; it says whether that can be.
+A rank that waits in its device for one that has failed does not react to an interrupt, and the end of that rank would
+not wake it either. So the kernel sets a flag on the control page, and a thread here aborts the rank's groups. All
+persistent ranks do so at about the same time, as NCCL requires, and form the groups anew. A rank that ends with its
+task does so only if its device does not finish by itself: its peers end too, and its results are to come back. At a
+stop, when no rank has failed, another flag is used, and no rank aborts if its device is just slow. After an abort a
+rank may hold parts of a sum; it reports whether that is possible.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ __all__ = ["SPOILT", "CutWatch"]
 
 _POLL_S = 0.1
 _HUNG_S = 4.0
-"""How long a device may take for what it was given before the rank takes it for hung, where a peer has failed."""
+"""Seconds that a device may take for its work before the rank counts it as hung, if a peer has failed."""
 
 _HUNG_AT_STOP_S = 8.0
-"""The same where nobody has."""
+"""The same if no peer has failed."""
 
 _FREE_S = 10.0
 
 _FAILED_S = 10.0
-"""How long rank 0 waits for its device, when it has failed, before it says so: what it has is whole if the peers still
-come. Nobody ends this wait sooner where all ranks wait for each other."""
+"""Seconds that rank 0 waits for its device, when it has failed, before it reports: its values are whole if the peers
+still come. Nothing ends this wait earlier if all ranks wait for each other.
+"""
 
 _FAILED_PEER_S = 2.0
-"""The same for the other ranks, from which little is asked."""
+"""The same for the other ranks, whose values are less important."""
 
 _ALONE_S = 60.0
-"""How long a rank that is through waits for its device after all its peers are: nobody joins a sum any more."""
+"""Seconds that a finished rank waits for its device after all its peers have finished: no rank joins a sum any more."""
 
 SPOILT = "this rank was woken in an exchange to which a peer did not come, and may hold parts of a sum"
 
 
 class CutWatch:
-    """The word on the page, and what has become of this rank's device since."""
+    """The flags on the page, and the state of this rank's device since."""
 
     def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page
@@ -53,22 +54,22 @@ class CutWatch:
         self._is_whole = False
         self._is_torn = False
         self._stays = False
-        self.is_readable = True  # what a rank has is not, while its device still waits
+        self.is_readable = True  # false while the rank's device still waits
         self._thread: threading.Thread | None = None
 
     def begin(self, stays: bool) -> None:
-        """The rank begins with a task. Where there is no device to wait for, no thread is started."""
+        """Begin a task. If there is no device to wait for, no thread is started."""
         self._stays = stays
         if self._thread is None and (uses_device() or has_gpu_driver()):
             self._thread = threading.Thread(target=self._run, name="nbaccel-cut", daemon=True)
             self._thread.start()
 
     def look(self, has_failed: bool) -> dict[str, Any] | None:
-        """What the kernel is told after a task; None without a group on a device.
+        """Return the report to the kernel after a task; None without a group on a device.
 
-        Before anything is read, for a read would wait in the device, deaf. This wait ends when the device is done or
-        was aborted. The kernel has that done where the run is being ended; it does not know yet of a rank that has
-        failed, which therefore ends its wait itself.
+        It is called before anything is read, because a read would wait in the device, without reacting. This wait ends
+        when the device is done or was aborted. The kernel asks for an abort when the run is being ended; it does not
+        know yet of a rank that has just failed, so such a rank ends its wait itself.
         """
         if not uses_device():
             return None
@@ -76,7 +77,7 @@ class CutWatch:
         settling = Settling()
         is_done = self._is_done(settling, has_failed)
         if not was_aborted:
-            # What it was given is whole, if it comes to an end: whatever is cut later was not begun.
+            # The work of the device is whole if it finishes: an exchange that is cut later had not begun.
             self._is_whole = is_done
             if not is_done and not settling.ends_within(0):
                 abort_device_groups(0)
@@ -85,18 +86,20 @@ class CutWatch:
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether what this rank has may hold parts of a sum."""
+        """Return whether the values of this rank may hold parts of a sum."""
         return is_aborted() and not self._is_whole
 
     def enter(self) -> None:
-        """A task begins, which an abort may cut short; one that is due already finds nothing under way."""
+        """Begin a task that an abort may cut short; an abort that is due already finds no exchange to cut."""
         self._say_that_it_hears()
         is_cut = self._page.is_cut or is_aborted()
         self._is_whole = self._is_whole and is_cut
         self._is_torn = self._is_torn and is_cut
 
     def note(self, error: BaseException) -> None:
-        """The task ends by `error`; if it left an optimizer's step, the others cannot be given what this rank has."""
+        """Record that the task ends by `error`; if it left an optimizer's step, the others cannot be given this
+        rank's values.
+        """
         self._is_torn = self._is_torn or tore_step(error)
 
     def _run(self) -> None:
@@ -113,7 +116,7 @@ class CutWatch:
         return self._page.frees_hung and _is_hung(_HUNG_AT_STOP_S)
 
     def _is_done(self, settling: Settling, has_failed: bool) -> bool:
-        """Whether this rank's device comes to an end with what it was given, as long as there is hope."""
+        """Return whether this rank's device finishes its work, waiting as long as that is possible."""
         if has_failed:
             return settling.wait(_FAILED_S if self._rank == 0 else _FAILED_PEER_S)
         alone_s = 0
@@ -130,13 +133,15 @@ class CutWatch:
         return bool(peers) and all(map(self._page.has_finished, peers))
 
     def _say_that_it_hears(self) -> None:
-        """So that the kernel gives this rank the time that an abort takes."""
+        """Mark on the page that the rank reacts to an abort, so that the kernel gives it the time that an abort
+        takes.
+        """
         if not self._page.hears_cuts(self._rank) and uses_device():
             self._page.hear_cuts(self._rank)
 
 
 def _is_hung(limit_s: float) -> bool:
-    """Whether this rank's device is still not done after `limit_s` with what it was given."""
+    """Return whether this rank's device has not finished its work after `limit_s`."""
     if not uses_device():
         return False
     settling = Settling()
@@ -144,7 +149,7 @@ def _is_hung(limit_s: float) -> bool:
 
 
 def _obstacle() -> str:
-    """Why the groups of this rank cannot be formed anew; empty if they can."""
+    """Return why the groups of this rank cannot be formed anew; empty if they can."""
     if not can_renew():
         return "nothing of ours formed their groups"
     own = len(sys.modules["torch.distributed"].distributed_c10d._world.pg_map) - 1

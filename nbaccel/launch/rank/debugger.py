@@ -1,8 +1,8 @@
 """The debugger of one rank: pdb, whose commands a person types in the notebook. Runs in ranks.
 
-In the rank that a run is debugged in, `breakpoint()` stops and an error opens a post-mortem; in its peers, which run
-the same code, `breakpoint()` passes, and they wait at the next collective. How a question reaches the notebook is the
-runtime's affair (`Ask`); that the run's limits do not count the time it takes is the kernel's.
+In the debugged rank, `breakpoint()` stops and an error opens a post-mortem; in its peers, which run the same code,
+`breakpoint()` does nothing, and they wait at the next collective. The runtime (`Ask`) passes questions to the notebook;
+the kernel excludes the time of the answers from the run's limits.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from nbaccel.launch.rank.look import is_users
 __all__ = ["Ask", "Debugging", "NoDebugging", "RunIsOver", "debugging"]
 
 Ask = Callable[[str], str]
-"""Shows a prompt after all that this rank has printed, and returns what was typed.
+"""Shows a prompt after everything that this rank has printed, and returns the input.
 
 Raises:
     BdbQuit: the user interrupted instead of typing.
-    RunIsOver: nobody answers any more.
+    RunIsOver: no answer comes any more.
 """
 
 _BELOW_THE_USER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 _Pdb = next(kind for kind in pdb.Pdb.__mro__ if kind.__module__ == "pdb")
-"""Python's own, also where IPython has put its own in its place, which a clean process of the zygote would not have."""
+"""Python's own class, even if IPython has replaced it, which a clean process of the zygote would not have."""
 
 
 class RunIsOver(bdb.BdbQuit):
-    """The run ends for another reason than that somebody left the debugger."""
+    """Raised when the run ends for another reason than that the user quit the debugger."""
 
 
 class _RankPdb(_Pdb):  # type: ignore[misc, valid-type]  # a class that is found at run time
-    """Shows the user's frames, not those of the kernel that this process is a copy of, nor ours."""
+    """Shows the user's frames, not those of the kernel that this process is a copy of, nor those of the project."""
 
     def __init__(self) -> None:
-        # With its own handler of SIGINT a stop of the run would open the debugger once more.
+        # With pdb's own handler of SIGINT a stop of the run would open the debugger again.
         super().__init__(nosigint=True)
         self._is_post_mortem = False
 
@@ -56,11 +56,11 @@ class _RankPdb(_Pdb):  # type: ignore[misc, valid-type]  # a class that is found
         return stack, theirs[-1] if self._is_post_mortem and theirs else len(stack) - 1
 
     def canonic(self, filename: str) -> str:
-        """A cell is no file of the working directory."""
+        """Return the name of a cell unchanged: a cell is no file of the working directory."""
         return filename if filename.startswith("Cell In[") else super().canonic(filename)
 
     def examine(self, trace: TracebackType) -> None:
-        """Look at what an exception has left, from the user's innermost frame."""
+        """Inspect the values that an exception left, from the user's innermost frame."""
         self._is_post_mortem = True
         self.reset()
         self.interaction(None, trace)
@@ -70,7 +70,7 @@ class NoDebugging:
     """A rank in which nothing stops."""
 
     def post_mortem(self, error: BaseException) -> None:
-        """Look at nothing."""
+        """Do nothing."""
 
 
 class Debugging(NoDebugging):
@@ -80,7 +80,7 @@ class Debugging(NoDebugging):
         self._begin = begin
 
     def post_mortem(self, error: BaseException) -> None:
-        """Let the user look at what `error` has left, unless it only tells that another rank was lost."""
+        """Let the user inspect the values that `error` left, unless it only says that another rank was lost."""
         if error.__traceback__ is None or classify(type(error).__name__, str(error)) is Failure.PEER_LOST:
             return
         self._begin()
@@ -92,11 +92,11 @@ class Debugging(NoDebugging):
 
 @contextmanager
 def debugging(debugged: int | None, rank: int, ask: Ask, say: Callable[[str], None]) -> Iterator[NoDebugging]:
-    """The user's code runs inside this.
+    """Run the user's code inside this context.
 
     debugged: the rank to debug; None for a run without a debugger, in which `breakpoint()` is refused.
-    say: tells the kernel at once that the user leaves the run from the debugger ("quit"), before `BdbQuit` goes on,
-        and that an error is being looked at ("post_mortem").
+    say: tells the kernel at once that the user leaves the run from the debugger ("quit"), before `BdbQuit` goes on, and
+    that an error is being inspected ("post_mortem").
     """
     if debugged is None:
         yield NoDebugging()
@@ -124,7 +124,7 @@ def debugging(debugged: int | None, rank: int, ask: Ask, say: Callable[[str], No
 
 
 def _ipython() -> Any:
-    """The module of IPython's `set_trace`, or something to set it on where nobody can have imported it."""
+    """Return the module of IPython's `set_trace`, or a substitute if no code can have imported it."""
     return sys.modules.get("IPython.core.debugger", SimpleNamespace())
 
 
@@ -136,11 +136,11 @@ def _typed(ask: Ask) -> Callable[[object], str]:
 
 
 def _stop(*args: Any, **kwargs: Any) -> None:
-    """Stands for `breakpoint`, which takes what its hook takes; pdb's header is printed."""
+    """Replacement of `breakpoint`, which takes the arguments of its hook; pdb's header is printed."""
     if header := kwargs.get("header"):
         print(header)
     _RankPdb().set_trace(sys._getframe(1))
 
 
 def _pass(*args: Any, **kwargs: Any) -> None:
-    """Stands for `breakpoint` in the peers."""
+    """Replacement of `breakpoint` in the peers; does nothing."""

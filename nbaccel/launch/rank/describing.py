@@ -1,7 +1,7 @@
-"""What a value is, in a few words: for snapshots of ranks that failed. Runs in ranks, after the user's code has ended.
+"""Describes values in a few words, for snapshots of ranks that failed. Runs in ranks, after the user's code has ended.
 
-It runs none of the user's code, no `repr` and no `len` of a class of theirs, reads no device memory, and looks into
-tensors on the host only where they are small. Strings under names such as `token` or `api_key` are masked.
+It runs none of the user's code, no `repr` and no `len` of their classes, reads no device memory, and reads tensors on
+the host only if they are small. Strings under names such as `token` or `api_key` are masked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MASKED = "<masked>"
 
 
 def described(name: str, value: Any) -> Value:
-    """`value` under its `name` of the user's.
+    """Return a description of `value`, which the user calls `name`.
 
     >>> described("lr", 0.5)
     Value(name='lr', form='float', text='0.5', flaw='')
@@ -43,11 +43,11 @@ def described(name: str, value: Any) -> Value:
     """
     try:
         form = _form(value)[:_FORM]
-    except Exception as error:  # whatever a foreign class does when it is looked at
+    except Exception as error:  # a user's class may raise anything when it is read
         return Value(name, f"{type(value).__qualname__}, which cannot be looked at ({type(error).__name__})")
     try:
         return Value(name, form, _MASKED if _hides(name, value) else _text(value), _flaw(value))
-    except Exception:  # reading takes some memory, which may be what the rank has run out of
+    except Exception:  # reading takes some memory, and the rank may have run out of it
         return Value(name, form)
 
 
@@ -77,7 +77,7 @@ def _container(value: Any, depth: int) -> str:
 
 
 def _first(value: Any) -> Iterator[tuple[str, Any]]:
-    """The first entries of a container with their names."""
+    """Yield the first entries of a container with their names."""
     entries = value.items() if isinstance(value, dict) else enumerate(value)
     for at, (key, child) in enumerate(entries):
         if at == _ENTRIES:
@@ -86,7 +86,7 @@ def _first(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """A repr of plain data, and of one number in a tensor on the host."""
+    """Return a repr of plain data, and of one number in a tensor on the host."""
     torch = sys.modules.get("torch")
     if torch is not None and _is(value, torch.Tensor):
         is_one = value.numel() == 1 and value.device.type == "cpu" and not depth
@@ -142,13 +142,16 @@ def _flaw_of_tensor(tensor: Any) -> str:
 
 
 def _hides(name: str, value: Any) -> bool:
-    """Whether a value under this name may be a secret. Numbers are token ids or lengths; tensors are never shown."""
+    """Return whether a value of this name may be a secret.
+
+    Numbers are token ids or lengths; tensors are never shown.
+    """
     is_number = type(value) in (bool, int, float, type(None))
     return not is_number and any(word.lower() in _SECRETS for word in _WORD.findall(name))
 
 
 def _is(value: Any, kind: type) -> bool:
-    """By its true type: the ``__class__`` of a proxy is code of the user's."""
+    """Return whether the true type of `value` is `kind`: the ``__class__`` of a proxy is code of the user's."""
     return issubclass(type(value), kind)
 
 

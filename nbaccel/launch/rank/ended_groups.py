@@ -2,7 +2,7 @@
 
 Before torch 2.8 the destructor of a gloo group joins its threads while it holds Python's lock, for which one of them
 may be waiting to drop the last collective's tensors: `dist.destroy_process_group()` then never returns (one of eight
-times on a machine under load). A group that somebody still holds is not destructed.
+times on a machine under load). The destructor is not called while a reference to the group exists.
 https://github.com/pytorch/pytorch/pull/154976
 """
 
@@ -18,7 +18,7 @@ _kept: list[Any] = []
 
 
 def keep_ended_groups() -> None:
-    """Let no group of this process be destructed. Once per process."""
+    """Keep all groups of this process from being destructed. Called once per process."""
     when_loaded({"torch.distributed.distributed_c10d": _keep})
 
 
@@ -28,7 +28,7 @@ def _keep(c10d: Any) -> None:
     update = c10d._update_default_pg
 
     def keep_and_update(group: Any) -> None:
-        """Called with None while the groups that end are still listed."""
+        """Keep the groups; called with None while the groups that end are still listed."""
         if group is None:
             _kept.extend(c10d._world.pg_map)
         update(group)

@@ -1,6 +1,6 @@
-"""The end of a rank: its own exit functions, threads and children, and nothing that it inherited. Runs in ranks, last.
+"""The end of a rank: ends its own exit functions, threads and children, and nothing inherited. Runs in ranks, last.
 
-`worker` ends the ranks of notebooks so, `script` those of `nbaccel launch`.
+`worker` ends the ranks of notebooks with it, `script` those of `nbaccel launch`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _FAREWELL_S = 10.0
 
 
 class Farewell:
-    """Ends a rank: its own atexit handlers, threads and children get 10 s; then the process ends whatever they do.
+    """Ends a rank: its own atexit handlers, threads and children get 10 s; then the process ends in any case.
 
-    Made before any user code. `atexit` runs the newest function first and shows no list, and to clear it would drop
-    what the notebook's functions hold, in this process. So a function is registered that ends the process when its
-    turn comes, before the notebook's.
+    It is made before any user code. `atexit` runs the newest function first and has no list of its functions, and
+    clearing it would release, in this process, the objects that the notebook's functions hold. So a function is
+    registered that ends the process when its turn comes, before those of the notebook.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class Farewell:
         atexit.register(logging.shutdown)
 
     def __call__(self, status: str) -> int:
-        """Leave.
+        """End the process.
 
-        status: of the rank's last task.  Returns the exit code, if somebody has removed our function.
+        status: that of the rank's last task. Return the exit code, if other code has removed the registered function.
         """
         self._code = 0 if status in ("ok", "stopped") else 1
         threading.Thread(target=self._cut, name="nbaccel-farewell", daemon=True).start()
@@ -50,7 +50,7 @@ class Farewell:
 
     def _end(self) -> None:
         multiprocessing_util = sys.modules.get("multiprocessing.util")
-        if multiprocessing_util is not None:  # its handler stands among the notebook's
+        if multiprocessing_util is not None:  # its handler is among those of the notebook
             with contextlib.suppress(BaseException):
                 multiprocessing_util._exit_function()
         for stream in (sys.stdout, sys.stderr):
@@ -60,7 +60,7 @@ class Farewell:
 
 
 def end_as_the_interpreter() -> None:
-    """Join the threads that are no daemons, run the `atexit` handlers, and flush what was printed."""
+    """Join the threads that are no daemons, run the `atexit` handlers, and flush the output."""
     for last in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
         with contextlib.suppress(BaseException):
             last()

@@ -1,7 +1,7 @@
-"""Why a rank is a fork that cannot train: the kernel's CUDA or autograd has broken it. Runs in forked ranks.
+"""Finds out why a forked rank cannot train: the kernel's CUDA or autograd has broken it. Runs in forked ranks.
 
-It is asked before anything of the user's runs. The kernel was asked before it forked (`forkable.py`), by signs; what
-these do not show, or another thread of it did in between, shows here, where it can be tried.
+It runs before any code of the user. The kernel has checked before it forked (`forkable.py`), by indirect signs; a cause
+that these do not show, or that another thread of the kernel created in between, is found here by trying.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nbaccel.gpu_driver import has_gpu_driver
 __all__ = ["why_this_fork_fails"]
 
 _REFUSAL = "fork-based multiprocessing"
-"""In what autograd says in a fork of a process in which it had threads for devices (torch's engine.cpp)."""
+"""Part of autograd's error in a fork of a process in which it had threads for devices (torch's engine.cpp)."""
 
 
 def why_this_fork_fails() -> str | None:
-    """What breaks this rank, as half a sentence; None if nothing does.
+    """Return what breaks this rank, as half a sentence; None if nothing does.
 
-    A driver of CUDA that the kernel has not loaded is not loaded here either, nor is a backward tried for it, which
-    would count its devices: what the user's code puts into the environment for it (CUDA_LAUNCH_BLOCKING) has effect.
+    A CUDA driver that the kernel has not loaded is not loaded here either, and no backward is tried for it, which would
+    count its devices: so variables that the user's code sets for it (CUDA_LAUNCH_BLOCKING) keep their effect.
     """
     if _torch_says_so():
         return "CUDA was already used in the notebook, as a forked rank found out"
@@ -47,7 +47,7 @@ def _torch_says_so() -> bool:
 
 
 def _autograd_refuses() -> bool:
-    """Whether a backward is refused in this process, by one of a single number on the CPU."""
+    """Return whether a backward is refused in this process, by trying one of a single number on the CPU."""
     import torch
 
     try:

@@ -1,11 +1,11 @@
-"""Put aside what a fork inherited from the notebook: child processes, pools, exit functions, open things. In ranks.
+"""Disables objects that a fork inherited: child processes, pools, exit functions, open files. Runs in ranks.
 
-The notebook goes on with all of it. So a rank must not end, join, flush, delete or unlink any of it: neither when it
-leaves, nor when its cell binds a name anew and the last reference in this process goes. And it must not use it as if
-it lived here: threads and child processes are the kernel's. What can be opened again is opened again at its first use
-(executors, pools, loaders with workers, TensorBoard's writer); everything else is as it was.
+The notebook goes on using all of it. So a rank must not end, join, flush, delete or unlink any of it: neither when it
+ends, nor when its cell rebinds a name and the last reference in this process goes. And it must not use these objects as
+if they worked here: threads and child processes belong to the kernel. Objects that can be opened again are opened again
+at their first use (executors, pools, loaders with workers, TensorBoard's writer); everything else is unchanged.
 
-Much of this state is private to the standard library and to torch. `put_aside` goes on where a version has it under
+Much of this state is private to the standard library and to torch. `put_aside` continues if a version has it under
 another name: tests with each supported version notice that, and a rank that does not start would help nobody.
 """
 
@@ -28,7 +28,7 @@ from nbaccel.launch.wire.event_files import open_again_at_first_use
 __all__ = ["put_aside"]
 
 _ELEMENTS = 1000
-"""Containers of the notebook that are longer hold data, not open files."""
+"""Largest number of elements of a container that is searched: a longer one holds data, not open files."""
 
 _PYTHON_EXITS = (
     "concurrent.futures.thread",
@@ -40,16 +40,17 @@ _PYTHON_EXITS = (
 
 
 def put_aside(rank: int) -> list[Any]:
-    """Put aside what this process inherited by its fork. Called once, in a forked rank, before any user code.
+    """Disable the objects that this process inherited by its fork. Called once, in a forked rank, before any user code.
 
-    Returns what the caller keeps until the process ends: whatever is dropped here would be closed or deleted.
+    Return objects that the caller keeps until the process ends: anything that is released here would be closed or
+    deleted.
     """
     kept: list[Any] = []
     steps: tuple[Callable[[list[Any]], None], ...] = (
         _keep_what_closes_itself,
-        _pools,  # before the finalizers, which lead to them
+        _pools,  # before the finalizers, through which pools are found
         _finalizers,
-        _loader_workers,  # before the children, which tell that there are any
+        _loader_workers,  # before the children, which show whether there are any
         _children,
         _servers_of_multiprocessing,
         _workers_are_forked,
@@ -65,10 +66,10 @@ def put_aside(rank: int) -> list[Any]:
 
 
 def _keep_what_closes_itself(kept: list[Any]) -> None:
-    """Keep files, connections, pools, generators and their like alive that the notebook's names lead to.
+    """Keep alive files, connections, pools, generators and similar objects that the notebook's names lead to.
 
-    When the cell binds `file` anew, the old file would be flushed and closed here: its text would stand in it twice.
-    A database's connection would tell its server good-bye on the kernel's socket.
+    When the cell rebinds `file`, the old file would be flushed and closed here: it would contain its text twice. A
+    database connection would send its closing message to the server on the kernel's socket.
     """
     for value in list(vars(sys.modules["__main__"]).values()):
         parts: list[Any] = [value]
@@ -84,7 +85,7 @@ def _closes_itself(kind: type) -> bool:
 
 
 def _children(kept: list[Any]) -> None:
-    """Forget the kernel's child processes: at its end a process terminates those that it knows."""
+    """Forget the kernel's child processes: a process that ends terminates the children that it knows."""
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         kept.append(set(process._children))
@@ -94,10 +95,10 @@ def _children(kept: list[Any]) -> None:
 def _finalizers(kept: list[Any]) -> None:
     """Forget finalizers: those of `weakref.finalize` delete temporary folders, those of multiprocessing unlink.
 
-    A rank's own are run at its end: `weakref.finalize` registers that with its first one.
+    A rank's own finalizers run at its end: `weakref.finalize` registers that with its first one.
     """
     finalize: Any = weakref.finalize
-    kept.append(finalize._registry)  # not a copy: to count a reference more is to write to the object's page
+    kept.append(finalize._registry)  # not a copy: one more reference would write to the object's page
     finalize._registry = {}
     finalize._registered_with_atexit = False
     util = sys.modules.get("multiprocessing.util")
@@ -108,10 +109,10 @@ def _finalizers(kept: list[Any]) -> None:
 
 
 def _servers_of_multiprocessing(kept: list[Any]) -> None:
-    """Forget the forkserver, which is a child of the kernel; the tracker of resources is used together.
+    """Forget the forkserver, which is a child of the kernel; the resource tracker is shared with the kernel.
 
-    The tracker is known by a pipe. One of this rank's own would unlink the notebook's shared memory when the rank ends:
-    to attach to a block registers it. A lock that a thread of the kernel held would never be released here.
+    The tracker is known by a pipe. A tracker of this rank would unlink the notebook's shared memory when the rank ends:
+    attaching to a block registers it. A lock that a thread of the kernel held would never be released here.
     """
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     if tracker is not None:
@@ -134,8 +135,8 @@ def _servers_of_multiprocessing(kept: list[Any]) -> None:
 def _workers_are_forked(kept: list[Any]) -> None:
     """Let processes that a rank starts be forked, as they are up to Python 3.13, unless the user chose another way.
 
-    A class of the notebook is known to a forked worker; one that a forkserver starts looks for it in vain. An explicit
-    choice of what is Python's default anyway cannot be told from that default.
+    A forked worker knows a class of the notebook; a worker that a forkserver starts cannot find it. An explicit choice
+    of Python's default cannot be distinguished from that default.
     """
     context = sys.modules.get("multiprocessing.context")
     if context is None:
@@ -177,11 +178,11 @@ def _reopen_at_first_use(pool: Any, kept: list[Any]) -> None:
 
 
 def _nothing() -> None:
-    """Nothing of this pool runs in this process."""
+    """Do nothing: nothing of this pool runs in this process."""
 
 
 def _executors(kept: list[Any]) -> None:
-    """Let executors start threads and processes of this rank: they count on those that the kernel has."""
+    """Let executors start threads and processes of this rank: otherwise they rely on those of the kernel."""
     threads = sys.modules.get("concurrent.futures.thread")
     if threads is not None:
         for thread in list(threads._threads_queues):
@@ -214,7 +215,7 @@ def _executors(kept: list[Any]) -> None:
 
 
 def _exit_functions_of_threads(kept: list[Any]) -> None:
-    """Forget what is to be done before threads are joined, but for the executors that this rank will make."""
+    """Forget functions that run before threads are joined, except those for the executors that this rank will make."""
     own: Any = threading
     kept.append(list(own._threading_atexits))
     own._threading_atexits.clear()
@@ -239,7 +240,7 @@ def _log_handlers(kept: list[Any]) -> None:
 def _loader_workers(kept: list[Any]) -> None:
     """Let loaders start workers of this rank, and leave those of the kernel alone.
 
-    A loader with persistent workers keeps its iterator, and with it the kernel's workers; an iterator that is dropped
+    A loader with persistent workers keeps its iterator, and with it the kernel's workers; an iterator that is released
     tells its workers to end.
     """
     loaders = sys.modules.get("torch.utils.data.dataloader")
@@ -277,6 +278,6 @@ def _loader_workers(kept: list[Any]) -> None:
             shut_down(iterator)
         else:
             kept.append(dict(vars(iterator)))
-            forget_pids(id(iterator))  # torch knows them by the iterator's id, which another object may get now
+            forget_pids(id(iterator))  # torch stores them by the iterator's id, which another object may get now
 
     kind._reset, kind._next_data, kind._shutdown_workers = _reset, _next_data, _shutdown_workers

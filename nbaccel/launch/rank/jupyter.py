@@ -1,4 +1,4 @@
-"""What a rank must change of the notebook it was copied from, or be given of it. Runs in ranks, before user code.
+"""Adapts the notebook's shell, streams and input to a rank. Runs in ranks, before user code.
 
 A forked rank holds the kernel's IPython shell: its display publisher would send on the kernel's sockets, its `input`
 would wait for a front end, its old streams would write into the kernel's output. Nothing here imports IPython unless
@@ -35,12 +35,14 @@ Publish = Callable[[dict[str, Any]], None]
 """Sends one rich message: {"kind": "display"|"update"|"clear", "data", "metadata", "display_id", "wait"}."""
 
 PROMPT = "prompt"
-"""The kind of a message that is a question, {"kind", "prompt"}. It stands among the lines as a picture does, and the
-rank waits for its answer."""
+"""The kind of a message that is a question, {"kind", "prompt"}.
+
+It has a place among the lines as a picture does, and the rank waits for its answer.
+"""
 
 
 def kernel_ports() -> frozenset[int]:
-    """The TCP ports of the ipykernel in this process, none outside of one. Asked in the kernel."""
+    """Return the TCP ports of the ipykernel in this process, none outside of one. Called in the kernel."""
     kernelapp = sys.modules.get("ipykernel.kernelapp")
     if kernelapp is None or not kernelapp.IPKernelApp.initialized():
         return frozenset()
@@ -53,14 +55,14 @@ def close_kernel_sockets(ports: frozenset[int]) -> None:
     """Close this process's copies of the kernel's sockets, and of every socket that listens for connections.
 
     A rank that outlives its kernel would otherwise keep the kernel's ports listening, and the restarted kernel,
-    which gets the same ports, would die of "address already in use".
+    which gets the same ports, would fail with "address already in use".
     """
     for entry in os.listdir("/proc/self/fd"):
         fd = int(entry)
         try:
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 continue
-            found = socket.SocketType(fileno=fd)  # C's own: a kernel has dozens of sockets, and each rank looks at all
+            found = socket.SocketType(fileno=fd)  # the fast class in C: a kernel has dozens of sockets
         except OSError:
             continue
         try:
@@ -72,7 +74,7 @@ def close_kernel_sockets(ports: frozenset[int]) -> None:
 
 
 def _serves(connection: socket.SocketType, ports: frozenset[int]) -> bool:
-    """Whether it listens, or is at one of `ports`."""
+    """Return whether the socket listens, or has one of `ports`."""
     try:
         listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         return bool(listens) or connection.getsockname()[1] in ports
@@ -89,7 +91,7 @@ def new_shell() -> None:
         """A kernel's shell for a process without a kernel."""
 
         def enable_gui(self, gui: str | None = None) -> None:
-            """There is no event loop to join; `%matplotlib inline` asks all the same."""
+            """Do nothing: there is no event loop to join; `%matplotlib inline` calls this all the same."""
 
     if InteractiveShell.initialized():
         return
@@ -99,9 +101,10 @@ def new_shell() -> None:
 
 
 def adopt_notebook(rank: int, publish: Publish, old_streams: tuple[Any, Any]) -> None:
-    """Turn the notebook's ways to show and to ask into the rank's.
+    """Redirect the notebook's output and input to the rank's.
 
-    old_streams: the stdout and stderr the kernel had; whoever kept a reference to them writes to ours from now on.
+    old_streams: the stdout and stderr of the kernel; code with a reference to them writes to the rank's streams from
+    now on.
     """
     _forward_streams(old_streams)
     _refuse_input(rank)
@@ -154,7 +157,7 @@ def _refuse_input(rank: int) -> None:
 
 
 class _NoStdin:
-    """Stands for standard input: any way to read it raises the sentence."""
+    """Replacement of standard input: every way to read it raises the error."""
 
     encoding = "utf-8"
     closed = False
@@ -177,9 +180,9 @@ class _NoStdin:
 
 
 def _plain_progress_bars() -> None:
-    """tqdm draws text: its widgets speak to a front end over the kernel's sockets, which a rank does not have.
+    """Make tqdm draw text: its widgets talk to a front end over the kernel's sockets, which a rank does not have.
 
-    A text bar is also what a saved notebook can show: a widget's state is lost and leaves "0%" behind.
+    A text bar can also be shown in a saved notebook: a widget's state is lost and leaves "0%" behind.
     """
     std = sys.modules.get("tqdm.std")
     if std is not None:
@@ -193,7 +196,7 @@ def _plain_progress_bars() -> None:
 
 
 class _TextBars(types.ModuleType):
-    """Stands for `tqdm.notebook`, which `tqdm.auto` chooses in a kernel: the same names, text bars behind them."""
+    """Replacement of `tqdm.notebook`, which `tqdm.auto` chooses in a kernel: the same names, with text bars."""
 
     WARN_NOIPYW = ""
     IProgress = object
@@ -237,7 +240,7 @@ def _forward_display(shell: Any, publish: Publish) -> None:
         raise SystemExit(0)
 
     def show_error(kind: type, error: BaseException, lines: list[str]) -> None:
-        """What `get_ipython().run_cell` does with an error, which a kernel's shell would send on its sockets."""
+        """Print an error of `get_ipython().run_cell`, which a kernel's shell would send on its sockets."""
         sys.stderr.write("\n".join(lines) + "\n")
 
     shell.display_pub.publish = display
@@ -252,14 +255,14 @@ def _forward_display(shell: Any, publish: Publish) -> None:
 
 
 def _jsonable(data: dict[str, Any]) -> dict[str, Any]:
-    """Images may come as bytes; a message is text."""
+    """Encode images, which may be bytes, as text: a message is text."""
     import base64
 
     return {mime: base64.b64encode(part).decode() if isinstance(part, bytes) else part for mime, part in data.items()}
 
 
 def cell_name(filename: str) -> str | None:
-    """ "Cell In[5]" for the file name under which the kernel compiled cell 5, None for any other file."""
+    """Return "Cell In[5]" for the file name under which the kernel compiled cell 5, None for any other file."""
     shell = _shell()
     if shell is None or ("ipykernel_" not in filename and "<ipython-input-" not in filename):
         return None

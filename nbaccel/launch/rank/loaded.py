@@ -1,8 +1,7 @@
-"""Do something with a module when the program loads it. Runs in ranks, and for a time in a kernel; nothing is
-imported that the program does not.
+"""Runs an action on a module when the program loads it. In ranks, and for a time in a kernel; it imports nothing else.
 
-A module that is loaded already, in the kernel or by the zygote, is met at once. Where a version of it does not fit what
-is to be done, the program runs as it would without us.
+For a module that is loaded already, in the kernel or by the zygote, the action runs at once. If a version of the module
+does not fit the action, the program runs as it would without it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def when_loaded(actions: Mapping[str, _Action]) -> None:
 
 @contextmanager
 def when_loaded_meanwhile(actions: Mapping[str, _Action]) -> Iterator[None]:
-    """`when_loaded`, where modules that are imported after the block are not met any more."""
+    """Do the same as `when_loaded`, but only for modules that are imported before the block ends."""
     finder = _meet(actions)
     try:
         yield
     finally:
-        with suppress(ValueError):  # the program has taken it away
+        with suppress(ValueError):  # the program has removed it
             sys.meta_path.remove(finder)
 
 
@@ -48,13 +47,13 @@ def _meet(actions: Mapping[str, _Action]) -> _Finder:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what everybody else finds, and acts on it when it has been loaded."""
+    """Finds every module that the other finders find, and runs its action when it has been loaded."""
 
     def __init__(self, actions: dict[str, _Action]) -> None:
         self._actions = actions
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        action = self._actions.pop(name, None)  # the search below comes by here again
+        action = self._actions.pop(name, None)  # the search below calls this method again
         if action is None:
             return None
         spec = find_spec(name)
@@ -64,7 +63,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Another loader, and something to do after it."""
+    """Another loader, and an action after it."""
 
     def __init__(self, loader: Loader, action: _Action) -> None:
         self._loader = loader

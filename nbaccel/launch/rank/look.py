@@ -1,7 +1,7 @@
-"""Look: a rank's stack as a snapshot, from the traceback of what ended it. Runs in ranks, after the user's code.
+"""Look: turns the traceback of a rank's end into a snapshot of its stack. Runs in ranks, after the user's code.
 
-Frames of ours are left out, those of libraries have no values. The rank's peers are looked at the same way: the kernel
-interrupts them, and the traceback of the interrupt says where they were.
+Frames of the project are left out, those of libraries have no values. The rank's peers are handled the same way: the
+kernel interrupts them, and the traceback of the interrupt says where they were.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _NO_DATA = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, typ
 
 
 def is_users(filename: str) -> bool:
-    """Whether a frame of that file is neither ours nor a library's."""
+    """Return whether a frame of that file belongs neither to the project nor to a library."""
     return not filename.startswith(_NOT_THEIRS)
 
 
 def scenes(trace: TracebackType | None, file: str = "", names: Mapping[str, Any] | None = None) -> list[Scene]:
-    """The stack below where the error was caught, outermost first; of a very deep one the innermost frames.
+    """Return the stack below the place that caught the error, outermost first; of a very deep one the innermost frames.
 
-    names: what the top level of the cell `file` has bound; a frame of it is compiled by parts, and does not know all.
+    names: names that the top level of the cell `file` has bound; a frame of it is compiled in parts, and does not know
+    all.
     """
     found: list[tuple[FrameType, int]] = []
     while trace is not None:
@@ -51,7 +52,7 @@ def scenes(trace: TracebackType | None, file: str = "", names: Mapping[str, Any]
 
 
 def left_behind(file: str, names: Mapping[str, Any]) -> list[Scene]:
-    """A scene for a rank that is through with the cell `file`: the names it has left; none where there are none."""
+    """Return a scene for a rank that is done with the cell `file`: the names it has left; none if there are none."""
     return [Scene(file, 0, "<module>", "", True, _values(names))] if names else []
 
 
@@ -64,7 +65,9 @@ def _scene(frame: FrameType, line: int, more: Mapping[str, Any]) -> Scene:
 
 
 def _names_in(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """The names that the frame's code mentions: its locals, and of the globals, which are the whole notebook, these."""
+    """Yield the names that the frame's code mentions: its locals, and those of the globals, which are the whole
+    notebook.
+    """
     namespace = frame.f_globals
     yield from ((name, namespace[name]) for name in frame.f_code.co_names if name in namespace)
     if not _is_top_level(frame):
@@ -76,12 +79,12 @@ def _is_top_level(frame: FrameType) -> bool:
 
 
 def _values(names: Mapping[str, Any]) -> list[Value]:
-    """What a reader would look at, and of what we prepared what they gave."""
+    """Describe the values that matter to a reader; for prepared objects the originals."""
     data = [(name, plain(value)) for name, value in names.items() if is_data(name, plain(value))]
     return [described(name, value) for name, value in data[:_MOST_VALUES]]
 
 
 def is_data(name: str, value: Any) -> bool:
-    """Whether a reader would look at it: no code, nothing of IPython's, and nothing of ours."""
+    """Return whether a value matters to a reader: it is no code, and belongs neither to IPython nor to the project."""
     is_ours = str(type(value).__module__).startswith("nbaccel.")
     return not (name.startswith("_") or issubclass(type(value), _NO_DATA) or is_ours)

@@ -1,9 +1,9 @@
-"""End a wait for a thread of the notebook, which does not live in a forked rank. Runs in forked ranks.
+"""LostThreads: ends a wait for a thread of the notebook, which does not exist in a forked rank. Runs in forked ranks.
 
-A fork keeps only the thread that forks. What the notebook serves by another thread (a queue that a prefetcher fills, a
-writer's queue) would keep the rank waiting for ever. The main thread is looked at now and then. It has waited in vain
-where it waits without a limit for a condition or a lock of Python, has not moved for some seconds, and no thread of
-the rank is left that could wake it.
+A fork keeps only the thread that forks. Work that another thread of the notebook does (a prefetcher that fills a queue,
+a writer that empties one) would keep the rank waiting for ever. So the main thread is checked from time to time. Its
+wait is in vain if it waits without a limit for a condition or a lock of Python, has not moved for some seconds, and no
+thread of the rank is left that could wake it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _WAKE_NOBODY = ("tqdm", "multiprocessing.queues")
 """Modules whose threads in a rank only write."""
 
 _WATCHES = ("nbaccel-death-watch", "nbaccel-stacks", "nbaccel-telemetry", "nbaccel-lost-threads")
-"""Threads of ours that wake nobody either. Others of ours do: one writes a checkpoint that the program waits for."""
+"""Threads of the project that wake no waiting thread. Others do: one writes a checkpoint that the program waits for."""
 
 _MOST_OBJECTS = 2000
-"""Of the notebook's, that are looked at before a start; some milliseconds."""
+"""Number of the notebook's objects that are searched before a start; it takes some milliseconds."""
 
 _OPENED_AGAIN = ("concurrent.futures", "multiprocessing", "torch", "tensorboard")
 """Modules whose objects with threads a rank opens again by itself (`inherited.py`), or that wait for none."""
@@ -46,15 +46,16 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
 def threads_of_the_notebook() -> list[threading.Thread]:
-    """Threads of this process that a program may wait for. Asked in the kernel, in the thread that forks."""
+    """Return threads of this process that a program may wait for. Called in the kernel, in the thread that forks."""
     mine = (threading.main_thread(), threading.current_thread())
     return [thread for thread in threading.enumerate() if thread not in mine and not _is_of(thread, _SERVANTS)]
 
 
 def threads_held_by(values: Mapping[str, Any]) -> dict[str, str]:
-    """The names whose values hold a thread of the program, or what such a thread works on; each with the thread's name.
+    """Return the names whose values hold a thread of the program, or an object of such a thread, with the thread's
+    name.
 
-    Asked in the kernel. Attributes and the standard containers are followed, and no code of theirs is run.
+    Called in the kernel. It follows attributes and the standard containers, and runs none of their code.
 
     >>> threads_held_by({"x": [1, 2], "word": "x"})
     {}
@@ -76,7 +77,7 @@ def threads_held_by(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _worked_on_by(thread: threading.Thread) -> list[Any]:
-    """The object whose method the thread runs, and what it was given; plain values are nobody's."""
+    """Return the object whose method the thread runs, and its arguments; plain values are left out."""
     target = getattr(thread, "_target", None)
     given = [getattr(target, "__self__", None), *getattr(thread, "_args", ()), *getattr(thread, "_kwargs", {}).values()]
     return [obj for obj in given if not issubclass(type(obj), int | float | str | bytes | tuple | type(None))]
@@ -98,7 +99,7 @@ def _parts(obj: Any) -> list[Any]:
 
 
 def _is_of(thread: threading.Thread, modules: Sequence[str]) -> bool:
-    """Whether the thread does the work of one of `modules` or of a module in them."""
+    """Return whether the thread does the work of one of `modules` or of a module in them."""
     kind = type(thread)
     work = getattr(thread, "_target", None)
     module = str(getattr(work, "__module__", "") if kind is threading.Thread else kind.__module__)
@@ -117,7 +118,7 @@ class LostThreads:
         self._interrupt = interrupt
 
     def start(self) -> None:
-        """Begin to watch, in a thread; there is nothing to watch for in a notebook without threads of its own."""
+        """Begin to watch, in a thread; a notebook without threads of its own needs no watch."""
         if self._names:
             threading.Thread(target=self._run, name="nbaccel-lost-threads", daemon=True).start()
 
@@ -135,10 +136,10 @@ class LostThreads:
                 since = time.monotonic()
                 if awaited is not None:
                     self._interrupt(NotInRanks(self._sentence(frame, awaited)))
-            del frame  # it holds what the user's code holds
+            del frame  # the frame keeps the user's objects alive
 
     def _awaited_in_vain(self, frame: FrameType) -> Any:
-        """The condition or lock that nobody is left to signal; None while somebody may be."""
+        """Return the condition or lock that no thread is left to signal; None if a thread may do it."""
         others = [each for each in threading.enumerate() if each is not threading.main_thread()]
         if any(each.name not in _WATCHES and not _is_of(each, _WAKE_NOBODY) for each in others):
             return None
@@ -161,7 +162,7 @@ class LostThreads:
             *(each.f_locals["self"] for each in frames[: frames.index(cell)] if "self" in each.f_locals),
         ]
         name, called = "", objects[-1]
-        for each in objects:  # the outermost that the cell has a name for
+        for each in objects:  # the outermost object that the cell has a name for
             found = next((name for name, value in names.items() if value is each and not name.startswith("_")), None)
             name, called = (name, called) if found is None else (found, each)
         kind = f"{type(called).__module__}.{type(called).__qualname__}"
@@ -176,7 +177,7 @@ class LostThreads:
 
 
 def _lock_in_line(frame: FrameType) -> Any:
-    """The lock that the line is about to take: by `with lock:` or `lock.acquire()`; None if there is none."""
+    """Return the lock that the line is about to take: by `with lock:` or `lock.acquire()`; None if there is none."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     if not (line.startswith("with ") and line.endswith(":")) and ".acquire(" not in line:
         return None
@@ -192,7 +193,7 @@ def _lock_in_line(frame: FrameType) -> Any:
 
 
 def _cpu_ticks() -> int:
-    """The processor time that the main thread has used: one that computes does not wait."""
+    """Return the processor time that the main thread has used: a thread that computes does not wait."""
     with open(f"/proc/self/task/{os.getpid()}/stat", encoding="utf-8", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])

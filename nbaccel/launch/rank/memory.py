@@ -1,7 +1,7 @@
-"""What a rank holds of the host's and its devices' memory. Runs in ranks; creates no CUDA context, waits for nothing.
+"""Reads the host and device memory of a rank. Runs in ranks; creates no CUDA context, waits for nothing.
 
 Host bytes come from the kernel's own counts, device bytes from torch's caching allocator. Not covered: devices other
-than CUDA's (and what stands in for CUDA under ROCm), and what libraries take beside the allocator.
+than CUDA's (and those that ROCm presents as CUDA's), and memory that libraries take outside of the allocator.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ class MemoryMeter:
         return Memory(host_bytes, max(host_bytes, peak_bytes), self._limit_bytes, *self._device_bytes())
 
     def _device_bytes(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """Allocated, reserved, most ever reserved and total of the devices that this process has tensors on."""
+        """Return allocated, reserved, most ever reserved and total bytes of the devices that this process has
+        tensors on.
+        """
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return None, None, None, None
         rows = [_of_device(torch, index) for index in range(torch.cuda.device_count())]
-        used = [row for row in rows if row[2]]  # a rank's own; all that a model is spread over
+        used = [row for row in rows if row[2]]  # the rank's own device, or all devices that a model is spread over
         allocated, reserved, peak, total = (sum(column) for column in zip(*used, strict=True)) if used else (0, 0, 0, 0)
         return allocated, reserved, peak, total or None
 
 
 def _of_device(torch: Any, index: int) -> tuple[int, int, int, int]:
-    stats = torch.cuda.memory_stats_as_nested_dict(index)  # as it comes: to flatten and sort it takes the most time
+    stats = torch.cuda.memory_stats_as_nested_dict(index)  # nested: flattening and sorting it takes most of the time
     allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
     return (
         allocated["current"],

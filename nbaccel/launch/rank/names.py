@@ -1,6 +1,6 @@
-"""Names: which global names the code of a cell reads and binds. Runs in the kernel and in ranks; runs no code.
+"""Names: finds the global names that the code of a cell reads and binds. Runs in the kernel and in ranks; runs no code.
 
-By its bytecode where all that can happen counts, by its text where an order does.
+It reads the bytecode if all possible accesses count, and the text if their order matters.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _HAVE_TRAINERS = frozenset({"accelerate", "catalyst", "lightning", "pytorch_ligh
 
 
 def names_read(parts: Sequence[types.CodeType]) -> set[str]:
-    """Global names that the code may read, in nested functions too; names of builtins are among them."""
+    """Return global names that the code may read, in nested functions too; names of builtins are among them."""
     return {name for code in parts for name in _names(code, _READS, nested=True)}
 
 
 def names_assigned(parts: Sequence[types.CodeType]) -> set[str]:
-    """Names that the code's top level binds."""
+    """Return names that the code's top level binds."""
     return {name for code in parts for name in _names(code, _WRITES, nested=False)}
 
 
@@ -64,7 +64,7 @@ def _names(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Iterato
 
 
 def with_their_own(names: Iterable[str], namespace: Mapping[str, Any]) -> set[str]:
-    """`names`, and those that functions and classes of the notebook behind them read, and so on."""
+    """Return `names`, and the names that functions and classes of the notebook behind them read, and so on."""
     found = set(names)
     to_read = list(found)
     while to_read:
@@ -76,13 +76,14 @@ def with_their_own(names: Iterable[str], namespace: Mapping[str, Any]) -> set[st
 
 
 def seeds(parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool:
-    """Whether the code, or a function of the notebook that it may call, seeds random generators."""
+    """Return whether the code, or a function of the notebook that it may call, seeds random generators."""
     called = (namespace.get(name) for name in with_their_own(names_read(parts), namespace))
     return any(_SEEDS & _all_names(code) for code in (*parts, *(code for value in called for code in codes_of(value))))
 
 
 def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], others: Collection[str] = ()) -> bool:
-    """Whether the code, or what it reads of the notebook, is written for several ranks, by the names that it has.
+    """Return whether the code, or a value of the notebook that it reads, is written for several ranks, judging by
+    names.
 
     others: names that the cell mentions beside its code.
 
@@ -104,7 +105,7 @@ def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], o
 
 
 def _paths(code: types.CodeType) -> Iterator[tuple[str, ...]]:
-    """Names as the code follows them, attribute by attribute: ("torch", "distributed", "get_rank")."""
+    """Yield the paths of names in the code, attribute by attribute: ("torch", "distributed", "get_rank")."""
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         kind, name = instruction.opname, instruction.argval
@@ -134,7 +135,7 @@ def _is_of_ranks(path: tuple[str, ...]) -> bool:
 
 
 def _makes_trainer(path: tuple[str, ...], values: Mapping[str, Any], paths: Iterable[tuple[str, ...]]) -> bool:
-    """Whether the path leads to a Trainer of a library, through its module."""
+    """Return whether the path leads to a Trainer of a library, through its module."""
     root, *rest = path
     if not any(name.endswith("Trainer") for name in rest):
         return False
@@ -149,12 +150,12 @@ def _is_trainer(value: Any) -> bool:
 
 
 def home_of(value: Any) -> tuple[str, ...]:
-    """The module that the value is, or is from, part by part."""
+    """Return the module that `value` is, or comes from, part by part."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
         name = vars(value).get("__name__")
     elif kind is types.FunctionType:
-        name = value.__globals__.get("__name__")  # of what wraps a function of the notebook, not the notebook
+        name = value.__globals__.get("__name__")  # the module of the function's wrapper, not the notebook
     else:
         name = (value if issubclass(kind, type | types.BuiltinFunctionType) else kind).__module__
     return tuple(str(name).split("."))
@@ -171,7 +172,7 @@ def _all_names(code: types.CodeType) -> set[str]:
 
 
 def codes_of(value: Any) -> Iterator[types.CodeType]:
-    """The code of a function of the notebook, or of the methods of a class of it."""
+    """Yield the code of a function of the notebook, or of the methods of a class of the notebook."""
     kind = type(value)
     if kind is types.FunctionType:
         if value.__module__ == "__main__":
@@ -183,7 +184,7 @@ def codes_of(value: Any) -> Iterator[types.CodeType]:
 
 
 def _function_in(part: Any) -> types.FunctionType | None:
-    """The function that an attribute of a class is, or is made of."""
+    """Return the function that an attribute of a class is, or is made of."""
     for kind, name in ((staticmethod, "__func__"), (classmethod, "__func__"), (property, "fget")):
         if type(part) is kind:
             part = getattr(part, name)
@@ -191,7 +192,7 @@ def _function_in(part: Any) -> types.FunctionType | None:
 
 
 def names_in_magics(code: str) -> set[str]:
-    """Words in what the cell hands to magics, line by line or as a cell of their own: each may be a name.
+    """Return words in the arguments of magics, of lines or of whole cells: each may be a name.
 
     >>> sorted(names_in_magics("get_ipython().run_cell_magic('time', '', 'fit(model)')"))
     ['fit', 'model']
@@ -208,7 +209,7 @@ def names_in_magics(code: str) -> set[str]:
 
 
 def loop_variables(code: str) -> set[str]:
-    """Names bound by `for` and `with` at the top level and in its blocks: not results, but leftovers."""
+    """Return names bound by `for` and `with` at the top level and in its blocks: they are leftovers, not results."""
     targets: list[ast.AST] = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.For | ast.AsyncFor):
@@ -219,14 +220,14 @@ def loop_variables(code: str) -> set[str]:
 
 
 def made_before_read(code: str) -> set[str]:
-    """Return the names that the cell binds in any case before it reads them: what they were before is not needed.
+    """Return the names that the cell always binds before it reads them: their earlier values are not needed.
 
     >>> sorted(made_before_read("model = build()\\nmodel.train()\\nif x:\\n    y = 1\\nprint(y)"))
     ['model']
     """
     try:
         body = ast.parse(code).body
-    except SyntaxError:  # compiling tells it better
+    except SyntaxError:  # compiling gives a better error
         return set()
     read: set[str] = set()
     made: set[str] = set()

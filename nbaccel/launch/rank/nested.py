@@ -1,11 +1,13 @@
-"""Refuse other libraries' launchers in a rank: each rank would start ranks of its own. Runs in ranks, and below them.
+"""Refuses other libraries' launchers in a rank: each rank would start its own ranks.
 
-Told by what a launcher does. One that stands on torch elastic (Accelerate's `notebook_launcher`, torchrun's `main`)
-runs an elastic agent in the rank. One that starts processes itself (`torch.multiprocessing.spawn`, Accelerate's
-`debug_launcher`) has them form a process group, by the rank's own addresses and ports. Processes that form none go
-on: workers of loaders, pools, the preparation of data.
+Runs in ranks, and in their children.
 
-A process that `multiprocessing` itself spawns, and a program that is started as a command, are not seen here.
+A launcher is recognised by its actions. One that is built on torch elastic (Accelerate's `notebook_launcher`,
+torchrun's `main`) runs an elastic agent in the rank. One that starts processes itself (`torch.multiprocessing.spawn`,
+Accelerate's `debug_launcher`) makes them form a process group, by the rank's own addresses and ports. Processes that
+form no group are allowed: workers of loaders, pools, the preparation of data.
+
+A process that `multiprocessing` itself spawns, and a program that is started as a command, are not detected.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ _SPAWN = "torch.multiprocessing.spawn"  # also the name of a function there, so 
 
 
 def refuse_launchers(world: World) -> None:
-    """Let elastic agents in this process, and process groups in its children, be a `NestedLaunch`. Once per process."""
+    """Make elastic agents in this process, and process groups in its children, raise `NestedLaunch`.
+
+    Once per process.
+    """
     when_loaded({_AGENTS: partial(_refuse_agents, world), _SPAWN: partial(_refuse_groups_below, world)})
     os.register_at_fork(after_in_child=partial(_refuse_groups, world))
 
@@ -46,21 +51,22 @@ def _refuse_agents(world: World, module: ModuleType) -> None:
 
 
 def _refuse_groups_below(world: World, module: Any) -> None:
-    """In the processes that `torch.multiprocessing` starts, which may be new interpreters."""
+    """Refuse groups in the processes that `torch.multiprocessing` starts, which may be new interpreters."""
     module._wrap = _Spawned(world, module._wrap)
 
 
 def _refuse_groups(world: World) -> None:
-    """In a process that a rank started, before any code of the user's.
+    """Refuse groups in a process that a rank started, before any code of the user's.
 
-    Programs import `init_process_group` by name, so the function itself is changed: what torch's decorator calls.
+    Programs import `init_process_group` by name, so the function itself is changed: the one that torch's decorator
+    calls.
     """
     import torch.distributed as dist
 
     given: list[Any] = []
 
     def init_process_group(*args: Any, **kwargs: Any) -> NoReturn:
-        # A FileStore among them would remove its file when it goes, in which debug_launcher's own error would end.
+        # A FileStore among them would remove its file when freed, and debug_launcher would fail with another error.
         given.append((args, kwargs))
         raise NestedLaunch(
             f"{_here(world)}: a process that this rank started (by torch.multiprocessing.spawn, say, or Accelerate's "
@@ -79,7 +85,7 @@ def _here(world: World) -> str:
 
 
 def _instead(name: str | None) -> str:
-    """The line to change. name: of the function that was to run in every process."""
+    """Return the line to change. name: of the function that was to run in every process."""
     call = f"{name}(...)" if name else "the function"
     return (
         f"The processes are there already: call {call} directly. Or call the launcher in a cell without %%accelerate, "
@@ -88,7 +94,7 @@ def _instead(name: str | None) -> str:
 
 
 class _Spawned:
-    """What runs in a process that `torch.multiprocessing` starts, which may be a new interpreter."""
+    """Function that runs in a process that `torch.multiprocessing` starts, which may be a new interpreter."""
 
     def __init__(self, world: World, torchs: Callable[..., None]) -> None:
         self._world = world
@@ -103,5 +109,5 @@ class _Spawned:
 
 
 def _spawned(world: World) -> _Spawned:
-    """In the new interpreter, where torch's own is in its place."""
+    """Rebuild the function in the new interpreter, in which torch's own function is unchanged."""
     return _Spawned(world, importlib.import_module(_SPAWN)._wrap)

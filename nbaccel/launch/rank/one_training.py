@@ -1,13 +1,13 @@
-"""Find out whether what an optimizer steps is one training in all ranks, before it changes anything. Runs in ranks.
+"""Finds out whether an optimizer steps one training in all ranks, before it changes anything. Runs in ranks.
 
-It is decided once for each optimizer, by evidence and never by a library's name. Parameters that DDP or FSDP
-synchronises pass, and so do DTensors and what a `TaskWatch` keeps equal. For others the ranks lay a fingerprint of this
-step's gradients beside each other, on the control page, without a collective. Different ones are separate trainings,
-and an error; equal ones were synchronised by hand, or every rank does the same work, and one notice says which. A rank
-whose peers take no such step within 5 s steps alone, and says so.
+It decides once for each optimizer, by evidence and never by a library's name. Parameters that DDP or FSDP synchronises
+pass, and so do DTensors and parameters that a `TaskWatch` keeps equal. For others the ranks compare a fingerprint of
+this step's gradients, on the control page, without a collective. Different fingerprints mean separate trainings, which
+is an error; equal ones mean gradients that were synchronised by hand, or the same work in every rank, and one notice
+says which. A rank whose peers take no such step within 5 s steps alone, and says so.
 
-Updates without a step of torch's optimizers are seen at the backwards, one step later: see `by_hand`. Parameters that
-a cell has trained are compared once more at its end, see `parameters.checksum`.
+Updates without a step of torch's optimizers are noticed at the backwards, one step later: see `by_hand`. Parameters
+that a cell has trained are compared again at its end, see `parameters.checksum`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SYNCHRONISE = {
 class OneTraining:
     """Judges the optimizers of one rank.
 
-    collectives: how many this rank has entered, of any kind that can be counted.
+    collectives: returns the number of collectives that this rank has entered, of every kind that can be counted.
     """
 
     def __init__(self, page: ControlPage, world: World, collectives: Callable[[], int]) -> None:
@@ -57,13 +57,13 @@ class OneTraining:
         self._world = world
         self._collectives = collectives
         self._peers: Sequence[int] = [rank for rank in range(world.world_size) if rank != world.rank]
-        self._settled: dict[int, weakref.ref[Any]] = {}  # by id: the user's class may have no hash
+        self._settled: dict[int, weakref.ref[Any]] = {}  # by id, since the user's class may have no hash
         self._waits: dict[int, weakref.ref[Any]] = {}  # stepped once, after ranks had exchanged something
         self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._judged: Counter[int] = Counter()  # optimizers by their kind and shapes
         self._laid: list[int] = []  # keys of this rank, in their order
         self._begun_with = 0
-        self._has_said = False  # that all do the same
+        self._has_said = False  # the notice that all ranks do the same
         self._was_warned = False
         self._refused: NotPrepared | None = None
         self._by_hand = UpdatesByHand(self)
@@ -71,7 +71,7 @@ class OneTraining:
         self._keeper: TaskWatch | None = None
 
     def watch(self) -> None:
-        """Judge every optimizer before its step, from now on. Once per process."""
+        """Judge every optimizer before its step, from now on. Called once per process."""
         self._is_watching = True
         when_loaded(
             {
@@ -82,7 +82,9 @@ class OneTraining:
         )
 
     def begin(self, outsiders: Sequence[int] = (), keeper: TaskWatch | None = None) -> None:
-        """A task begins.  outsiders: ranks that take no part in it.  keeper: who keeps its training together."""
+        """Begin a task.  outsiders: ranks that take no part in it.  keeper: the watch that keeps its training equal,
+        if any.
+        """
         self._keeper = keeper
         self._peers = [rank for rank in range(self._world.world_size) if rank not in (self._world.rank, *outsiders)]
         self._judged.clear()
@@ -93,12 +95,12 @@ class OneTraining:
         self._watch_backwards()
 
     def _watch_backwards(self) -> None:
-        self._by_hand.end()  # of a task that failed
+        self._by_hand.end()  # left by a task that failed
         if self._is_watching and self._peers:
             self._by_hand.begin()
 
     def end(self) -> None:
-        """A task has come to its own end.
+        """End a task that finished.
 
         Raises:
             NotPrepared: it was refused, and the program went on: ``except Exception`` around a batch does that.
@@ -108,7 +110,8 @@ class OneTraining:
             raise self._refused
 
     def facts(self) -> dict[str, bool]:
-        """For the kernel, at a task's end: whether this rank exchanged anything, was warned, has prepared models.
+        """Return facts for the kernel, at a task's end: whether this rank exchanged data, was warned, has prepared
+        models.
 
         implicit: it trained without having prepared anything.
         """
@@ -125,7 +128,7 @@ class OneTraining:
     def _note_wrappers(self, name: str, module: Any) -> None:
         kind, wrappers = getattr(module, name), self._wrappers
 
-        def make(cls: Any, *args: Any, **kwargs: Any) -> Any:  # and no `__init__`, for which its warnings would name us
+        def make(cls: Any, *args: Any, **kwargs: Any) -> Any:  # no `__init__`: its warnings would name this file
             wrapper = object.__new__(cls)
             wrappers.add(wrapper)
             return wrapper
@@ -139,7 +142,7 @@ class OneTraining:
             return None
         parameters = self._alone(optimizer)
         if not parameters or (self._wrappers and not _has_model(parameters)):
-            # What nothing synchronises, beside a model that something does, and is no model's: inputs, say.
+            # Tensors that nothing synchronises, of no model, beside a synchronised model: inputs, for example.
             self._settle(optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -159,7 +162,8 @@ class OneTraining:
         return judged
 
     def _judge(self, optimizer: Any, parameters: Sequence[Any]) -> None:
-        """
+        """Compare this step with the peers.
+
         Raises:
             NotPrepared: another rank steps with other gradients, or steps another optimizer.
         """
@@ -170,7 +174,7 @@ class OneTraining:
                 self._settle(optimizer)
             return
         if id(optimizer) not in self._waits and self.has_exchanged():
-            # Ranks have spoken with each other: they may be about to, once more. The second step shows it.
+            # The ranks have exchanged data, and may do so again before the step. The second step shows it.
             _remember(optimizer, self._waits)
             return
         kind = _kind(optimizer)
@@ -186,14 +190,14 @@ class OneTraining:
             self._say_equal(optimizer)
 
     def _compare(self, key: int, found: int) -> tuple[list[int], list[int]]:
-        """The peers that step otherwise, and those that take no such step. Waits for them 5 s at most."""
+        """Return the peers whose step differs, and those that take no such step. It waits for them 5 s at most."""
         laid, apart, missing = self._wait_for_peers(key, found)
-        # A peer that steps what this rank never did trains something else; one that is late, or through, does not.
+        # A peer that steps what this rank never did trains something else; one that is late, or done, does not.
         elsewhere = [peer for peer in missing if any(other % 2 for other in laid[peer].keys() - set(self._laid))]
         return apart + elsewhere, [peer for peer in missing if peer not in elsewhere]
 
     def _wait_for_peers(self, key: int, found: int) -> tuple[dict[int, dict[int, int]], list[int], list[int]]:
-        """What each peer has laid, the peers whose number for `key` differs, and those that have none."""
+        """Return the entries of each peer, the peers whose number for `key` differs, and those that have none."""
         page = self._page
         page.lay(self._world.rank, len(self._laid), key, found)
         self._laid.append(key)
@@ -210,7 +214,9 @@ class OneTraining:
     # -- for updates by hand
 
     def has_exchanged(self) -> bool:
-        """Whether the program has; of a task that is kept together nothing can be known by counting."""
+        """Return whether the program has exchanged data; for a task that a watch keeps equal, counting proves
+        nothing.
+        """
         return not self._is_implicit and self._collectives() != self._begun_with
 
     def keeps(self, leaf: Any) -> bool:
@@ -256,7 +262,7 @@ class OneTraining:
     # -- what is known
 
     def _alone(self, optimizer: Any) -> list[Any]:
-        """Parameters that nothing is known to synchronise."""
+        """Return parameters that nothing is known to synchronise."""
         known = {id(parameter) for wrapper in self._wrappers for parameter in _kept_together(wrapper)}
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         sharded = () if tensors is None else (tensors.DTensor,)
@@ -309,7 +315,7 @@ class OneTraining:
         )
 
     def _say_equal(self, optimizer: Any) -> None:
-        """Once for each task: a search over many models would say it of each."""
+        """Say it once for each task: a search over many models would repeat it for each."""
         if self._has_said:
             return
         self._has_said = True
@@ -327,7 +333,7 @@ class OneTraining:
 
 
 def _kept_together(wrapper: Any) -> Iterator[Any]:
-    """Parameters that `wrapper` synchronises; also the parts of them that its own optimizer steps (ZeRO)."""
+    """Yield parameters that `wrapper` synchronises; also the parts of them that its own optimizer steps (ZeRO)."""
     if "_modules" not in vars(wrapper):
         return  # its constructor has raised
     yield from wrapper.parameters()
@@ -336,7 +342,7 @@ def _kept_together(wrapper: Any) -> Iterator[Any]:
 
 
 def _remember(value: Any, known: dict[int, weakref.ref[Any]]) -> None:
-    """Keep the id of `value` while it lives."""
+    """Keep the id of `value` while `value` lives."""
     key = id(value)
 
     def forget(_: object) -> None:
@@ -346,13 +352,13 @@ def _remember(value: Any, known: dict[int, weakref.ref[Any]]) -> None:
 
 
 def _kind(optimizer: Any) -> int:
-    """A number by the class of `optimizer` and the shapes that it steps."""
+    """Return a number that identifies the class of `optimizer` and the shapes that it steps."""
     shapes = [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
     return number(repr((type(optimizer).__qualname__, shapes)).encode())
 
 
 def _has_model(tensors: Sequence[Any]) -> bool:
-    """Whether parameters of models are among them."""
+    """Return whether parameters of models are among `tensors`."""
     kind = sys.modules["torch"].nn.Parameter
     return any(isinstance(tensor, kind) for tensor in tensors)
 
@@ -362,7 +368,7 @@ def _ranks(peers: Sequence[int]) -> str:
 
 
 def _once_or_together() -> str:
-    """What to do instead of the same work in every rank."""
+    """Return what to do instead of the same work in every rank."""
     library = _library_that_trains()
     if library:
         return f"{library} trains by itself, and shares nothing out among ranks: -n 1 does it once."
@@ -370,7 +376,7 @@ def _once_or_together() -> str:
 
 
 def _warn(text: str) -> None:
-    """A warning at the user's line."""
+    """Warn at the user's line."""
     frame, _ = _users_line()
     with unignored():
         if frame is None:
@@ -380,8 +386,9 @@ def _warn(text: str) -> None:
 
 
 def _library_that_trains() -> str:
-    """The function of a library that has the loop, as the user's line calls it: "fit of skorch"; "" for a loop of the
-    user's own."""
+    """Return the library's function that runs the loop, as the user's line calls it: "fit of skorch"; "" for a loop
+    of the user's own.
+    """
     frame, below = _users_line()
     if frame is None or not below:
         return ""
@@ -392,7 +399,7 @@ def _library_that_trains() -> str:
 
 
 def _users_line() -> tuple[FrameType | None, list[FrameType]]:
-    """The innermost frame of the user's, and those that it has called, outermost first."""
+    """Return the innermost frame of the user's, and the frames that it has called, outermost first."""
     torchs = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
     below: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)

@@ -1,7 +1,7 @@
-"""OOM score: who is killed first when the machine runs out of memory. Runs in ranks.
+"""OOM score: decides which process is killed first when the machine runs out of memory. Runs in ranks.
 
-Without it the system may take the notebook's kernel, which holds the data, for a rank's greed. Anybody may raise the
-score of a process; it stays with its children, and is never lowered here.
+Without it the system may kill the notebook's kernel, which holds the data, for the memory that a rank takes. Every
+process may raise its own score; children inherit it, and it is never lowered here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import os
 __all__ = ["volunteer"]
 
 RANK, CHILD_OF_RANK = 900, 1000
-"""Of at most 1000. A loader's worker process goes first: its end is an error in its rank, which can still speak."""
+"""Scores, of at most 1000.
+
+A loader's worker process is killed first: its end is an error in its rank, which can still report it.
+"""
 
 
 def volunteer(score_file: str = "/proc/self/oom_score_adj") -> None:
@@ -23,7 +26,7 @@ def volunteer(score_file: str = "/proc/self/oom_score_adj") -> None:
 
 def _raise_to(score: int, score_file: str) -> None:
     with (
-        contextlib.suppress(OSError, ValueError),  # not Linux, or not allowed: then the system chooses as it likes
+        contextlib.suppress(OSError, ValueError),  # not Linux, or not allowed: then the system chooses
         open(score_file, "r+b", buffering=0) as file,
     ):
         if int(file.read()) < score:

@@ -1,7 +1,8 @@
-"""Values by numbers: whether the parameters that a value holds are the same elsewhere, or a container as before.
+"""Numbers for values: they show whether parameters are the same elsewhere, or whether a container has changed.
 
-Ranks compare such numbers at an optimizer's step and at the end of a cell; the notebook compares what it has with what
-a rank had. Sums of bits, so nothing is sent but numbers. Runs in ranks and in the kernel, and does not import torch.
+Ranks compare such numbers at an optimizer's step and at the end of a cell; the notebook compares its values with those
+of a rank. They are sums of bits, so nothing is sent but numbers. Runs in ranks and in the kernel, and does not import
+torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
-"""Types of torch by their bytes. Sums of integers do not depend on the order of the summands, so not on the device."""
+"""Types of torch by their bytes. Sums of integers depend neither on the order of the summands nor on the device."""
 
 _BOUND = (
     type(threading.Lock()),
@@ -48,14 +49,14 @@ _SAMPLE = 4096
 _SMALL = 1 << 16  # elements
 _DEPTH = 2  # a trainer has a model that has a network
 _MOST_PARTS = 2000
-"""Elements and attributes that are looked through for parameters; what has more is not judged by them."""
+"""Number of elements and attributes that are searched for parameters; a larger value is not judged by them."""
 
 
 def checksum(value: Any) -> int | None:
-    """Return a number that is equal for equal parameters in `value`; None where there are none.
+    """Return a number that is equal for equal parameters in `value`; None if there are none.
 
-    Parameters are those of a model or an optimizer, tensors that want a gradient, and such in a list, a dictionary or
-    the attributes of an object. Also None where ranks hold different parts of them: FSDP, DTensors.
+    Parameters are those of a model or an optimizer, tensors that require a gradient, and such values in a list, a
+    dictionary or the attributes of an object. It is also None if ranks hold different parts of them: FSDP, DTensors.
     """
     weights = parameters_of(value)
     tensors: Any = sys.modules.get("torch.distributed.tensor")
@@ -65,7 +66,7 @@ def checksum(value: Any) -> int | None:
 
 
 def checksums(named: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """The `checksum` of each value that has parameters, and the names that only hold what another name has.
+    """Return the `checksum` of each value that has parameters, and the names that only hold parameters of other names.
 
     Models and tensors come first: of ``model``, ``optimizer`` and ``trainer`` the last two only hold it.
     """
@@ -86,7 +87,7 @@ def checksums(named: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
 
 
 def parameters_of(value: Any) -> list[Any]:
-    """What `checksum` adds up, each once."""
+    """Return the parameters that `checksum` adds up, each once."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -96,7 +97,7 @@ def parameters_of(value: Any) -> list[Any]:
 
 
 def model_in(value: Any) -> str | None:
-    """The name of the first attribute that is a model; "" where it is one itself, and None where there is none."""
+    """Return the name of the first attribute that is a model; "" if `value` is a model, and None if there is none."""
     torch, attributes = sys.modules.get("torch"), attributes_of(value)
     if torch is None or attributes is None:
         return None
@@ -106,7 +107,9 @@ def model_in(value: Any) -> str | None:
 
 
 def is_bound_to_its_process(value: Any, depth: int = 3) -> bool:
-    """Whether it has a lock, a thread, an open file, a weak reference or a generator in it, as far as is looked."""
+    """Return whether `value` holds a lock, a thread, an open file, a weak reference or a generator, within the
+    searched depth.
+    """
     left = _MOST_PARTS
     values = [value]
     for _ in range(depth):
@@ -119,10 +122,10 @@ def is_bound_to_its_process(value: Any, depth: int = 3) -> bool:
 
 
 def mark(value: Any) -> int | None:
-    """A number that changes when a container or an array is written into, or an object gets other attributes.
+    """Return a number that changes when a container or an array is written to, or an object gets other attributes.
 
-    None for anything else. What attributes consist of is not looked at: a fit sets new ones. Of arrays some 4,096
-    elements are. Objects that hold data are left out, they cache.
+    It is None for anything else. The contents of attributes are not read: a fit sets new ones. Of arrays, some 4,096
+    elements are read. Objects that hold data are left out, because they cache.
     """
     kind = type(value)
     if issubclass(kind, list):
@@ -161,7 +164,7 @@ def _mark_of_tensor(tensor: Any, torch: Any) -> int | None:
 
 
 def fingerprint(tensors: Iterable[Any]) -> int | None:
-    """A number by the bits of `tensors`; None where there is nothing but zeros. Waits for the devices."""
+    """Return a number for the bits of `tensors`; None if they hold only zeros. It waits for the devices."""
     torch = sys.modules["torch"]
     sums: dict[Any, list[Any]] = {}
     for tensor in tensors:
@@ -176,7 +179,7 @@ def fingerprint(tensors: Iterable[Any]) -> int | None:
         whole = bits.view(getattr(torch, _INTEGERS[bits.element_size()]))
         words = _words(whole) if whole.numel() > _SMALL else whole
         sums.setdefault(tensor.device, []).append(words.sum(dtype=torch.int64))
-        if whole.numel() <= _SMALL:  # of two classes' biases one often gains what the other loses: the sum is the same
+        if whole.numel() <= _SMALL:  # of two biases one often gains what the other loses: equal sums
             sums[tensor.device].append((whole * whole).sum(dtype=torch.int64))
     numbers = [each for sum_ in sums.values() for each in torch.stack(sum_).tolist()]
     if not any(numbers):
@@ -185,7 +188,7 @@ def fingerprint(tensors: Iterable[Any]) -> int | None:
 
 
 def _words(integers: Any) -> Any:
-    """As integers of 64 bits where they lie in a row: these need no conversion, and are summed faster."""
+    """Return contiguous integers as integers of 64 bits: these need no conversion, and are summed faster."""
     size = integers.element_size()
     if not integers.is_contiguous() or integers.nbytes % 8 or integers.storage_offset() * size % 8:
         return integers
@@ -193,18 +196,18 @@ def _words(integers: Any) -> Any:
 
 
 def number(data: bytes) -> int:
-    """63 bits, and never 0."""
+    """Return a number of 63 bits that is never 0."""
     return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1) | 1
 
 
 def _is_itself(value: Any) -> bool:
-    """Whether it is a model or a tensor, and not what holds one."""
+    """Return whether `value` is a model or a tensor itself, and not an object that holds one."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(type(value), torch.Tensor | torch.nn.Module)
 
 
 class _Walk:
-    """Looks for parameters in what a value consists of."""
+    """Searches the parts of a value for parameters."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -238,7 +241,7 @@ class _Walk:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """The elements of a container, or the attributes of an object of a class."""
+    """Return the elements of a container, or the attributes of an object of a class."""
     kind = type(value)
     if issubclass(kind, list | tuple):
         return list(kind.__iter__(value))

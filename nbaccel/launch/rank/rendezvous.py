@@ -1,7 +1,7 @@
-"""How ranks of one machine find each other: a file in a private folder, behind torch's own `env://`. Runs in ranks.
+"""Rendezvous of ranks on one machine: a file in a private folder, behind torch's own `env://`. Runs in ranks.
 
-Raw DDP, Accelerate and Fabric all initialise their group by `env://`, so they meet here without knowing. No port is
-opened for it: torch's TCP store listens on every interface and knows no password.
+Raw DDP, Accelerate and Fabric all initialise their group by `env://`, so they use this rendezvous without a change. No
+port is opened for it: torch's TCP store listens on every interface and has no password.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default for a process gr
 def meet_in_file(path: str, world: World) -> None:
     """Let `env://` in this process yield a store in the file `path` for this `world`.
 
-    A group that is destroyed and made again gets a fresh prefix, because the file still holds the old group's keys.
-    The store is not told the world size: with it, the last rank to drop a store removes the file, and now and then
-    that happened while a faster rank was already writing the next group's keys into it, which then waited for ever.
-    The file goes with its folder. Connections between the ranks stay on loopback.
+    A group that is destroyed and made again gets a new prefix, because the file still holds the old group's keys. The
+    store does not get the world size: with it, the last rank to release a store removes the file, and sometimes that
+    happened while a faster rank was already writing the next group's keys into it, which then waited for ever. The file
+    is removed with its folder. Connections between the ranks stay on loopback.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
@@ -39,7 +39,7 @@ def meet_in_file(path: str, world: World) -> None:
         store.set_timeout(timeout)
         yield PrefixStore(str(next(generations)), store), world.rank, world.world_size
 
-    # torch.distributed has a function of the same name as this module, so the module is asked for by its full name;
+    # torch.distributed has a function of the same name as this module, so the module is imported by its full name;
     # the public register_rendezvous_handler refuses a scheme that has a handler already.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     rendezvous._rendezvous_handlers["env"] = handler

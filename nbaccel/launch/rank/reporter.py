@@ -1,8 +1,8 @@
 """Reporter: the outlet of a rank's events. Runs in ranks; it decides where an event goes, and waits for nothing.
 
-Steps go to the gate and waits to the watch, at once. What the kernel is to hear goes into the rank's ring: at once
-where it is plain numbers, and by a thread, a few times per second, where tensors are to be read, gauges to be looked
-at and the memory to be sampled.
+Steps go to the gate and waits to the watch, at once. Events for the kernel go into the rank's ring: at once if they
+hold only plain numbers, and by a thread, a few times per second, if tensors or gauges have to be read and the memory
+sampled.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 class Reporter:
     """The rank's outlet.
 
-    A tensor is kept until the thread reads it, so that one on a device is waited for away from the training step. The
-    thread reads in the device's default stream; what another one computes has an event to wait for.
-    While 10,000 wait, because the device does not come to an end, new ones are dropped; they count as lost.
+    A tensor is kept until the thread reads it, so that the training step does not wait for a device. The thread reads
+    in the device's default stream; for tensors of another stream it waits for an event. While 10,000 wait, because the
+    device does not finish, new ones are dropped; they count as lost.
     """
 
     def __init__(self, ring: RingWriter, gate: Sink, watch: Sink, grace: Sink) -> None:
@@ -87,8 +87,8 @@ class Reporter:
             Gauge: self._gauges.append,  # type: ignore[dict-item]  # routed here are gauges
         }
         self._own_routes = dict(self._routes)
-        self.enter_step = Reports(gate).enter_step  # the gate's own: in every step, and a call less
-        self._writes_losses = True  # this process speaks for the rank, and nobody hears its losses first
+        self.enter_step = Reports(gate).enter_step  # the gate's own method: it runs in every step, and saves a call
+        self._writes_losses = True  # this process reports for the rank, and no sink gets its losses first
         self._is_closed = False
         _silence_in_children(self)
         self._thread = threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True)
@@ -98,23 +98,23 @@ class Reporter:
         self._routes.get(type(event), self._record)(event)
 
     def record_loss(self, value: Any, step: int) -> None:
-        """`Loss`, which is in every step, without the event where the value goes straight into the ring."""
+        """Report a `Loss`, which is in every step, without an event object if the value goes straight into the ring."""
         if type(value) is float and self._writes_losses and not self._losses:
             self._ring.write_number(LOSS, step, value)
         else:
             self(Loss(value, step))
 
     def flush(self) -> None:
-        """Have what was reported so far written, and how things stand. Waits a second at most.
+        """Write all reports so far, and the present state of gauges and memory. It waits a second at most.
 
-        The thread does it: reading a tensor would wait for ever where the device waits for a rank that is gone.
+        The thread does it: reading a tensor would wait for ever if the device waits for a rank that is gone.
         """
         self._is_written.clear()
         self._is_wanted.set()
         self._is_written.wait(_PATIENCE_S)
 
     def route(self, kind: type[Event], sink: Sink | None) -> None:
-        """Have `sink` hear events of `kind` first, where it may raise; None for nobody."""
+        """Pass events of `kind` to `sink` first, where it may raise; None for no sink."""
         report = self._own_routes.get(kind, self._record)
 
         def both(event: Event) -> None:
@@ -127,14 +127,14 @@ class Reporter:
             self._writes_losses = sink is None
 
     def rest(self) -> None:
-        """Look at nothing until `wake`: the rank has nothing to do."""
+        """Read nothing until `wake`: the rank has nothing to do."""
         self._is_at_work.clear()
 
     def wake(self) -> None:
         self._is_at_work.set()
 
     def close(self) -> None:
-        """`flush`, and look at nothing any more. A rank need not: its end is that of its process."""
+        """Call `flush`, and stop reading. A rank need not call it: its process ends anyway."""
         self.flush()
         self._is_closed = True
         self._is_wanted.set()
@@ -153,7 +153,7 @@ class Reporter:
             self._write_losses()
             self._write_metrics()
             self._look_at_gauges()
-            with suppress(Exception):  # of a device that is past answering
+            with suppress(Exception):  # of a device that does not answer any more
                 self._write(self._memory.read())
             if is_wanted:
                 self._is_written.set()
@@ -198,7 +198,7 @@ class Reporter:
 
     def _write_losses(self) -> None:
         while self._losses:
-            losses = list(islice(self._losses, _LOSSES_PER_READ))  # still in their place: none is to pass them
+            losses = list(islice(self._losses, _LOSSES_PER_READ))  # still in the queue: no later loss may overtake them
             with suppress(Exception):  # of a device that failed; the step will say so where the user can see it
                 for _, _, arrivals in losses:
                     for arrival in arrivals:
@@ -222,7 +222,7 @@ class Reporter:
         for gauge in list(self._gauges):
             try:
                 event = gauge.read()
-            except Exception:  # it looks at what changes meanwhile; there is a next time
+            except Exception:  # its values change meanwhile; it is read again next time
                 continue
             if event is None:
                 self._gauges.remove(gauge)
@@ -235,7 +235,7 @@ def _nothing(*event: Any) -> None:
 
 
 def _silence_in_children(reporter: Reporter) -> None:
-    """A child that the user's code forks reports nothing: the rank speaks for itself."""
+    """Make children that the user's code forks report nothing: only the rank itself reports."""
     reference = weakref.ref(reporter)
 
     def silence() -> None:
@@ -247,16 +247,16 @@ def _silence_in_children(reporter: Reporter) -> None:
 
 
 def _uses_cuda() -> bool:
-    """Whether this process has begun to; asked while another thread may be importing torch."""
+    """Return whether this process has begun to use CUDA; called while another thread may be importing torch."""
     is_initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
     return is_initialized is not None and is_initialized()
 
 
 def _let_others_capture() -> None:
-    """Have CUDA judge the calls of this thread without regard to what other threads are capturing.
+    """Make CUDA ignore what other threads are capturing when it checks the calls of this thread.
 
     By default a thread that waits for a device or takes memory on it invalidates a graph that the program captures
-    meanwhile (`torch.cuda.graph`). torch's own watchdog of NCCL does the same as we do here, see
+    meanwhile (`torch.cuda.graph`). torch's own watchdog of NCCL does the same as this function, see
     ``cuThreadExchangeStreamCaptureMode`` in the reference of CUDA's driver.
     """
     with suppress(OSError, AttributeError):  # not NVIDIA's
@@ -264,10 +264,10 @@ def _let_others_capture() -> None:
 
 
 def _arrivals(value: Any) -> Sequence[Any] | None:
-    """Events to wait for before tensors in `value` are read in another thread; None where there is nothing to read.
+    """Return events to wait for before another thread reads tensors in `value`; None if there is nothing to read.
 
-    What the device's default stream computes has none: the thread reads in it, too. Where the program captures a graph
-    nothing is computed yet.
+    Tensors that the device's default stream computes need none: the thread reads in it, too. While the program captures
+    a graph nothing is computed yet.
     """
     if isinstance(value, Mapping):
         found = [_arrivals(child) for child in value.values()]
@@ -282,7 +282,7 @@ def _arrivals(value: Any) -> Sequence[Any] | None:
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
-    """Losses as numbers, the sum where one has several elements. Those on one device are waited for once."""
+    """Return losses as numbers, the sum if one has several elements. Those on one device are waited for once."""
     scalars = [value.sum() if getattr(value, "ndim", 0) else value for value in values]
     kinds = {(getattr(scalar, "device", None), getattr(scalar, "dtype", None)) for scalar in scalars}
     device, _ = next(iter(kinds))

@@ -1,5 +1,4 @@
-"""What ranks that stay do besides cells: settle, take names from the notebook, give names back. Made in the kernel, run
-in ranks."""
+"""Tasks of persistent ranks besides cells: begin, take names, return names. Made in the kernel, run in ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ __all__ = ["Pull", "Push", "Residence"]
 
 
 class _HomeTask(Task):
-    """A task at home."""
+    """A task that runs in the namespace of persistent ranks."""
 
     home: Home
 
@@ -34,7 +33,7 @@ class _HomeTask(Task):
 
 
 class Residence(_HomeTask):
-    """The first task of ranks that stay: it does nothing, and its home is that of all tasks to come.
+    """The first task of persistent ranks: it does nothing, and its home is that of all later tasks.
 
     A fork has every name of the notebook; a rank of the zygote has none, and gets each with the first cell that reads
     it.
@@ -46,10 +45,10 @@ class Residence(_HomeTask):
         super().__init__(home)
         home.learn(home.namespace)
         public = {name: value for name, value in home.namespace.items() if not name.startswith("_")}
-        self.first_card = first_card_in(public)  # what cells to come will say is not known
+        self.first_card = first_card_in(public)  # what later cells will say is not known
 
     def run(self) -> None:
-        """The setup has been done by now."""
+        """Do nothing: the setup is done by now."""
 
     def results(self, rank: int) -> Results:
         return Results()
@@ -64,7 +63,7 @@ class Residence(_HomeTask):
 
 
 class Push(_HomeTask):
-    """Gives every rank the notebook's values of `names`, in place of what they have under these names."""
+    """Gives every rank the notebook's values of `names`, replacing its own values of these names."""
 
     reference = "nbaccel.launch.rank.residence:Push"
 
@@ -84,7 +83,7 @@ class Push(_HomeTask):
         return pack(values, anchors=self.home.anchors, namespace=self.namespace)
 
     def has_arrived(self) -> None:
-        """Record, in the kernel, that the ranks have the values; not where one of them could not be rebuilt."""
+        """Record, in the kernel, that the ranks have the values; not called if one of them could not be rebuilt."""
         self.home.learn({name: self.namespace[name] for name in self.names})
 
     @classmethod
@@ -98,7 +97,7 @@ class Push(_HomeTask):
 
 
 class Pull(_HomeTask):
-    """Sends back what one rank has under `names`."""
+    """Sends back the values that one rank has under `names`."""
 
     reference = "nbaccel.launch.rank.residence:Pull"
 
@@ -108,7 +107,7 @@ class Pull(_HomeTask):
         self.speaker = speaker
 
     def run(self) -> None:
-        """Everything is there already."""
+        """Do nothing: the values exist already."""
 
     def results(self, rank: int) -> Results:
         if rank != self.speaker:

@@ -1,13 +1,13 @@
-"""A rank of `nbaccel launch`: runs a script or a module as the interpreter would, but for the interpreter's own end.
+"""A rank of `nbaccel launch`: runs a script or a module as the interpreter would, except for the interpreter's own end.
 
     python -m nbaccel.launch.rank.script train.py --epochs 3
     python -m nbaccel.launch.rank.script -m package.train --epochs 3
 
-The end is left out because torch cannot stand it (2.13). Threads of its gloo backend let go of the last collective's
+The end is left out because torch does not survive it (2.13). Threads of its gloo backend release the last collective's
 tensors some time after it, and need the interpreter's lock for that. If the interpreter is ending meanwhile, it ends
 the thread inside a C++ destructor, and the process aborts: "terminate called without an active exception", exit status
--6, after all work is done; under torchrun it does so too. What a program may count on is done: threads are joined,
-`atexit` handlers run, streams are flushed. Ranks of notebooks leave in the same way, see `worker`.
+-6, after all work is done; this also happens under torchrun. The steps that a program may rely on are done: threads are
+joined, `atexit` handlers run, streams are flushed. Ranks of notebooks end in the same way, see `worker`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ __all__ = ["main"]
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
 _CAUSE_FIRST_S = 3.0
-"""How long a rank that has lost a peer stays. Torch's agent looks ten times a second, blames whom it finds gone first,
-and then ends the others: the lost peer is the one to be found."""
+"""Seconds that a rank stays after it has lost a peer.
+
+Torch's agent checks ten times a second, blames the first rank that it finds gone, and then ends the others: it has to
+find the lost peer.
+"""
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Run what `words` say, and leave with its exit status."""
+    """Run the program in `words`, and end with its exit status."""
     status = 0
     try:
         _run_module(*words[1:]) if words[0] == "-m" else _run_script(*words)
@@ -51,7 +54,9 @@ def main(words: Sequence[str]) -> NoReturn:
 
 
 def _run_script(path: str, *arguments: str) -> None:
-    """In the module `__main__` itself, for good: whoever looks there for the program's names finds them to the end."""
+    """Run a script in the module `__main__` itself, for good: code that reads the program's names there finds them
+    to the end.
+    """
     sys.argv = [path, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -70,7 +75,7 @@ def _run_module(name: str, *arguments: str) -> None:
 
 
 def _status(code: object) -> int:
-    """The exit status that ``sys.exit(code)`` means."""
+    """Return the exit status that ``sys.exit(code)`` means."""
     if code is None or isinstance(code, int):
         return code or 0
     sys.stderr.write(f"{code}\n")
@@ -78,7 +83,7 @@ def _status(code: object) -> int:
 
 
 def _behind_us(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the program's first frame on."""
+    """Return the traceback from the program's first frame on."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace

@@ -1,6 +1,6 @@
-"""Signals in a rank: they act in the user's code, and leave the runtime around it alone. Used by the runtime.
+"""Signals in a rank: they act in the user's code, and not in the runtime around it. Used by the runtime.
 
-Python's and the kernel's handlers came with the fork; `restore_signals` takes them away.
+The fork inherited the handlers of Python and of the kernel; `restore_signals` removes them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ __all__ = ["ChildHandler", "Interrupt", "restore_signals"]
 
 
 class Interrupt:
-    """SIGINT becomes KeyboardInterrupt in the user's code, and nothing after it.
+    """Turns SIGINT into KeyboardInterrupt in the user's code, and ignores it after that.
 
-    One that comes before is kept for the user's code: the kernel sends it once, and setting up can take seconds.
+    A SIGINT that comes before is kept for the user's code: the kernel sends it once, and setting up can take seconds.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Interrupt:
     def raise_in_main(self, error: Exception) -> None:
         """Raise `error` in the user's code, where the main thread may be waiting. Called by other threads.
 
-        Nothing happens while the user's code does not run, or has a handler of its own for SIGINT.
+        Nothing happens while the user's code does not run, or if it has its own handler for SIGINT.
         """
         if self.is_open and signal.getsignal(signal.SIGINT) == self._handle:
             self._error = error
@@ -44,7 +44,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def forget(self) -> None:
-        """What came for one task has nothing to do with the next."""
+        """Forget an interrupt: one that came for a task has nothing to do with the next."""
         self._has_come = False
 
     def __enter__(self) -> None:
@@ -57,9 +57,9 @@ class Interrupt:
 
 
 class ChildHandler:
-    """What the user's code has SIGCHLD do is done in the user's code alone.
+    """Runs the user's handler of SIGCHLD in the user's code alone.
 
-    torch's handler raises, for a DataLoader's worker that died, wherever the program is: a report would be cut off.
+    torch's handler raises, for a DataLoader's worker that died, at any point of the program: a report would be cut off.
     """
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class ChildHandler:
         signal.signal(signal.SIGCHLD, self._handler)
 
     def __exit__(self, *exc: object) -> None:
-        self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL  # None: it came from C
+        self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL  # None: set by C code
 
 
 def restore_signals() -> None:
-    """A signal does what it does to any program."""
+    """Restore the default actions of signals."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Spare descriptors: a rank whose program has opened all files that it may can still report. Used by the runtime."""
+"""Spare descriptors: a rank whose program has opened as many files as allowed can still report. Used by the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer where a rank is: its main thread's stack goes into a file of the run's private folder. Runs in ranks.
+"""Answers the kernel's request for the main thread's stack, in a file of the run's private folder. Runs in ranks.
 
 Two parts of a rank can answer. A thread is asked through a FIFO: whatever a program does to its signals, the thread
 answers, unless C code keeps Python's lock. faulthandler is asked by a signal: it needs no lock, but programs replace
@@ -20,19 +20,19 @@ from nbaccel.launch.hangs import ASK, question_path, stack_path
 __all__ = ["tell_on_signal"]
 
 _MOST_PLACES = 100
-"""As many as faulthandler writes."""
+"""Largest number of places of a stack, the same as in faulthandler."""
 
 
 def tell_on_signal(store_path: str, rank: int) -> object:
-    """Begin to answer questions of the kernel. Returns the open file; the caller keeps it."""
+    """Begin to answer requests of the kernel. Return the open file, which the caller keeps."""
     file = open(stack_path(store_path, rank), "w", buffering=1, encoding="utf-8")  # noqa: SIM115  # for life
     file.write(f"main {_name_of_main()}\n")
-    if signal.getsignal(ASK) is signal.SIG_DFL:  # else the notebook has a use for it
+    if signal.getsignal(ASK) is signal.SIG_DFL:  # else the notebook uses it
         faulthandler.register(ASK, file=file, all_threads=True, chain=False)
     path = question_path(store_path, rank)
     try:
         os.mkfifo(path, 0o600)
-        questions = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # also for writing: else it ends with the first question
+        questions = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # also for writing: else it ends with the first request
     except OSError:  # a file system without FIFOs; the signal is left
         return file
     threading.Thread(target=_answer, args=(questions, file), name="nbaccel-stacks", daemon=True).start()
@@ -40,15 +40,15 @@ def tell_on_signal(store_path: str, rank: int) -> object:
 
 
 def _answer(questions: int, file: TextIO) -> None:
-    """Write the main thread's stack whenever there is a question; ends with the process."""
+    """Write the main thread's stack at every request; ends with the process."""
     # A signal that the program blocks in its own threads must not be delivered to this one.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while os.read(questions, 4096):
-        os.write(file.fileno(), _stack().encode(errors="replace"))  # at once, so that nothing comes between
+        os.write(file.fileno(), _stack().encode(errors="replace"))  # in one call, so that no other text comes between
 
 
 def _stack() -> str:
-    """The main thread's stack, in the form of faulthandler."""
+    """Return the main thread's stack, in the form of faulthandler."""
     lines = [f"Thread {_name_of_main()} (most recent call first):"]
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and len(lines) <= _MOST_PLACES:

@@ -1,7 +1,7 @@
-"""A rank's voice: its two output pipes, and the rich messages and questions that belong among their lines.
+"""The output of a rank: its two output pipes, and the rich messages and questions that belong among their lines.
 
-Used by the runtime, for the user's prints, displays and debugger. The kernel's side is the screen's router. It does not
-carry the report, which is for the kernel alone.
+Used by the runtime, for the user's prints, displays and debugger. The screen's router is the other end, in the kernel.
+The report, which is for the kernel alone, does not use it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PIPE_BYTES = 1 << 20
 
 
 class Voice:
-    """From its creation on, this process prints through the rank's pipes.
+    """Makes this process print through the rank's pipes, from its creation on.
 
-    old_streams: `sys.stdout` and `sys.stderr` as they were.
+    old_streams: the earlier `sys.stdout` and `sys.stderr`.
     """
 
     def __init__(self, boot: RankBoot, channel: Channel) -> None:
@@ -43,7 +43,7 @@ class Voice:
         self.old_streams = self._replace_streams(boot.stdout_fd, boot.stderr_fd)
 
     def publish(self, message: dict[str, Any]) -> None:
-        """Send a rich message, and mark in the output pipe where it belongs among the lines."""
+        """Send a rich message, and mark its place among the lines in the output pipe."""
         with self._publishing, contextlib.suppress(OSError):
             self._message_id += 1
             sys.stdout.flush()
@@ -52,7 +52,7 @@ class Voice:
             os.write(self._mark_fd, mark(self._nonce, self._message_id))
 
     def ask(self, prompt: str) -> str:
-        """What a person types at `prompt`, which is shown behind all that this rank has printed."""
+        """Return the user's input at `prompt`, which is shown after everything that this rank has printed."""
         if os.getpid() != self._pid:
             raise NoInput(
                 f"a child process of rank {self._rank} asked for keyboard input, which the rank alone can do: a loader "
@@ -68,16 +68,16 @@ class Voice:
         return str(typed)
 
     def tell(self, op: str) -> None:
-        """Said at once, before the report: that it comes late, or that peers are about to miss this rank."""
+        """Send `op` at once, before the report: the report will be late, or peers are about to miss this rank."""
         with contextlib.suppress(OSError):
             self._channel.send({"op": op})
 
     def _replace_streams(self, stdout_fd: int, stderr_fd: int) -> tuple[Any, Any]:
-        """fd 0 is empty, fd 1 and 2 are pipes to the kernel; sys.stdout and sys.stderr write there line by line."""
+        """Make fd 0 empty, fd 1 and 2 pipes to the kernel, and sys.stdout and sys.stderr write there line by line."""
         for fd in (stdout_fd, stderr_fd):
             with contextlib.suppress(OSError):  # over the system's limit for pipes: the default size works too
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # A copy of our own for marks: user code may point fd 1 elsewhere.
+        # A separate copy for marks: user code may point fd 1 elsewhere.
         self._mark_fd = fcntl.fcntl(stdout_fd, fcntl.F_DUPFD_CLOEXEC, 3)
         empty = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((empty, 0), (stdout_fd, 1), (stderr_fd, 2)):
@@ -90,7 +90,7 @@ class Voice:
 
 
 def mark(nonce: str, message_id: int) -> bytes:
-    """The bytes that stand for rich message `message_id` in a rank's output pipe."""
+    """Return the bytes that stand for rich message `message_id` in a rank's output pipe."""
     return f"\x1e{nonce}:{message_id}\x1e".encode()
 
 

@@ -1,8 +1,8 @@
 """DeathWatch: a thread of every rank that ends the rank's session when the kernel is gone. Runs in ranks.
 
-It waits on the kernel's pidfd. A pipe would not do: its other end can be held open by other children of the kernel,
-so that end-of-file never comes. The parent-death signal would not do either: it fires when the forking *thread*
-ends, and it spares the rank's own children.
+It waits on the kernel's pidfd. A pipe would not be enough: other children of the kernel can hold its other end open, so
+that end-of-file never comes. The parent-death signal would not be enough either: it fires when the forking *thread*
+ends, and it does not reach the rank's own children.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nbaccel.launch.guardian import kill_session
 __all__ = ["DeathWatch"]
 
 _DYING_MS = 1000
-"""A process that is killed closes its sockets before its pidfd tells of it."""
+"""Milliseconds to wait for the pidfd: a killed process closes its sockets before its pidfd reports its end."""
 
 
 class DeathWatch:
-    """Kills this process, its session and its descendants when the kernel has died or let go of this rank.
+    """Kills this process, its session and its descendants when the kernel has died or released this rank.
 
-    channel_fd: the rank's end of its channel; the kernel keeps the other end open as long as it knows of the rank.
+    channel_fd: the rank's end of its channel; the kernel keeps the other end open as long as it needs the rank.
     when_kernel_died: called by the thread before that, if the kernel is dead; it returns when the rank may be killed.
     """
 
@@ -40,7 +40,7 @@ class DeathWatch:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """The rank has nothing to do, and so nothing to save: it ends at once if the kernel dies."""
+        """Mark the rank as idle, with nothing to save: it ends at once if the kernel dies."""
         self._is_at_rest = True
         try:
             yield
@@ -63,4 +63,4 @@ class DeathWatch:
 
 
 def _nothing() -> None:
-    """A rank that keeps nothing of its own has nothing to do."""
+    """Do nothing: a rank that does not save itself has nothing to do."""

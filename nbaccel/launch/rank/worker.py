@@ -1,8 +1,8 @@
 """The runtime of one rank: from the moment its process exists until `os._exit`. Runs in ranks, never returns.
 
-One runtime for forked ranks and ranks of the zygote. The order of the prologue matters: the death watch comes
+Forked ranks and ranks of the zygote have the same runtime. The order of the prologue matters: the death watch comes
 before anything that can hang, CPU threads before anything that can compute, the streams before anything that can
-print. Nothing may unwind past `run_rank`: above it is the kernel's own message loop.
+print. No exception may leave `run_rank`: above it is the kernel's own message loop.
 """
 
 from __future__ import annotations
@@ -79,12 +79,13 @@ def run_rank(
     is_fork: bool,
     lost_threads: Sequence[threading.Thread] = (),
 ) -> NoReturn:
-    """Be rank `boot.world.rank` until the end of the process.
+    """Run rank `boot.world.rank` until the end of the process.
 
-    make_task: builds the task; called after the prologue, so that user code in it is already at home.
+    make_task: builds the task; called after the prologue, so that user code in it already runs in the rank's
+    environment.
     close_fds: descriptors of the kernel that this process holds copies of.
     is_fork: this process is a copy of the kernel (else of the zygote).
-    lost_threads: threads of the kernel that user code may wait for, and that do not live here.
+    lost_threads: threads of the kernel that user code may wait for, and that do not exist here.
     """
     code = BROKEN
     try:
@@ -92,7 +93,7 @@ def run_rank(
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
         watch.start()
         volunteer()
-        rank = _Rank(boot, close_fds, is_fork, watch)  # kept by name: dropped, its open socket would complain
+        rank = _Rank(boot, close_fds, is_fork, watch)  # kept by name: freed, its open socket would warn
         LostThreads(boot.world.rank, lost_threads, rank.interrupt.raise_in_main).start()
         code = rank.live(make_task)
     except BaseException:
@@ -114,7 +115,7 @@ class _Rank:
         self.rank = boot.world.rank
         self.channel = Channel.from_fd(boot.channel_fd)
         os.environ.update(boot.environ)
-        leave_device_errors_to_the_program()  # whoever forms a group in it
+        leave_device_errors_to_the_program()  # whichever code forms a group
         _limit_threads(boot.threads)
         self._voice = Voice(boot, self.channel)
         for fd in close_fds:
@@ -161,7 +162,7 @@ class _Rank:
         self._outsiders: Sequence[int] = ()
 
     def live(self, make_task: Callable[[], Task]) -> int:
-        """Run the task and report, again while the kernel has more; then say farewell; returns the exit code."""
+        """Run the task and report, again while the kernel has more tasks; then end the rank; return the exit code."""
         if self.is_fork and (why := why_this_fork_fails()) is not None:
             self.channel.send({"op": "bad_fork", "why": why})  # nothing of the user's has run yet
             return 0
@@ -172,7 +173,7 @@ class _Rank:
         return self._farewell(status)
 
     def _work(self, make_task: Callable[[], Task], setup: str | None = None) -> tuple[str, Home | None]:
-        """How the task ended, and where it ran."""
+        """Return how the task ended, and its home."""
         status = "ok"
         error: BaseException | None = None
         trace: TracebackType | None = None
@@ -204,7 +205,7 @@ class _Rank:
         self.reporter.flush()
         self.page.finish(self.rank)
         self._report(status, error, task, _snapshot(task, trace, self.calls))
-        # A traceback knows this frame: names that lead back to it would keep the user's frames, with all they hold.
+        # A traceback refers to this frame: a name for it here would keep the user's frames, and their objects, alive.
         error = trace = None
         self._spare_files.keep()
         return status, None if task is None else task.home
@@ -231,25 +232,25 @@ class _Rank:
             raise
 
     def _begin_with_groups(self, task: Task) -> None:
-        """Form groups anew that were cut short, and listen for the word that they are to be."""
+        """Form groups anew that were aborted, and begin to watch for the flag to abort them."""
         if self._renewal is not None:
             renew(*self._renewal)
         self._cut.begin(stays=task.home is not None)
         self._cut.enter()
 
     def _of_batches(self, names: Collection[str], namespace: dict[str, Any] | None) -> list[str]:
-        """Those of `names` that stand for what the program made for one batch."""
+        """Return those of `names` whose values the program made for one batch."""
         found: list[str] = []
         if self._task_watch is not None and namespace is not None:
             for name in names:
-                with contextlib.suppress(Exception):  # a class of the user's that answers in a way of its own
+                with contextlib.suppress(Exception):  # a class of the user's may raise anything
                     if self._task_watch.is_of_batch(parameters_of(plain(namespace[name]))):
                         found.append(name)
         return found
 
     def _report(self, status: str, error: BaseException | None, task: Task | None, snapshot: Snapshot) -> None:
-        """Tell the kernel how it went, and send what goes back. task: None if it could not even be built."""
-        chain = [] if error is None else describe(error)  # first: it says how full the memory was
+        """Report to the kernel, and send the results. task: None if it could not even be built."""
+        chain = [] if error is None else describe(error)  # first, because it reads how full the memory was
         cut = None if task is None else self._cut.look(has_failed=status in ("failed", "exited"))
         results = Results() if task is None else self._results_of(task)
         namespace = None if task is None else task.namespace
@@ -303,15 +304,17 @@ class _Rank:
         return _only_names(_results_of(task, self.rank), SPOILT)
 
     def _collectives(self) -> int:
-        """How many collectives this rank has entered: of ours and of torch's default group."""
+        """Return the number of collectives that this rank has entered: the project's and those of torch's default
+        group.
+        """
         return self.page.collectives(self.rank) + (_sequence_number() or 0)
 
     def _await_order(self) -> tuple[dict[str, Any], int] | None:
-        """The kernel's word: the next task, or None to leave.
+        """Return the kernel's next task, or None to end.
 
-        It comes when the kernel has heard from every rank. One that left at once would close its connections under
-        peers that are still forming the group. Ended also by the kernel's end of the channel closing, or by the death
-        watch.
+        It comes when the kernel has the reports of all ranks. A rank that ended at once would close its connections
+        under peers that are still forming the group. The wait also ends when the kernel's end of the channel closes, or
+        by the death watch.
         """
         with self._watch.at_rest():
             self.reporter.rest()
@@ -334,7 +337,7 @@ class _Rank:
 
 
 def _guest(message: dict[str, Any], parcel_fd: int, home: Home | None) -> Task:
-    """A task that came to a rank that stays."""
+    """Return a task that was sent to a persistent rank."""
     try:
         task: Task = load_named(message["task"]).unpack(parcel_fd, home)
     finally:
@@ -343,13 +346,13 @@ def _guest(message: dict[str, Any], parcel_fd: int, home: Home | None) -> Task:
 
 
 def _sequence_number() -> int | None:
-    """How many collectives torch has issued in the default process group; None without one."""
+    """Return the number of collectives that torch has issued in the default process group; None without one."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     group = distributed.distributed_c10d._get_default_group()
     kinds = {pair.rpartition(":")[2] for pair in distributed.get_backend_config().split(",")}
-    # Of "cpu:gloo,cuda:nccl" the group itself counts one only.
+    # With "cpu:gloo,cuda:nccl" the group itself counts only one backend.
     counted = [group] if len(kinds) == 1 else [group._get_backend(device) for device in group._device_types]
     try:
         return sum(int(one._get_sequence_number_for_group()) for one in counted)
@@ -358,9 +361,9 @@ def _sequence_number() -> int | None:
 
 
 def _end_as_a_child(status: str, error: BaseException | None) -> NoReturn:
-    """The end of a child that the user's code forked and that came back to us: it ends as it would anywhere.
+    """End a child that the user's code forked and that returned into the runtime, as it would end anywhere.
 
-    It tells the kernel nothing, for the rank speaks for itself.
+    It reports nothing to the kernel, because the rank reports for itself.
     """
     code = 1 if status == "failed" else 0
     if isinstance(error, SystemExit) and error.code is not None:
@@ -374,16 +377,16 @@ def _end_as_a_child(status: str, error: BaseException | None) -> NoReturn:
 
 
 def _snapshot(task: Task | None, trace: TracebackType | None, calls: CallLog) -> Snapshot:
-    """Where the user's code ended.  trace: of what ended it; None if it came to its own end."""
+    """Return where the user's code ended.  trace: of the exception that ended it; None if it finished."""
     try:
         top = task.left_behind() if task is not None else ("", {})
         return Snapshot(left_behind(*top) if trace is None else scenes(trace, *top), calls.last())
-    except Exception:  # it explains how a run ended, and must not change that
+    except Exception:  # a snapshot must not change how the run ends
         return Snapshot()
 
 
 def _in_words(refused: str, changes: Mapping[str, Change]) -> str:
-    """The place of a change, or of an entry of one, that could not be packed."""
+    """Return the place of a change, or of an entry of one, that could not be packed."""
     key, _, entry = refused.removeprefix("change:").partition(":")
     place = Place(*changes[f"change:{key}"].token)
     return str(Place(place.name, (*place.steps, ("value", entry)))) if entry else str(place)
@@ -397,9 +400,10 @@ def _results_of(task: Task, rank: int) -> Results:
 
 
 def _only_names(results: Results, why: str) -> Results:
-    """Name what does not come of `results`, and say why; their facts are about the same leftovers, and go too.
+    """Report the results as missing, with the reason; their facts describe the same incomplete values, and are dropped
+    too.
 
-    Of all that a cell has left, its imports and functions are not worth a word.
+    Imports and functions that a cell has left are not listed.
     """
     was_asked_for = results.places is None
     wanted = {name: value for name, value in results.values.items() if name not in results.optional}
@@ -409,7 +413,9 @@ def _only_names(results: Results, why: str) -> Results:
 
 
 def _limit_threads(threads: int) -> None:
-    """Before any computation: ranks that each use all cores are slower than ranks that share them."""
+    """Limit the CPU threads, before any computation: ranks that each use all cores are slower than ranks that share
+    them.
+    """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch = sys.modules.get("torch")
     if torch is not None:

@@ -1,1 +1,4 @@
-"""From the bytes that ranks write to what a person sees. Runs in the kernel; knows nothing of processes."""
+"""Turns the bytes that ranks write into the output that a person sees.
+
+Runs in the kernel; knows nothing of processes.
+"""

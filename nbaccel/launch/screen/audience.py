@@ -1,4 +1,4 @@
-"""Who sees a run, and so how it is shown: a panel, lines of text, or nothing. Runs in the kernel."""
+"""Audience: chooses how a run is shown: as a panel, as lines of text, or not at all. Runs in the kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNATTENDED = ("nbconvert", "papermill", "jupyter-execute")
 
 
 class Audience:
-    """Those in front of this process's notebook. Remembers where the runs of the latest cell are shown."""
+    """Chooses the view of this process's runs. It remembers the place that shows the runs of the latest cell."""
 
     def __init__(self) -> None:
         self._place = Place()
@@ -43,11 +43,11 @@ class Audience:
         frames: Frames | None = None,
         screen: Screen | None = None,
     ) -> ShownRun:
-        """A run for this audience.
+        """Return the view of a run.
 
-        shell: IPython's, None in a script, which shows only what its ranks print.  is_plain: text only, please.
-        frames: how the states of a panel are shown.  screen: of a notebook; None for the cell that runs.
-        says_end: a panel's end is also said in a line of text.
+        shell: IPython's, None in a script, which shows only the output of its ranks.  is_plain: show text only.
+        frames: shows the states of a panel.  screen: of a notebook; None for the cell that runs.
+        says_end: the end of a panel is also written as a line of text.
         """
         if shell is None:
             return ShownRun(ConsoleScreen(), world_size, facts)
@@ -62,7 +62,7 @@ class Audience:
         return LivePanel(screen, world_size, facts, place, frames=frames, says_end=says_end)
 
     def _place_in(self, shell: Any) -> Place:
-        """One place for all runs that a cell starts."""
+        """Return one place for all runs that a cell starts."""
         cell = _cell(shell)
         if cell is None or cell != self._place.cell:
             self._place = Place(cell, functools.partial(_when_the_cell_ends, shell))
@@ -70,21 +70,23 @@ class Audience:
 
 
 def _cell(shell: Any) -> str | None:
-    """What tells this execution of a cell from all others: the message that asked for it."""
+    """Return the id of the message that asked for this execution; it differs from that of every other execution."""
     parent = getattr(shell, "parent_header", None) or {}
     found: str | None = parent.get("header", parent).get("msg_id")
     return found
 
 
 def can_answer(shell: Any) -> bool:
-    """Whether whoever sent the cell that runs can be asked something: front ends say so, and programs that execute
-    notebooks say that they cannot."""
+    """Return whether the front end that sent the running cell can be asked for input.
+
+    Front ends say so, and programs that execute notebooks say that they cannot.
+    """
     parent = getattr(shell, "parent_header", None) or {}
     return bool(parent.get("content", {}).get("allow_stdin"))
 
 
 def _when_the_cell_ends(shell: Any, call: Callable[[], None]) -> None:
-    """Call this once the code of the present cell is through; what it shows then is the cell's still."""
+    """Call `call` once the code of the present cell is done; its output still belongs to the cell."""
 
     def once(result: Any) -> None:
         shell.events.unregister("post_run_cell", once)
@@ -94,11 +96,10 @@ def _when_the_cell_ends(shell: Any, call: Callable[[], None]) -> None:
 
 
 def runs_unattended(platform: Platform, parent: int | None = None, root: Path = Path("/")) -> bool:
-    """Whether a program that nobody looks at executes the notebook from its first cell to its last.
+    """Return whether a program executes the notebook from its first cell to its last, with no person watching.
 
     Kaggle says so; kernels of nbconvert, papermill and `jupyter execute` are their children.
-
-    parent: process id, by default this one's parent's.  root: stands in for the file system's, in tests.
+    parent: process id, by default that of this process's parent.  root: replaces the root of the file system, in tests.
     """
     if platform is Platform.KAGGLE_BATCH:
         return True

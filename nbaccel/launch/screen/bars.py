@@ -1,9 +1,9 @@
 """LiveBars: the progress bars that ranks draw at this moment. Runs in the kernel; pure.
 
-A bar that is over is a line of text like any other, and no concern of this file. While it goes on it is shown where
-the front end can replace it: as a row of the run's panel, which every notebook updates in place and which is saved in
-one state only, however often it changed; or all of them in the last line of text, which is all that terminals and
-`--plain` have. Nowhere do rows move the cursor upwards: notebooks do not follow.
+A bar that is over is a line of text like any other, and not handled here. A running bar is shown where the front end
+can replace it: as a row of the run's panel, which every notebook updates in place and saves in one state only, however
+often it changed; or all bars in the last line of text, the only way in terminals and with `--plain`. Rows never move
+the cursor upwards: notebooks do not follow that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LiveBars:
-    """By rank and stream, the rows that are being rewritten.
+    """The rows that are being rewritten, by rank and stream.
 
     >>> bars = LiveBars()
     >>> bars.note(0, "stderr", ["50%|#####     |"])
@@ -35,7 +35,7 @@ class LiveBars:
         self._ranks: set[int] = set()
 
     def note(self, rank: int, stream: str, rows: Sequence[str]) -> None:
-        """What `rank` rewrites on `stream` from now on; nothing if there are no rows."""
+        """Set the rows that `rank` rewrites on `stream` from now on; none if `rows` is empty."""
         if not rows:
             self._rows.pop((rank, stream), None)
             return
@@ -44,11 +44,11 @@ class LiveBars:
 
     @property
     def stream(self) -> str:
-        """Where they were printed to."""
+        """Return the stream on which the bars were printed."""
         return min(self._rows)[1] if self._rows else "stderr"
 
     def rows(self, speakers: Collection[int] = ()) -> list[str]:
-        """One under the other by rank, each with its rank as soon as several have drawn or printed.
+        """Return the rows in the order of ranks, each with its rank as soon as several have drawn or printed.
 
         speakers: the ranks that have printed lines.
         """
@@ -58,7 +58,9 @@ class LiveBars:
         return rows
 
     def line(self, columns: int, speakers: Collection[int] = ()) -> str:
-        """All in one line: one bar whole; of several so much that `columns` hold them, or the first of them."""
+        """Return all bars in one line: a single bar whole; several are cut so that `columns` hold them, or the first
+        of them.
+        """
         bars = [f"{tag}{'  '.join(group)}" for tag, group in self._tagged(speakers)]
         if len(bars) < 2:
             return "".join(bars)

@@ -1,4 +1,4 @@
-"""Where output of ranks goes when nobody said otherwise: the notebook's cell, or the terminal. Runs in the kernel."""
+"""Default screens for the output of ranks: the notebook's cell, or the terminal. Runs in the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["JupyterScreen", "shell_here"]
 
 
 class JupyterScreen(ConsoleScreen):
-    """The running cell: text by the kernel's streams, rich messages by its display publisher."""
+    """The running cell: writes text to the kernel's streams, and rich messages to its display publisher."""
 
     def __init__(self, shell: Any) -> None:
         super().__init__()
@@ -28,6 +28,6 @@ class JupyterScreen(ConsoleScreen):
 
 
 def shell_here() -> Any:
-    """IPython's shell in this process, None where there is none; imports nothing."""
+    """Return IPython's shell in this process, None if there is none; imports nothing."""
     ipython = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()

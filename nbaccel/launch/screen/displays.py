@@ -1,8 +1,8 @@
-"""Displays: the rich output of one rank, with display ids of its own. Runs in the kernel; pure.
+"""Displays: the rich output of one rank, with separate display ids. Runs in the kernel; pure.
 
-A rank may replace what it displayed itself, by id or after ``clear_output``; it cannot touch what the notebook or our
-panel displayed, because its ids carry a prefix that nobody else has. ``clear_output`` clears displays only: text that
-was printed stays where it is.
+A rank may replace its own displays, by id or after ``clear_output``; it cannot touch displays of the notebook or of the
+project's panel, because its ids carry a unique prefix. ``clear_output`` clears displays only: printed text stays where
+it is.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Displays:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._count = 0
-        self._ids: dict[str, str] = {}  # the rank's display id to ours
+        self._ids: dict[str, str] = {}  # by the rank's display id, the id on the screen
         self._shown: list[str] = []  # displayed since the last clear
         self._cleared: deque[str] = deque()  # places that the next displays take
 
     def translate(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What the screen shall do about `message` of the rank."""
+        """Yield the messages for the screen that follow from `message` of the rank."""
         kind = message["kind"]
         if kind == "clear":
             yield from self._clear(wait=bool(message.get("wait")))
@@ -41,7 +41,7 @@ class Displays:
             yield self._display(message)
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """Blank what was cleared and never taken again."""
+        """Blank the places that were cleared and not used again."""
         for own_id in self._cleared:
             yield _message("update", {"data": _NOTHING}, own_id)
         self._cleared.clear()
@@ -59,7 +59,7 @@ class Displays:
         return _message(kind, message, own_id)
 
     def _clear(self, *, wait: bool) -> Iterator[dict[str, Any]]:
-        """Free the places of all displays; at once, or when the next display comes, as ``wait`` asks."""
+        """Free the places of all displays; at once, or with the next display if `wait` is set."""
         if wait:
             yield from self.close()
         self._cleared.extend(self._shown)

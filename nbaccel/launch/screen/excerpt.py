@@ -1,7 +1,7 @@
-"""Excerpt: which lines of a long output a notebook keeps. Runs in the kernel; pure.
+"""Excerpt: chooses the lines of a long output that a notebook keeps. Runs in the kernel; pure.
 
-A notebook file holds every line that was shown, for good. So it is shown the first lines, then one now and then, by
-which a person sees that the run goes on, and the last ones. All of them are in the log.
+A notebook file keeps every line that was shown for good. So the notebook shows the first lines, then a line from time
+to time, which proves that the run goes on, and the last ones. The log has all lines.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import NamedTuple
 __all__ = ["KEPT_BYTES", "Excerpt", "Shown"]
 
 KEPT_BYTES = 180_000
-"""Of the first lines. With those that follow, an output has about 200 kB: 2,000 lines of 100 characters."""
+"""Bytes of the first lines. With the later ones, an output has about 200 kB: 2,000 lines of 100 characters."""
 _LAST_BYTES = 12_288
-"""Of the last lines, in equal shares for the ranks: one may have been silent for long."""
+"""Bytes of the last lines, in equal shares for the ranks: one rank may have been silent for long."""
 _LAST_BYTES_OF_RANK = 4_096
 _NOW_AND_THEN_S = 10.0
 _PART_OF_TIME = 0.02
-"""The pause grows with the run: a night is not to show a line every ten seconds."""
+"""Fraction of the run's time by which the pause grows: a night is not to show a line every ten seconds."""
 
 
 class Shown(NamedTuple):
-    """A line as the screen gets it.  rank: whose, None for all.  lines: how many of the ranks' lines it stands for."""
+    """A line for the screen.  rank: that of the line, None for all.  lines: number of the ranks' lines that it
+    stands for.
+    """
 
     stream: str
     text: str
@@ -31,10 +33,10 @@ class Shown(NamedTuple):
 
 
 class Excerpt:
-    """Takes every line, and gives those to be shown.
+    """Takes every line, and returns those to show.
 
-    first_bytes: how much of the beginning is shown; None for everything.
-    shown: how many lines of the ranks have been given.
+    first_bytes: bytes of the beginning to show; None for everything.
+    shown: number of lines of the ranks that were returned.
 
     >>> excerpt = Excerpt(first_bytes=8)
     >>> lines = [Shown("stdout", f"line {number}\\n") for number in range(6)]
@@ -53,11 +55,11 @@ class Excerpt:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the first lines are over."""
+        """Return whether the first lines are over."""
         return self._left is not None and self._left <= 0
 
     def take(self, line: Shown, now: float) -> list[Shown]:
-        """What is to be shown now that `line` has come: the line, or nothing."""
+        """Return the lines to show after `line` has come: the line, or nothing."""
         if not self.is_cut:
             if self._left is not None:
                 self._left -= len(line.text)
@@ -73,7 +75,7 @@ class Excerpt:
         return [line]
 
     def last(self) -> list[Shown]:
-        """The last lines, as far as they are not on the screen: nothing more will come."""
+        """Return the last lines that are not on the screen; called when no more lines come."""
         tails = self._tails.values()
         for tail in tails:
             tail.trim(_LAST_BYTES // len(tails))
@@ -84,7 +86,7 @@ class Excerpt:
 
 
 class _Tail:
-    """The last lines of one rank, each with its place among those of all."""
+    """The last lines of one rank, each with its position among those of all ranks."""
 
     def __init__(self) -> None:
         self.lines: deque[tuple[int, Shown]] = deque()

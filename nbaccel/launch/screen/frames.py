@@ -1,6 +1,6 @@
-"""Frames: how the states of a panel get in front of a person while its run goes on. Runs in the kernel.
+"""Frames: show the states of a panel while its run goes on. Runs in the kernel.
 
-These are displayed as they are; a room that knows widgets can show them in something that can be clicked.
+This class displays the states as they are; code that knows widgets can show them in an element that can be clicked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["Frames"]
 
 
 class Frames:
-    """Each state takes the place of the one before, in one display.
+    """Shows each state in place of the one before, in one display.
 
     >>> Frames().show({"text/plain": "running"})
     {'text/plain': 'running'}
@@ -19,15 +19,15 @@ class Frames:
 
     @property
     def hint(self) -> str:
-        """What the panel says of how to end the run; empty where that is to be seen."""
+        """Return the panel's hint on how to end the run; empty if that is visible anyway."""
         return "Stop: interrupt the kernel"
 
     def get_ready(self) -> None:
-        """Before each state; only the first time it may take a moment, which is not the panel's to account for."""
+        """Get ready for a state; only the first call may take a moment, which does not count as time of the panel."""
 
     def show(self, data: dict[str, Any]) -> dict[str, Any] | None:
-        """What to display of a state that is given by MIME type; None if it is on the screen by now."""
+        """Return the data to display of a state, by MIME type; None if it is on the screen already."""
         return data
 
     def close(self) -> None:
-        """The run's last state has been displayed, and what was there for the run alone may go."""
+        """Release resources of the run; its last state has been displayed."""

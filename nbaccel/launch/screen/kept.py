@@ -1,4 +1,4 @@
-"""What finished runs leave in the notebook: one picture, and their numbers in words. Runs in the kernel."""
+"""Output that finished runs leave in the notebook: one picture, and their numbers in words. Runs in the kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["kept", "kept_of_several", "shown_of"]
 
 
 def shown_of(panel: Panel, seconds: float, state: State) -> Bundle:
-    """Data and metadata by MIME type: a PNG where there are curves, else the panel.
+    """Return data and metadata by MIME type: a PNG if there are curves, else the panel.
 
-    No HTML beside the PNG: viewers that show HTML first and then strip its style and pictures (GitHub, a notebook that
-    is not trusted) would show neither.
+    There is no HTML beside the PNG: viewers that prefer HTML and then strip its style and pictures (GitHub, a notebook
+    that is not trusted) would show neither.
     """
     history, facts = panel.history, panel.facts
     if not history.has_curves:
@@ -29,7 +29,7 @@ def shown_of(panel: Panel, seconds: float, state: State) -> Bundle:
 
 
 def kept(history: History, facts: Facts, seconds: float, state: State, names: Sequence[str] | None = None) -> Picture:
-    """The picture of a run that is over.
+    """Return the picture of a run that is over.
 
     names: the curves to draw; None for those that were chosen for the run.
     """
@@ -39,7 +39,7 @@ def kept(history: History, facts: Facts, seconds: float, state: State, names: Se
 
 
 def kept_of_several(board: Board) -> Bundle:
-    """The same of all runs of a place: a PNG that compares them where any has a curve, else their table."""
+    """Return the output of all runs of a place: a PNG that compares them if any has a curve, else their table."""
     bundle = board.bundle()
     if not any(row.curve for row in board.rows):
         return dict(bundle), {}

@@ -1,8 +1,8 @@
-"""Lines: the bytes of one stream of one rank, cut into whole lines and progress bars. Runs in the kernel; pure.
+"""Lines: cuts the bytes of one stream of one rank into whole lines and progress bars. Runs in the kernel; pure.
 
 Plain text takes a fast path that only splits. Text that rewrites itself (carriage returns, cursor movements of tqdm)
-goes through a small model of a terminal: rows that are still being rewritten are a bar, a row that the cursor has left
-for good is a line. It knows nothing of other ranks, and nothing of a screen.
+goes through a small model of a terminal: rows that are still being rewritten are a bar, and a row that the cursor has
+left for good is a line. It knows nothing of other ranks, and nothing of a screen.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ __all__ = ["LineReader"]
 _LONGEST_LINE = 64 * 1024
 _CUT, _CONTINUED = b" [line cut here]", b"[same line] "
 _LEFT_FOR_GOOD_S = 0.1
-"""tqdm visits the row of a nested bar and returns within microseconds; after this the row above is finished."""
+"""Seconds after which a row is finished: tqdm goes to the row of a nested bar and returns within microseconds."""
 _MOST_ROWS = 50
 
 _COLOUR_FREE = rb"[@-ln-~]"  # the last character of every escape sequence but `m`, which only colours
 _REWRITES = re.compile(rb"\x1b(?:\[[0-9;?]*(?:" + _COLOUR_FREE + rb"|\Z)|\Z)")
 _CONTROL = re.compile(r"(\n|\x1b\[[0-9;?]*" + _COLOUR_FREE.decode() + ")")
 _WHOLE_BAR = re.compile(r"\[[\d:?]+(?:<[\d:?]+)?, [^\]]*\] *\Z")
-"""How a state of tqdm ends: "[00:01<00:02, 3.45it/s]", and blanks where its state before was longer."""
+"""End of a state of tqdm: "[00:01<00:02, 3.45it/s]", and blanks if its previous state was longer."""
 _UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*)?)\Z")  # a carriage return may yet become the end of a line
 
 
 class LineReader:
-    """Cuts a stream of bytes into lines, however they are chunked. Times are the caller's."""
+    """Cuts a stream of bytes, in chunks of any size, into lines. The caller passes the times."""
 
     def __init__(self) -> None:
         self._partial = bytearray()
@@ -36,7 +36,7 @@ class LineReader:
         self._terminal: _Terminal | None = None
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """The lines, without newline, that `data` completes."""
+        """Return the lines, without newline, that `data` completes."""
         if self._terminal is None and (b"\r" in data or (b"\x1b" in data and _REWRITES.search(data))):
             self._terminal = _Terminal()
             data, self._partial = bytes(self._partial) + data, bytearray()
@@ -56,11 +56,11 @@ class LineReader:
 
     @property
     def bars(self) -> list[str]:
-        """What is being rewritten now, row by row; empty when nothing is."""
+        """Return the rows that are being rewritten now; empty when there are none."""
         return self._terminal.bars if self._terminal else []
 
     def take_partial(self, now: float, older_than_s: float) -> bytes:
-        """Text without its newline that has waited long enough, up to the last whole character."""
+        """Return text without its newline that has waited long enough, up to the last whole character."""
         if not self._partial or now < self._partial_since + older_than_s:
             return b""
         end = _end_of_last_character(self._partial)
@@ -69,13 +69,13 @@ class LineReader:
         return text
 
     def settle(self, now: float, *, at_once: bool = False) -> list[bytes]:
-        """Bars that the cursor has left for good, or `at_once` all that it has left."""
+        """Return bars that the cursor has left for good, or with `at_once` all that it has left."""
         if self._terminal is None:
             return []
         return self._close_terminal(self._terminal.settle(float("inf") if at_once else now), now)
 
     def finish(self) -> list[bytes]:
-        """The last lines: nothing more will come."""
+        """Return the last lines; called when no more bytes come."""
         lines = self._terminal.finish() if self._terminal else []
         if self._partial:
             lines.append(bytes(self._partial))
@@ -83,23 +83,23 @@ class LineReader:
         return lines
 
     def partial_due(self, older_than_s: float) -> float | None:
-        """When `take_partial` will have something."""
+        """Return the time at which `take_partial` will have text."""
         return self._partial_since + older_than_s if self._partial else None
 
     @property
     def settle_due(self) -> float | None:
-        """When `settle` will have something."""
+        """Return the time at which `settle` will have lines."""
         return self._terminal.settle_due if self._terminal else None
 
     def _close_terminal(self, lines: list[bytes], now: float) -> list[bytes]:
-        """Back to the fast path as soon as nothing is being rewritten."""
+        """Return to the fast path as soon as nothing is being rewritten."""
         if self._terminal is not None and (rest := self._terminal.plain_rest()) is not None:
             self._terminal = None
             self._partial, self._partial_since = bytearray(rest), now
         return lines
 
     def _cut(self, lines: list[bytes]) -> list[bytes]:
-        """Lines and the unfinished rest in marked pieces of at most 64 KiB."""
+        """Cut lines and the unfinished rest into marked pieces of at most 64 KiB."""
         pieces = [piece for line in lines for piece in _pieces(line)]
         *full, rest = _pieces(bytes(self._partial))
         self._partial = bytearray(rest)
@@ -116,7 +116,7 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 def _end_of_last_character(text: bytes | bytearray) -> int:
-    """Where the last whole UTF-8 character of `text` ends."""
+    """Return the end of the last whole UTF-8 character of `text`."""
     for back in range(1, min(4, len(text)) + 1):
         byte = text[-back]
         if byte >= 0xC0:  # the first byte of a character of several bytes
@@ -143,7 +143,7 @@ class _Row:
             self.text = self.text[: self.column] + piece + self.text[end:]
             self.column = end
         if self.is_bar and self.column < len(self.text) and _WHOLE_BAR.search(self.text[: self.column]):
-            # tqdm draws the last state of an inner bar over the outer bar's row and wipes nothing of that.
+            # tqdm draws the last state of an inner bar over the outer bar's row without wiping it.
             self.text = self.text[: self.column]
 
     def erase(self, everything: bool) -> None:
@@ -202,7 +202,7 @@ class _Terminal:
         return self._leave(len(self._rows) - last.is_blank)
 
     def plain_rest(self) -> bytes | None:
-        """The unfinished line, once it is all there is, the cursor is at its end and nothing rewrites it."""
+        """Return the unfinished line, if it is the only row, the cursor is at its end and nothing rewrites it."""
         (row, *others), undecoded = self._rows, self._decoder.getstate()[0]
         is_plain = not (others or row.is_bar or self._held or undecoded) and row.column >= len(row.text)
         return row.text.encode() if is_plain else None
@@ -244,7 +244,7 @@ class _Terminal:
         return []
 
     def _leave(self, count: int) -> list[bytes]:
-        """Take the first `count` rows for finished: bars that were wiped out are nothing, other rows are lines."""
+        """Finish the first `count` rows: bars that were wiped out are dropped, other rows are lines."""
         rows, self._rows = self._rows[:count], self._rows[count:] or [_Row()]
         self._cursor = max(0, self._cursor - count)
         self._below_since = None

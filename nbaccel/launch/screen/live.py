@@ -1,6 +1,7 @@
 """LivePanel: a panel in the notebook that follows a run, and becomes its picture. Runs in the kernel.
 
-One display per run, or per cell where several runs are started in one: updates replace it, and one state is saved.
+There is one display per run, or per cell if several runs are started in one: updates replace it, and one state is
+saved.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ __all__ = ["LivePanel"]
 _FRAME_S = 0.5
 _SHARE_OF_CORE = 0.03
 _BYTES_PER_S = 30_000
-"""What a frame may cost the kernel, and a front end that is far away; the next one waits accordingly."""
+"""Limits of a frame's cost, for the kernel and for a distant front end; the next frame waits accordingly."""
 
 
 class LivePanel(ShownRun):
     """Shows the run at `place` once it has numbers, or takes longer than two seconds.
 
-    frames: how its states are shown while the run goes on.
-    says_end: the end is also said in a line of text. What stands in a picture is lost on those who do not see it, and
-        front ends read them no words of it.
+    frames: shows its states while the run goes on.
+    says_end: the end is also written as a line of text. Text in a picture is lost for people who do not see it, and
+    front ends do not read it to them.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LivePanel(ShownRun):
         self._says_end = says_end
         self._due = self._began
         self._bars: list[str] = []
-        self._bars_room = 0  # rows, which stay: the panel is not to jump when a bar ends
+        self._bars_room = 0  # rows are kept, so that the panel does not jump when a bar ends
 
     @property
     def has_room_for_bars(self) -> bool:
@@ -62,7 +63,10 @@ class LivePanel(ShownRun):
         self._bars_room = max(self._bars_room, len(rows))
 
     def show_too(self, screen: Screen) -> None:
-        """Also where widgets show the states: of one that cannot be had there, the state of now stays."""
+        """Show the run in another cell as well.
+
+        If widgets show the states and cannot be shown there, the present state stays.
+        """
         running = {} if self.state is not None else self._bundle(self._clock() - self._began)
         self._place.show_too(screen, running)
 
@@ -78,7 +82,7 @@ class LivePanel(ShownRun):
         self._due = now + max(_FRAME_S, cpu_s / _SHARE_OF_CORE, nbytes / _BYTES_PER_S)
 
     def _bundle(self, seconds: float) -> dict[str, str]:
-        """The run as it is now, below those of its place that are over."""
+        """Return the run as it is now, below the finished runs of its place."""
         bars = (*self._bars, *[""] * (self._bars_room - len(self._bars)))
         state = replace(RUNNING, bars=bars, hint=self._frames.hint)
         return self._place.board.bundle(self._panel, seconds, state)
@@ -93,7 +97,7 @@ class LivePanel(ShownRun):
         place = self._place
         if not (self._is_worth_a_word(seconds) or place.board.runs or place.is_open):
             return
-        if not place.board.runs:  # there at once, while the picture is being drawn
+        if not place.board.runs:  # visible at once, while the picture is being drawn
             self._show_frame(self._panel.bundle(seconds, state))
         place.conclude(self._screen, self._panel, seconds, state)
         if self._says_end and place.board.runs == 1:

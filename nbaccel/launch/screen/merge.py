@@ -1,8 +1,8 @@
-"""Merge: lines of several ranks in one order, identical lines of all ranks as one. Runs in the kernel; pure.
+"""Merge: puts lines of several ranks in one order, and identical lines of all ranks into one. Runs in the kernel; pure.
 
-A line waits at most a second for its like from the other ranks, and never when its like cannot come any more. What
-waits is bounded: a rank that prints faster than lines leave keeps the first of them and the last of them, and a line
-between says how many are missing. It writes nothing and reads no clock.
+A line waits at most a second for the same line of the other ranks, and not at all if that cannot come any more. The
+waiting lines are bounded: of a rank that prints faster than lines leave, the first and the last lines are kept, and a
+line between them says how many are missing. It writes nothing and reads no clock.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["LineMerger", "Merged"]
 
 _HOLD_S = 1.0
 _PATIENCE = 3
-"""A rank whose last lines waited this many times in vain stops waiting until another rank prints."""
+"""Number of lines that wait in vain before a rank stops waiting, until another rank prints."""
 _MOST_BYTES, _MOST_LINES = 1_000_000, 20_000
-"""What one rank may have waiting."""
+"""Limits of the waiting lines of one rank."""
 _TAIL_BYTES = 2048
 _LOOK_AHEAD = 64
 _QUIET_S = 0.3
 
 
 class Merged(NamedTuple):
-    """A line to show. rank: who printed it, None for all."""
+    """A line to show. rank: the rank that printed it, None for all."""
 
     rank: int | None
     stream: str
@@ -39,7 +39,7 @@ class _Held(NamedTuple):
 
 
 class _Gap:
-    """Lines that came while the queue was full: the last ones, and how many more there were."""
+    """Lines that came while the queue was full: the last ones, and the number of those before them."""
 
     def __init__(self) -> None:
         self.hidden = 0
@@ -56,17 +56,17 @@ class _Gap:
             self.hidden += 1
 
     def lines(self, note: Callable[[int], bytes]) -> list[tuple[str, bytes]]:
-        """What to show in place of all of them."""
+        """Return the lines to show in place of all of them."""
         first = [(self.tail[0][0], note(self.hidden))] if self.hidden else []
         return [*first, *self.tail]
 
 
 class _Queue:
-    """Lines of one rank that wait.
+    """Waiting lines of one rank.
 
-    keys: how often each line waits, to ask quickly whether it does.
-    went_alone: the last lines that left without the other ranks', since a line of all has.
-    misses: how many lines have waited in vain since another rank printed.
+    keys: how often each line waits, for a quick look-up.
+    went_alone: the last lines that left without those of the other ranks, since the last line of all ranks.
+    misses: number of lines that have waited in vain since another rank printed.
     """
 
     def __init__(self, rank: int) -> None:
@@ -90,7 +90,7 @@ class _Queue:
         self.nbytes += len(held.key[1]) + 1
 
     def first_of(self, stream: str) -> int | None:
-        """Where the first waiting line of `stream` is; looked for among the first lines only."""
+        """Return the index of the first waiting line of `stream`; only the first lines are searched."""
         return next((at for at, held in enumerate(islice(self.held, _LOOK_AHEAD)) if held.key[0] == stream), None)
 
     def pop(self, at: int = 0) -> tuple[str, bytes]:
@@ -103,7 +103,7 @@ class _Queue:
         return key
 
     def shrink(self) -> None:
-        """Keep of everything that waits the last lines only."""
+        """Keep only the last of the waiting lines."""
         later, self.gap = self.gap, _Gap()
         while self.held:
             stream, line = self.pop()
@@ -115,9 +115,9 @@ class _Queue:
 
 
 class LineMerger:
-    """Brings the lines of `ranks` in one order.
+    """Brings the lines of `ranks` into one order.
 
-    note: the line that stands for so many hidden ones.
+    note: returns the line that stands for a number of hidden ones.
     match: whether equal lines of all `ranks` may become one.
     """
 
@@ -129,7 +129,7 @@ class LineMerger:
         self.speakers: set[int] = set()
 
     def push(self, rank: int, stream: str, lines: Sequence[bytes], now: float) -> None:
-        """`lines` that `rank` completed now."""
+        """Add `lines` that `rank` completed now."""
         queue = self._queues[rank]
         self.speakers.add(rank)
         queue.last_fed = now
@@ -143,11 +143,11 @@ class LineMerger:
             self._append(queue, ((stream, line) for line in lines), now)
 
     def done(self, rank: int) -> None:
-        """Nothing more will come from `rank`."""
+        """Record that no more lines come from `rank`."""
         self._queues[rank].is_done = True
 
     def release(self, now: float, budget: float, *, has_room: bool = False) -> list[Merged]:
-        """Lines that need not wait any longer, at most about `budget` bytes of them.
+        """Return lines that need not wait any longer, at most about `budget` bytes of them.
 
         has_room: whether the end of a flood may be shown although it goes on.
         """
@@ -161,7 +161,7 @@ class LineMerger:
         return merged
 
     def force(self, rank: int, now: float, budget: float) -> list[Merged]:
-        """Everything that waits of `rank`; what goes beyond `budget` bytes shrinks to its last lines."""
+        """Return all waiting lines of `rank`; if they exceed `budget` bytes, only the last ones."""
         queue = self._queues[rank]
         if queue.nbytes > budget:
             queue.shrink()
@@ -172,7 +172,7 @@ class LineMerger:
         return merged
 
     def due(self) -> float | None:
-        """When `release` may have something, given a budget; None when nothing waits."""
+        """Return the time at which `release` may have lines, given a budget; None when nothing waits."""
         heads = [(queue.held[0].since, queue) for queue in self._queues.values() if queue.held]
         times = [since if self._may_go(queue) else since + _HOLD_S for since, queue in heads]
         times += [queue.last_fed + _QUIET_S for queue in self._queues.values() if queue.gap is not None]
@@ -184,7 +184,7 @@ class LineMerger:
             queue.append(_Held(key, now, self._order))
 
     def _next(self, now: float) -> list[Merged]:
-        """The lines to show next; none when every head should wait."""
+        """Return the lines to show next; none if every first line should wait."""
         queues = self._queues.values()
         waiting = [queue for queue in queues if queue.held]
         if not waiting or not self._match:
@@ -192,7 +192,7 @@ class LineMerger:
         if len(waiting) == len(queues):
             alone = sorted((queue for queue in waiting if self._cannot_match(queue)), key=_age)
             crossed = [queue for queue in waiting if self._occurs_elsewhere(queue)]
-            # A rank that is a line behind catches up with the others first: else no line of all would be one any more.
+            # A rank that is a line behind catches up first: otherwise no line of all ranks could be merged any more.
             behind = [queue for queue in alone if self._comes_late(queue)]
             first = [_take_alone(queue) for queue in behind or alone]
             if lines := first or self._take_together(waiting) or self._take_oldest(crossed):
@@ -205,7 +205,9 @@ class LineMerger:
         return self._take_oldest(ready)
 
     def _cannot_match(self, queue: _Queue) -> bool:
-        """Whether another rank is past the head of `queue`: it printed something else on that stream instead."""
+        """Return whether another rank has passed the first line of `queue`: it printed another line on that stream
+        instead.
+        """
         key = queue.held[0].key
         return any(
             key not in other.keys and (other.is_done or other.first_of(key[0]) is not None)
@@ -218,7 +220,7 @@ class LineMerger:
         return any(key in other.keys for other in self._queues.values() if other is not queue)
 
     def _comes_late(self, queue: _Queue) -> bool:
-        """Whether another rank's line like the head of `queue` has left already."""
+        """Return whether another rank's line like the first one of `queue` has left already."""
         key = hash(queue.held[0].key)
         return any(key in other.went_alone for other in self._queues.values() if other is not queue)
 
@@ -226,9 +228,9 @@ class LineMerger:
         return [_take_alone(min(queues, key=_age))] if queues else []
 
     def _take_together(self, waiting: Sequence[_Queue]) -> list[Merged]:
-        """A head that every other rank printed next on that stream, as one line; none if there is no such head.
+        """Return a line that every rank printed next on that stream, as one line; none if there is no such line.
 
-        A rank's stdout and stderr come by two pipes, so how lines of the two follow each other is chance.
+        A rank's stdout and stderr come through two pipes, so the order between lines of the two is random.
         """
         for queue in sorted(waiting, key=_age):
             stream = queue.held[0].key[0]
@@ -243,7 +245,7 @@ class LineMerger:
         return []
 
     def _may_go(self, queue: _Queue) -> bool:
-        """Whether the head of `queue` waits for room only."""
+        """Return whether the first line of `queue` waits only for the budget."""
         others = [other for other in self._queues.values() if other is not queue]
         return (
             not self._match
@@ -253,7 +255,7 @@ class LineMerger:
         )
 
     def _close_a_gap(self, now: float, has_room: bool) -> bool:
-        """Let the end of a flood follow what was shown of its beginning."""
+        """Append the end of a flood to the part of its beginning that was shown."""
         for queue in self._queues.values():
             if queue.gap is None or queue.held:
                 continue

@@ -1,6 +1,6 @@
-"""NowAndThen: a line about the run every half minute, where nobody watches or nothing else can be shown.
+"""NowAndThen: a line about the run every half minute, for unattended runs and where nothing else can be shown.
 
-Runs in the kernel. Each line is whole and flushed, so that a log that is read from afar shows life.
+Runs in the kernel. Each line is complete and flushed, so that a reader of a remote log sees that the run goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EVERY_S = 30.0
 
 
 class NowAndThen(ShownRun):
-    """Lines of text; at the end one more, and a picture if there is a `place` to keep it."""
+    """Writes lines of text; at the end one more, and a picture if there is a `place` for it."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class NowAndThen(ShownRun):
         super().__init__(screen, world_size, facts, clock)
         self._place = place
         self._due = self._began + _EVERY_S
-        self._unfinished = ("stdout", "")  # what stands on the last line
+        self._unfinished = ("stdout", "")  # the content of the last line
 
     def write(self, stream: str, text: str) -> None:
         super().write(stream, text)
@@ -46,8 +46,11 @@ class NowAndThen(ShownRun):
 
     @property
     def has_room_for_bars(self) -> bool:
-        """Where nobody watches, the last state of a bar is enough: programs that run notebooks save all that was
-        rewritten on a line, and four states a second would make megabytes of it."""
+        """Return whether the run is unattended; then the last state of a bar is enough.
+
+        Programs that run notebooks save everything that was rewritten on a line, and four states a second would add up
+        to megabytes.
+        """
         return self._place is not None
 
     def tick(self, now: float) -> None:
@@ -63,7 +66,7 @@ class NowAndThen(ShownRun):
         self._say(line(self.history, self.facts, seconds, state))
 
     def _say(self, words: str) -> None:
-        """A line of its own: a bar is wiped, and drawn again below at its next change; other text is ended."""
+        """Write a separate line: a bar is wiped, and drawn again below at its next change; other text is ended."""
         stream, unfinished = self._unfinished
         if "\r" in unfinished:
             width = len(unfinished.rpartition("\r")[2])

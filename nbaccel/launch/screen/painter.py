@@ -1,8 +1,8 @@
-"""Painter: text in few writes, and the progress bars on the screen's last line. Runs in the kernel; pure.
+"""Painter: writes text in few calls, and draws the progress bars on the screen's last line. Runs in the kernel; pure.
 
-Text is collected and written at most every 50 ms, bars at most four times a second. A bar stands on the stream that it
-was printed to; what comes on this stream is written over it and the bar again below. A front end can overwrite only
-within one stream, so text of the other stream first wipes the bar.
+Text is collected and written at most every 50 ms, bars at most four times a second. A bar is on the stream to which it
+was printed; new text on this stream is written over it, and the bar again below. A front end can overwrite only within
+one stream, so text of the other stream first wipes the bar.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ __all__ = ["BATCH_S", "Bar", "Painter", "Screen"]
 BATCH_S = 0.05
 _REDRAW_S = 0.25
 _STALE_S = 1.5
-"""A finished bar stays until its last state comes as a line, which may wait a second for its like; or this long."""
+"""Seconds that a finished bar stays at most; it is removed when its last state comes as a line, which may wait a
+second for the same line of other ranks.
+"""
 _WIDEST_BAR = 500
 
 
 class Screen(Protocol):
-    """Where output ends up."""
+    """Destination of output."""
 
     def write(self, stream: str, text: str) -> None:
-        """Text for "stdout" or "stderr"."""
+        """Write text to "stdout" or "stderr"."""
 
     def publish(self, message: dict[str, Any]) -> None:
-        """A rich display: `kind` is "display" or "update", with `data`, `metadata` and `display_id`."""
+        """Show a rich display: `kind` is "display" or "update", with `data`, `metadata` and `display_id`."""
 
     @property
     def has_room_for_bars(self) -> bool:
-        """Whether bars have a place of their own here; else they stand on the last line of text."""
+        """Return whether bars have a separate place here; otherwise they are on the last line of text."""
 
     def show_bars(self, rows: Sequence[str]) -> None:
-        """The bars that go on, one a row, for their own place. Called at every change of them; draws nothing yet."""
+        """Set the running bars, one per row, for their separate place. Called at every change; draws nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Bar:
 
 
 class Painter:
-    """Writes to `screen`, and remembers what stands on its last line."""
+    """Writes to `screen`, and remembers the content of its last line."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -63,11 +65,11 @@ class Painter:
         self._painted_at = self._drawn_at = float("-inf")
 
     def add(self, stream: str, text: str) -> None:
-        """Text to be written with the next batch; a line brings its newline."""
+        """Add text to the next batch; a line brings its newline."""
         self._pending.append((stream, text))
 
     def want(self, stream: str, text: str) -> None:
-        """The bar to show from now on; empty text for none."""
+        """Set the bar to show from now on; empty text for none."""
         self._wanted = Bar(stream, text[:_WIDEST_BAR]) if text else None
 
     def paint(self, now: float, *, at_once: bool = False) -> None:
@@ -80,7 +82,7 @@ class Painter:
         self._flush()
 
     def publish(self, message: dict[str, Any], now: float) -> None:
-        """A rich message, after all text so far; the bar comes back below it."""
+        """Show a rich message after all text so far; the bar is drawn again below it."""
         self._write_text(now)
         self._wipe()
         self._flush()
@@ -88,7 +90,7 @@ class Painter:
 
     @property
     def due(self) -> float | None:
-        """When `paint` will have something to do."""
+        """Return the time at which `paint` will have something to do."""
         if self._pending:
             return self._text_due
         return self._bar_due if self._wanted != self._standing else None
@@ -140,6 +142,6 @@ class Painter:
 
 
 def _over(bar: Bar, text: str) -> str:
-    """`text` written over the bar; its first line covers all of it."""
+    """Return `text` written over the bar; its first line covers all of it."""
     first, newline, rest = text.partition("\n")
     return "\r" + first.ljust(bar.width) + newline + rest

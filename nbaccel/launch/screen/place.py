@@ -1,7 +1,8 @@
-"""Place: where in the notebook the runs of one cell are shown, and what stays there. Runs in the kernel.
+"""Place: the display that shows the runs of one cell, and keeps their result. Runs in the kernel.
 
-One display for all of them: updates replace it, and one state is saved. What stays is a picture and its numbers: of
-one run when it ends, of several when their cell ends, since nobody knows before that which of them is the last.
+There is one display for all of them: updates replace it, and one state is saved. The result is a picture and its
+numbers: of one run when it ends, of several when their cell ends, since it is unknown before that which of them is the
+last.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def _at_once(draw: Callable[[], None]) -> None:
 class Place:
     """One display of the notebook.
 
-    cell: what tells it from other cells.  when_it_ends: calls what it is given when the cell has ended, once.
-    is_open: whether something is shown there.
+    cell: identifies the cell.  when_it_ends: calls its argument once, when the cell has ended.
+    is_open: something is shown there.
     """
 
     def __init__(self, cell: str | None = None, when_it_ends: Callable[[Callable[[], None]], None] = _at_once) -> None:
@@ -40,21 +41,21 @@ class Place:
         self._is_promised = False
 
     def show(self, screen: Screen, data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-        """Show this instead of what stands here."""
+        """Show `data` in place of the present content."""
         kind, self.is_open = "update" if self.is_open else "display", True
         self._latest = {"data": data, "metadata": metadata or {}, "display_id": self._display_id}
         screen.publish({"kind": kind, **self._latest})
 
     def show_too(self, screen: Screen, now: Mapping[str, Any]) -> None:
-        """Show it in another cell as well, from now on the same in both; nothing where nothing is shown yet.
+        """Show the content in another cell as well, and update both from now on; do nothing if nothing is shown yet.
 
-        now: takes the place of what was displayed here last, type by type.
+        now: replaces the content that was displayed here last, type by type.
         """
         if self.is_open:
             screen.publish({"kind": "display", **self._latest, "data": {**self._latest["data"], **now}})
 
     def conclude(self, screen: Screen, panel: Panel, seconds: float, state: State) -> None:
-        """The run of `panel` is over: its picture, or a row below those of the runs before it."""
+        """Conclude the run of `panel`: show its picture, or a row below those of the earlier runs."""
         self.board.finish(panel, seconds, state)
         if self.board.runs == 1:
             self.show(screen, *shown_of(panel, seconds, state))
@@ -65,7 +66,7 @@ class Place:
             self._when_it_ends(lambda: self._draw_all(screen))
 
     def _draw_all(self, screen: Screen) -> None:
-        """The picture of all runs. Without it the table stays."""
+        """Draw the picture of all runs. If that fails, the table stays."""
         self._is_promised = False
         try:
             self.show(screen, *kept_of_several(self.board))

@@ -1,8 +1,8 @@
-"""Output: from the bytes that n ranks print to what a person sees. Runs in the kernel; starts nothing, owns no pipe.
+"""Output: turns the bytes that n ranks print into visible output. Runs in the kernel; starts nothing, owns no pipe.
 
-Whole lines, tagged by rank as soon as two ranks have printed, identical lines of all ranks once; the bars of all ranks
-live; no faster than a Jupyter server forwards. Everything goes to the log, whatever the screen leaves out. A rank's
-uncaught error does not come this way: it is reported, whoever's text is shown.
+It shows whole lines, tagged by rank as soon as two ranks have printed; identical lines of all ranks once; the bars of
+all ranks live; and no more than a Jupyter server forwards. Everything goes to the log, whatever the screen leaves out.
+A rank's uncaught error does not come this way: it is reported, whichever ranks are shown.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _PIECE_BYTES = 256 * 1024
 _OF_GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
 )
-"""What gloo of torch 2.8 to 2.10 prints in each rank for each group that it has connected."""
+"""Line that gloo of torch 2.8 to 2.10 prints in each rank for each group that it has connected."""
 
 _STAMP = re.compile(rb"(?:\[rank\d+\]:)?(\[?[DIWEF])\d{4} \d\d:\d\d:\d\d\.\d+ (?:\d+ )?(?=\S+:\d+\] )")
-"""What torch's C++ parts write before a message: "[rank1]:[W1122 05:43:12.123456789 reducer.cpp:1457] Warning: …"."""
+"""Prefix of messages from torch's C++ parts: "[rank1]:[W1122 05:43:12.123456789 reducer.cpp:1457] Warning: …"."""
 
 _COLUMNS = 120
-"""Of text that no terminal shows: what stands beside each other in a notebook."""
+"""Columns for text without a terminal: they fit side by side in a notebook."""
 
 
 class ConsoleScreen:
-    """A terminal, or the text streams given; rich messages by their plain text.
+    """A terminal, or the given text streams; shows rich messages by their plain text.
 
     The current `sys.stdout` and `sys.stderr` are looked up at each write, so redirections are honoured.
     """
@@ -58,7 +58,7 @@ class ConsoleScreen:
     has_room_for_bars = False
 
     def show_bars(self, rows: Sequence[str]) -> None:
-        """They stand on the last line of text."""
+        """Do nothing: bars are on the last line of text."""
 
     def publish(self, message: dict[str, Any]) -> None:
         if text := message["data"].get("text/plain"):
@@ -66,13 +66,13 @@ class ConsoleScreen:
 
 
 class OutputRouter:
-    """Feed it what ranks print, and call `tick` whenever `due_in` says so; it writes to `screen`.
+    """Takes the output of ranks by `feed`, and writes it to `screen`; call `tick` whenever `due_in` says so.
 
-    shown_ranks: whose text is shown; all by default. Every rank's text is logged. Lines that all ranks print become one
-        only where all are shown.
+    shown_ranks: ranks whose text is shown; all by default. Every rank's text is logged. Lines that all ranks print are
+    merged only if all are shown.
     log: gets every line, prefixed by its rank.
-    bytes_per_s: what the screen takes for long, after a burst of 1 MB; Jupyter servers drop output above 1 MB/s.
-    kept_bytes: how much text is shown before the screen gets an excerpt of the rest; None for all of it.
+    bytes_per_s: the lasting rate of the screen, after a burst of 1 MB; Jupyter servers drop output above 1 MB/s.
+    kept_bytes: bytes of text that are shown before the screen gets an excerpt of the rest; None for all of it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OutputRouter:
         self._budget = _Budget(bytes_per_s, clock())
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
-        """Bytes from the pipe of `rank`, in chunks of any size."""
+        """Take bytes from the pipe of `rank`, in chunks of any size."""
         self._log.write(rank, stream, data)
         if rank not in self._readers:
             return
@@ -112,7 +112,10 @@ class OutputRouter:
         self._want_bar(rank, stream)
 
     def publish(self, rank: int, message: dict[str, Any]) -> None:
-        """A rich message, after the text that `rank` printed before it. Only the first shown rank's are shown."""
+        """Show a rich message, after the text that `rank` printed before it.
+
+        Only those of the first shown rank are shown.
+        """
         if rank != self._first:
             kinds = ", ".join(message.get("data") or ()) or message["kind"]
             self._log.remark(rank, f"rich output of this rank is not shown: {kinds}")
@@ -122,7 +125,7 @@ class OutputRouter:
             self._painter.publish(own, now)
 
     def settle(self, rank: int) -> None:
-        """Show all that `rank` has printed so far: somebody is about to answer to it."""
+        """Show everything that `rank` has printed so far, before the user is asked to answer it."""
         if rank in self._readers:
             self._painter.paint(self._settled(rank), at_once=True)
 
@@ -136,7 +139,7 @@ class OutputRouter:
         return now
 
     def rank_done(self, rank: int) -> None:
-        """The pipes of `rank` are at their end: a last line without newline is complete."""
+        """End the output of `rank`: its pipes are at their end, and a last line without newline is complete."""
         self._log.finish(rank)
         if rank not in self._readers:
             return
@@ -160,7 +163,7 @@ class OutputRouter:
         self._painter.paint(now)
 
     def due_in(self) -> float | None:
-        """Seconds until `tick` has something to do; None when nothing is pending."""
+        """Return the seconds until `tick` has something to do; None when nothing is pending."""
         now = self._clock()
         times = [self._painter.due, *(reader.settle_due for _, _, reader in self._all_readers())]
         if (lines_due := self._merger.due()) is not None:
@@ -170,7 +173,7 @@ class OutputRouter:
         return min((max(0.0, at - now) for at in times if at is not None), default=None)
 
     def close(self) -> None:
-        """The run is over: everything that waits is shown, of a flood its last lines."""
+        """End the output of the run: show everything that waits, of a flood its last lines."""
         for rank in self._readers:
             self.rank_done(rank)
         now = self._clock()
@@ -184,7 +187,7 @@ class OutputRouter:
 
     @property
     def _passes_partial_text(self) -> bool:
-        """Lines of several ranks would tear when text without its newline was passed on."""
+        """Return whether text without its newline may be shown; with several ranks it would break their lines."""
         return len(self._readers) == 1
 
     def _all_readers(self) -> Iterator[tuple[int, str, LineReader]]:
@@ -238,7 +241,7 @@ class OutputRouter:
             )
 
     def _show_the_end(self) -> None:
-        """The last lines, and once more that some were hidden: what was said in between nobody reads."""
+        """Show the last lines, and repeat that some were hidden, since the first notice may be far above."""
         last = self._excerpt.last()
         for line in last:
             self._painter.add(line.stream, line.text)
@@ -261,11 +264,11 @@ class OutputRouter:
 
 
 class _Note(bytes):
-    """A line of ours among those of a rank."""
+    """A line of the project among those of a rank."""
 
 
 def _without_stamp(line: bytes) -> bytes:
-    """A message of torch's C++ parts without time, process and rank, so that those of all ranks are one.
+    """Return a message of torch's C++ parts without time, process and rank, so that those of all ranks are equal.
 
     >>> _without_stamp(b"[rank1]:[W1122 05:43:12.123456789 reducer.cpp:1457] Warning: find_unused_parameters")
     b'[W reducer.cpp:1457] Warning: find_unused_parameters'
@@ -293,6 +296,6 @@ class _Budget:
         self._left -= nbytes
 
     def ready_at(self, now: float) -> float:
-        """When enough is there again to be worth a batch."""
+        """Return the time at which there is enough again for a batch."""
         batch = self._bytes_per_s * BATCH_S
         return now + max(0.0, batch - self.left(now)) / self._bytes_per_s

@@ -1,6 +1,7 @@
 """Run log: every line of every rank in one file. Runs in the kernel; the screen may leave lines out, the log does not.
 
-Work is per chunk, not per line: it has to keep up with a rank that prints 100 MB. The caller opens and closes the file.
+Its work is per chunk, not per line: it has to keep up with a rank that prints 100 MB. The caller opens and closes the
+file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _LONGEST_PARTIAL = 64 * 1024
 
 
 class RunLog:
-    """Writes whole lines, prefixed ``[rank 1] ``; a log that cannot be written ends, and the run goes on.
+    """Writes whole lines, prefixed ``[rank 1] ``; after an error in writing the log ends, and the run goes on.
 
     file: None logs nothing.
     """
@@ -28,7 +29,7 @@ class RunLog:
 
     @property
     def path(self) -> str:
-        """Where the lines are; empty when they are nowhere."""
+        """Return the path of the log; empty if there is none."""
         name = getattr(self._file, "name", None)
         return name if isinstance(name, str) else ""
 
@@ -44,11 +45,11 @@ class RunLog:
             partial.clear()
 
     def remark(self, rank: int, text: str) -> None:
-        """A line of ours about something that is no text."""
+        """Write a line of the project about output that is no text."""
         self._write_lines(rank, f"({text})".encode())
 
     def finish(self, rank: int) -> None:
-        """A last line without newline is complete."""
+        """Complete a last line without newline."""
         for (of_rank, _), partial in self._partial.items():
             if of_rank == rank and partial:
                 self._write_lines(rank, bytes(partial))
@@ -60,7 +61,7 @@ class RunLog:
                 self._file.flush()
 
     def take_trouble(self) -> str:
-        """What ended the log, told once; empty while nothing did."""
+        """Return the error that ended the log, once; empty if there is none."""
         trouble, self._trouble = self._trouble, ""
         return trouble
 
@@ -72,7 +73,7 @@ class RunLog:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """A full disk ends the log, not the run."""
+        """End the log, not the run, on an error such as a full disk."""
         try:
             yield
         except OSError as error:

@@ -1,7 +1,7 @@
-"""ShownRun: a run as a person sees it while it goes on, and what stays of it. Runs in the kernel.
+"""ShownRun: the view of a run while it goes on, and the result that stays of it. Runs in the kernel.
 
-It stands between the output of ranks and the screen, and listens to what they report. This one shows their output and
-nothing else, and keeps the history; others add a panel, or a line now and then.
+It stands between the output of ranks and the screen, and listens to their reports. This class shows only their output,
+and keeps the history; others add a panel, or a line from time to time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ _SHORT_S = 2.0
 _LONGEST_WHY = 160
 
 TICK_SLACK_S = 0.1
-"""Ticks come every half second, more or less: what is due at the next one must not wait for the one after it."""
+"""Tolerance for ticks, which come about every half second: what is due at the next one must not wait for the one
+after.
+"""
 
 
 class ShownRun(Listener):
-    """The run of `world_size` ranks on `screen`.
+    """The view of a run of `world_size` ranks on `screen`.
 
-    history: what was reported so far.  seconds, state: how long it took and how it ended, once it is over.
+    history: the reports so far.  seconds, state: the duration and the end, once the run is over.
     """
 
     def __init__(
@@ -46,22 +48,22 @@ class ShownRun(Listener):
     # --- a screen for the output of ranks ------------------------------------------------------------------------
 
     def write(self, stream: str, text: str) -> None:
-        """Text of the ranks."""
+        """Write text of the ranks."""
         self._screen.write(stream, text)
 
     def publish(self, message: dict[str, Any]) -> None:
-        """A rich message of the ranks."""
+        """Show a rich message of the ranks."""
         self._screen.publish(message)
 
     def show_too(self, screen: Screen) -> None:
-        """Show what can be seen in two cells at once, if something can."""
+        """Show in another cell as well what can be seen in two cells at once, if anything."""
 
     @property
     def has_room_for_bars(self) -> bool:
         return False
 
     def show_bars(self, rows: Sequence[str]) -> None:
-        """The bars that the ranks draw now."""
+        """Set the bars that the ranks draw now."""
 
     # --- a listener for what they report --------------------------------------------------------------------------
 
@@ -73,14 +75,14 @@ class ShownRun(Listener):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the run began, with all its attempts, and the start of their ranks."""
+        """Return the seconds since the run began, with all its attempts, and the start of their ranks."""
         return self._clock() - self._began
 
     def end(self, word: str, seconds: float, error: BaseException | None = None, rank: int | None = None) -> None:
-        """The run is over, and what stays of it is shown. Nothing that goes wrong in that harms the run.
+        """End the view, and show the result that stays. An error in that does not harm the run.
 
-        word: "done", "failed" or "stopped".  seconds: `elapsed_s` by then.  error: what it raises, which began in
-        `rank`.
+        word: "done", "failed" or "stopped".  seconds: `elapsed_s` by then.  error: the exception of the run, which
+        began in `rank`.
         """
         self.seconds = seconds
         why = "" if error is None or word != "failed" else f"{_who(rank)}{type(error).__name__}{_first_line(error)}"
@@ -94,7 +96,7 @@ class ShownRun(Listener):
 
     @contextmanager
     def until_its_end(self) -> Iterator[None]:
-        """The block is the run, in this process."""
+        """Mark the block as the run, in this process."""
         try:
             yield
         except BaseException as error:
@@ -106,10 +108,10 @@ class ShownRun(Listener):
         self.end("done", self.elapsed_s)
 
     def _conclude(self, seconds: float, state: State) -> None:
-        """Show what stays."""
+        """Show the result that stays."""
 
     def _is_worth_a_word(self, seconds: float) -> bool:
-        """A run that was short and reported no number leaves nothing behind."""
+        """Return whether the run leaves a result: a short one that reported no number does not."""
         return self.history.has_curves or seconds >= _SHORT_S
 
 

@@ -1,7 +1,7 @@
-"""Absent: stands in the notebook for a part of an object that could not leave its rank. Known to both sides.
+"""Absent: replaces, in the notebook, a part of an object that could not leave its rank. Known to both sides.
 
-An object that a cell made may hold a lock, a thread, a file. It comes all the same, and who uses that part reads why it
-is not there.
+An object that a cell made may hold a lock, a thread, a file. The object is sent anyway, and code that uses that part
+gets an error that says why it is missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Absent"]
 
 
 class Absent:
-    """Stands for `what` ("a lock") in the value of `name`.
+    """Replaces `what` ("a lock") in the value of `name`.
 
     >>> Absent("out:trainer", "a lock")
     <a lock, which stayed in its rank>

@@ -1,7 +1,7 @@
-"""Kinds of what keeps its values in plain memory: tensors, arrays, tables of pandas, and random generators.
+"""Kinds of objects that keep their values in plain memory: tensors, arrays, tables of pandas, and random generators.
 
-Values are compared by checksums, so nothing is kept of what they were. Runs in ranks and in the kernel; imports neither
-torch nor NumPy nor pandas.
+Values are compared by checksums, so no copy of the earlier values is kept. Runs in ranks and in the kernel; imports
+neither torch nor NumPy nor pandas.
 """
 
 from __future__ import annotations
@@ -23,28 +23,33 @@ from nbaccel.view.words import with_article
 __all__ = ["ARRAY", "ARRAY_OF_A_CLASS", "TensorChange", "Values", "has_plain_memory", "kind_of_memory"]
 
 _WHOLE = 1 << 22
-"""Bytes that are compared by a checksum; more of them by that of sums over blocks, which are as fast as memory is."""
+"""Bytes that are compared by a checksum; more bytes by a checksum of sums over blocks, which is as fast as memory
+is.
+"""
 
 _BLOCK = 512
-"""64-bit words of a block, 4 kB. Words at the same place of their blocks are summed, too: of two that change places
-within one, the sum of the block says nothing."""
+"""64-bit words of a block, 4 kB.
+
+Words at the same position of their blocks are summed, too: the sum of a block does not show that two words within it
+were exchanged.
+"""
 
 _SAMPLED = 1 << 31
-"""Bytes that are read of what is larger: every other block, or every third one ..."""
+"""Bytes that are read of a larger value: every other block, or every third one ..."""
 
 
 class Values(NamedTuple):
-    """The values of a tensor that the notebook has, as they travel: of the tensor itself only the place would."""
+    """The values of a tensor that the notebook has, for sending: for the tensor itself only the place would be sent."""
 
     tensor: Any
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """What has happened to a tensor.
+    """The change of a tensor.
 
-    values: None where they are as before.  wants_gradient: whether it does now.
-    gradient: the one that it has now, or None, in a tuple; None where it is as before.
+    values: None if they are as before.  wants_gradient: the tensor requires a gradient now.
+    gradient: the present gradient, or None, in a tuple; None if it is as before.
     """
 
     values: Values | None
@@ -58,14 +63,14 @@ class TensorChange:
 
 
 def kind_of_memory(kind: type) -> Kind | None:
-    """Return how objects of exactly this type are looked at; None where it is not of this module."""
+    """Return the kind of objects of exactly this type; None if it is not in this module."""
     torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and issubclass(kind, torch.Tensor):
         return _TENSOR if kind in _tensor_types(torch) else _TENSOR_OF_A_CLASS
     if torch is not None and issubclass(kind, torch.Generator):
         return _Stateful(_bytes_of_generator, _set_bytes_of_generator)
     if np is not None and issubclass(kind, np.ndarray):
-        # A memory map is the file, and that is the same for all.
+        # A memory map is the file, which is the same for all processes.
         return ARRAY if kind is np.ndarray else Kind() if issubclass(kind, np.memmap) else ARRAY_OF_A_CLASS
     if np is not None and issubclass(kind, np.random.Generator):
         return _Stateful(_state_of_bits, _set_state_of_bits)
@@ -81,10 +86,10 @@ def kind_of_memory(kind: type) -> Kind | None:
 
 
 class _Tensor(Kind):
-    """The values, the shape, whether gradients are wanted, and the gradient.
+    """Tensors: the values, the shape, whether gradients are required, and the gradient.
 
-    Fused optimizers and writes through ``.data`` do not count up a tensor's version, so values are compared. The
-    version counts beside them where not all are read, and alone where they have no plain memory.
+    Fused optimizers and writes through ``.data`` do not increase a tensor's version, so values are compared. The
+    version counts in addition if not all values are read, and alone if they have no plain memory.
     """
 
     def mark(self, obj: Any) -> _Seen:
@@ -137,7 +142,7 @@ def _set_gradient(tensor: Any, change: TensorChange) -> None:
 
 
 class _TensorOfAClass(Kind):
-    """Tensors of other classes, which keep their values where nobody else can say: it counts how often torch wrote."""
+    """Tensors of other classes, which keep their values in unknown places; torch's count of writes is compared."""
 
     def mark(self, obj: Any) -> int:
         torch: Any = sys.modules["torch"]
@@ -158,7 +163,7 @@ class _Array(Kind):
     def change(self, obj: Any, mark: tuple[Any, ...]) -> tuple[Any] | None:
         if self.mark(obj) == mark:
             return None
-        # Another object: of the array itself only the place would travel. A view of a part would bring the whole along.
+        # Another object: for the array itself only the place would be sent. A view of a part would send the whole.
         return (obj.view() if obj.base is None else obj.copy(),)
 
     def writing(self, obj: Any, change: tuple[Any]) -> Write:
@@ -175,7 +180,7 @@ class _Array(Kind):
 
 
 class _ArrayOfAClass(_Array):
-    """The values of masked arrays, of matrices ...: as an array of NumPy's own, by whose methods they are read."""
+    """Arrays of other classes, such as masked arrays and matrices: read as an array of NumPy's own, by its methods."""
 
     def mark(self, obj: Any) -> Any:
         return None if obj.dtype.hasobject else super().mark(self._base(obj))
@@ -212,7 +217,7 @@ class _Table(Kind):
 
 
 class _Stateful(Kind):
-    """Random generators, by the state that they give and take."""
+    """Random generators, by the state that they return and accept."""
 
     def __init__(self, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
         self._read = read
@@ -250,11 +255,11 @@ def _set_state_of_bits(generator: Any, state: Any) -> None:
 
 
 class _Seen(NamedTuple):
-    """A tensor as it was.
+    """The state of a tensor at one time.
 
-    memory: where its values were; of the host's alone, an address says that they are the same ones.
-    version: how often torch wrote into it.  digest: of its values; None where they have no plain memory.
-    gradient: which it has, and the version of that.
+    memory: the address of its values; on the host alone, an equal address means the same values.
+    version: number of torch's writes.  digest: of its values; None if they have no plain memory.
+    gradient: the gradient, and its version.
     """
 
     layout: tuple[Any, ...]
@@ -296,7 +301,7 @@ def _is_same_gradient(now: tuple[Any, int] | None, before: tuple[Any, int] | Non
 
 
 def _tensor_types(torch: Any) -> tuple[type, ...]:
-    """Tensors whose state is known; other classes keep theirs where nobody else can say."""
+    """Return the classes of tensors whose state is known; other classes keep theirs in unknown places."""
     lazy = torch.nn.parameter
     return torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, lazy.UninitializedParameter, lazy.UninitializedBuffer
 
@@ -311,7 +316,7 @@ def _is_lazy(tensor: Any) -> bool:
 
 
 def has_plain_memory(tensor: Any) -> bool:
-    """Whether its values lie in memory that an address, a shape and strides describe."""
+    """Return whether its values are in memory that an address, a shape and strides describe."""
     torch: Any = sys.modules["torch"]
     return (
         not _is_lazy(tensor)
@@ -322,7 +327,7 @@ def has_plain_memory(tensor: Any) -> bool:
 
 
 def _overlaps(tensor: Any) -> bool:
-    """Whether elements of it lie in the same place, as of an expanded one."""
+    """Return whether elements of it share memory, as in an expanded tensor."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -348,7 +353,7 @@ def _digest_of_array(array: Any) -> int:
 
 
 def _digest_of_column(column: Any) -> tuple[str, Any]:
-    """Of one column of a table: its type, and a number by its memory, or by pandas; of objects these themselves."""
+    """Return the type of a column of a table, and a number for its memory, or pandas' hash; for objects the objects."""
     values = getattr(column.array, "_ndarray", None)
     if values is None:
         hashes = sys.modules["pandas"].util.hash_pandas_object(column, index=False)
@@ -363,14 +368,16 @@ def _is_same_column(now: tuple[str, Any], before: tuple[str, Any]) -> bool:
 
 
 def _digest_of_bytes(flat: Any) -> int:
-    """A number that changes with `flat`, a NumPy array of bytes."""
+    """Return a number that changes with `flat`, a NumPy array of bytes."""
     if len(flat) <= _WHOLE:
         return zlib.crc32(flat)
     return _digest_of_blocks(flat, lambda words, axis: words.view("int64").reshape(-1, _BLOCK).sum(axis))
 
 
 def _digest_of_blocks(flat: Any, sums: Callable[[Any, int], Any]) -> int:
-    """Of sums within and across blocks of `flat`, a NumPy array or a tensor of bytes, and of what is left over."""
+    """Return a number for sums within and across blocks of `flat`, a NumPy array or a tensor of bytes, and for the
+    rest.
+    """
     size = 8 * _BLOCK
     end = len(flat) // size * size
     blocks, rest = flat[:end], flat[end:]

@@ -1,7 +1,7 @@
-"""Channel: frames between the kernel and one process of ours over an inherited socketpair. Both sides run it.
+"""Channel: frames between the kernel and one of its processes over an inherited socketpair. Both sides run it.
 
-A frame is JSON with descriptors beside it; large objects travel as the descriptor of a memfd. There is no address,
-so nobody else can speak here, and nothing that arrives is unpickled by this module.
+A frame is JSON with descriptors beside it; large objects are sent as the descriptor of a memfd. There is no address, so
+no other process can connect, and this module unpickles nothing that arrives.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Channel:
         self._fds.clear()
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send one frame; blocks while the other side is slow.
+        """Send one frame; block while the other side is slow.
 
         Raises:
             BrokenPipeError: the other side is gone.
@@ -89,7 +89,7 @@ class Channel:
         return frame
 
     def drain(self) -> Iterator[Frame]:
-        """Every frame that is already here, without waiting; `is_open` turns False at the end of the stream."""
+        """Yield every frame that has arrived, without waiting; `is_open` becomes False at the end of the stream."""
         while self._read(socket.MSG_DONTWAIT):
             pass
         while (frame := self._next()) is not None:
@@ -106,7 +106,7 @@ class Channel:
         return message, [self._fds.popleft() for _ in range(count)]
 
     def _read(self, flags: int) -> bool:
-        """Read what is there into the buffer; False when there is nothing, or never will be."""
+        """Read available data into the buffer; return False when there is none, or never will be."""
         if not self.is_open:
             return False
         try:

@@ -11,7 +11,7 @@ __all__ = ["no_collections"]
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Switch the garbage collector off while the block runs, and on again where it was on.
+    """Switch the garbage collector off while the block runs, and on again if it was on.
 
     The collector's lists are left as they are: `gc.freeze` and `gc.unfreeze` in the kernel would move the young garbage
     of every cell into the oldest generation, which is collected once in dozens of cells.

@@ -1,7 +1,7 @@
-"""ControlPage: one shared page of memory between the kernel and all ranks of a run; how a run stops at one step.
+"""ControlPage: one shared page of memory between the kernel and all ranks of a run; it lets a run stop at one step.
 
-A bare stop flag would leave ranks alone in a collective: one rank reads it a moment before its peer enters the
-step. So the ranks and the kernel shake hands, without a collective:
+A simple stop flag would leave ranks alone in a collective: one rank reads it a moment before its peer enters the step.
+So the ranks and the kernel use a handshake, without a collective:
 
 1. At a step boundary a rank writes the step it is about to enter, then reads the stop flag. If it is set, the rank
    parks and waits for the answer.
@@ -12,9 +12,9 @@ step. So the ranks and the kernel shake hands, without a collective:
 
 Steps are positions (training step, batches since) packed into one number, so that they compare in order.
 
-The page also counts the collectives that each rank has entered, and says who has finished. A rank that waits in a
-collective which a finished rank has not entered waits in vain. And it carries rank 0's word before which step all ranks
-save, and each rank's time limit of its own, if its program sets one.
+The page also counts the collectives that each rank has entered, and marks the ranks that have finished. A rank that
+waits in a collective which a finished rank has not entered waits in vain. It also holds the step before which all ranks
+save, set by rank 0, and each rank's own time limit, if its program sets one.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _STOP = 0  # u8: the kernel asks every rank to stop
 _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
 _SAVES_ITSELF = 2  # u8: a rank saves itself at a stop
 _STOP_WANTED = 3  # u8: a rank asks for a stop
-_IS_CUT = 4  # u8: what ranks wait for in their devices can never be complete
-_FREES_HUNG = 5  # u8: it may be so
+_IS_CUT = 4  # u8: waits of ranks in their devices can never end
+_FREES_HUNG = 5  # u8: such waits may never end
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
@@ -57,7 +57,7 @@ _SAVE_BEFORE_AT = 16
 _RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
 _COLLECTIVES = struct.Struct("@q")  # how many the rank has entered
 _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
-_COUNT_BITS = 40  # of that number; those above say how often the group was renewed
+_COUNT_BITS = 40  # bits of that number; those above count renewals of the group
 _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
 _HEARS_CUTS_AT = 50  # u8
@@ -71,22 +71,22 @@ _LAID_AT = 80
 _LAID_COUNT = 3
 _SUBSTEPS = 1 << 24
 SAVE_GRACE_S = 20.0
-"""For the last checkpoint of a run that is stopped. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
+"""Seconds for the last checkpoint of a stopped run. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
 
 _VISIBLE_S = 0.001  # far longer than a store takes to leave a core's buffer (nanoseconds)
 _PARKED_POLL_S = 0.0005
 
 
 def position_number(step: int, substep: int = 0) -> int:
-    """One number for a place in the program, ordered first by training step, then by batches since."""
+    """Return one number for a position in the program, ordered first by training step, then by batches since."""
     return step * _SUBSTEPS + (substep if substep < _SUBSTEPS else _SUBSTEPS - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is: about to enter `entered` (parked), inside it (in_step), or in no step at all.
+    """The position of a rank: about to enter `entered` (parked), inside it (in_step), or in no step at all.
 
-    previous: the position before; -1 if there was none.  last_step_s: how long the last whole step took.
+    previous: the position before; -1 if there was none.  last_step_s: duration of the last whole step.
     """
 
     entered: int
@@ -98,7 +98,7 @@ class Position:
 
     @property
     def reached(self) -> int:
-        """The last position this rank has really entered."""
+        """Return the last position that this rank has really entered."""
         return self.previous if self.parked else self.entered
 
     @property
@@ -123,11 +123,12 @@ class ControlPage:
         return page
 
     def begin(self, outsiders: Sequence[int] = ()) -> None:
-        """As for a new run; kernel side, while no rank works.
+        """Reset the page for a new run; kernel side, while no rank works.
 
-        outsiders: ranks that take no part in it. Whoever waits for them waits in vain, as for ranks that have finished.
+        outsiders: ranks that take no part in it. A rank that waits for them waits in vain, as for ranks that have
+        finished.
         """
-        # What is said once by a rank, and for good; and what ranks that do nothing hear too.
+        # One flag is set once and for good; idle ranks read the other, too.
         saves_itself, is_cut = self.saves_itself, self.is_cut
         self._map[:] = bytes(len(self._map))
         self.saves_itself, self.is_cut = saves_itself, is_cut
@@ -156,9 +157,9 @@ class ControlPage:
         )
 
     def enter(self, rank: int, entered: int, previous: int, entered_at: float, last_step_s: float) -> bool:
-        """`write` that `rank` is inside step `entered`; then, and not before, whether the run is to stop."""
+        """Write that `rank` is inside step `entered`; only then read and return whether the run is to stop."""
         page, start = self._map, _HEADER + rank * _SLOT
-        # Not `pack_into`, which wipes the place before it writes: the kernel would find a rank in step 0.
+        # Not `pack_into`, which clears the place before it writes: the kernel would find a rank in step 0.
         page[start : start + _RANK.size] = _RANK.pack(entered, previous, entered_at, last_step_s, False, True)
         return page[_STOP] != 0
 
@@ -166,37 +167,41 @@ class ControlPage:
         return [self.read(rank) for rank in range(self.world_size)]
 
     def collectives(self, rank: int) -> int:
-        """How many collectives of ours `rank` has entered."""
+        """Return the number of the project's collectives that `rank` has entered."""
         return int(_COLLECTIVES.unpack_from(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT)[0])
 
     def count_collectives(self, rank: int, entered: int) -> None:
         _COLLECTIVES.pack_into(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT, entered)
 
     def beat(self, rank: int) -> tuple[int, int]:
-        """How far `rank` has come: collectives, and the position entered. It changes while the rank gets on."""
+        """Return the progress of `rank`: collectives, and the position entered.
+
+        It changes while the rank makes progress.
+        """
         return self.collectives(rank), self.read(rank).entered
 
     def finish(self, rank: int) -> None:
-        """Say that `rank` has done its work: it will enter no collective any more."""
+        """Mark that `rank` has done its work: it will enter no more collectives."""
         self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT] = 1
 
     def has_finished(self, rank: int) -> bool:
-        """Whether `rank` has done its work. Its report may still be on the way."""
+        """Return whether `rank` has done its work. Its report may not have arrived yet."""
         return bool(self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT])
 
     def set_saving(self, rank: int, is_saving: bool) -> None:
-        """Say whether `rank`, which is being stopped, writes its last checkpoint."""
+        """Mark whether `rank`, which is being stopped, writes its last checkpoint."""
         self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT] = is_saving
 
     def is_saving(self, rank: int) -> bool:
         return bool(self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT])
 
     def leave(self, rank: int, steps: int) -> None:
-        """Say that `rank` leaves at a step boundary, with so many training steps complete."""
+        """Mark that `rank` leaves at a step boundary, with `steps` training steps complete."""
         _STOPPED.pack_into(self._map, _HEADER + rank * _SLOT + _STOPPED_AT, steps + 1)
 
     def lay(self, rank: int, count: int, key: int, value: int) -> None:
-        """Lay the fingerprint `value` of `key` where the other ranks see it. count: what `rank` has laid before.
+        """Write the fingerprint `value` of `key` where the other ranks can read it. count: number of earlier ones of
+        `rank`.
 
         The last three of each rank are kept.
         """
@@ -205,11 +210,11 @@ class ControlPage:
             self._map[where + at : where + at + 8] = _LAID_NUMBER.pack(number)
 
     def laid(self, rank: int) -> dict[int, int]:
-        """The fingerprints that `rank` has laid last, by key."""
+        """Return the latest fingerprints of `rank`, by key."""
         start = _HEADER + rank * _SLOT + _LAID_AT
         places = range(start, start + _LAID_COUNT * _LAID.size, _LAID.size)
         entries = [(place, *_LAID.unpack_from(self._map, place)) for place in places]
-        # The key once more: the rank may have laid another one while the value was read.
+        # The key is read again: the rank may have written another one while the value was read.
         return {
             int(key): int(value)
             for place, key, value in entries
@@ -217,26 +222,26 @@ class ControlPage:
         }
 
     def limit_time(self, rank: int, at: float, seconds: float) -> None:
-        """Have the kernel end the run at `at`, unless `rank` has named an earlier time."""
+        """Ask the kernel to end the run at `at`, unless `rank` has named an earlier time."""
         where = _HEADER + rank * _SLOT + _TIME_LIMIT_AT
         earlier, _ = _TIME_LIMIT.unpack_from(self._map, where)
         if not earlier or at < earlier:
             _TIME_LIMIT.pack_into(self._map, where, at, seconds)
 
     def time_limits(self) -> list[tuple[float, float]]:
-        """What ranks have set: when each is over, in `time.monotonic()`, and how long it was."""
+        """Return the limits that ranks have set: the end of each, in `time.monotonic()`, and its duration."""
         slots = (_HEADER + rank * _SLOT + _TIME_LIMIT_AT for rank in range(self.world_size))
         return [limit for where in slots if all(limit := _TIME_LIMIT.unpack_from(self._map, where))]
 
     def finished_before(self, collective: int) -> list[int]:
-        """The ranks that have done their work, and have not entered as many collectives as that."""
+        """Return the ranks that have done their work, and have entered fewer than `collective` collectives."""
         return [
             rank for rank in range(self.world_size) if self.has_finished(rank) and self.collectives(rank) < collective
         ]
 
     @property
     def save_before(self) -> int:
-        """The optimizer step before which all ranks save, as rank 0 has announced last; 0 if it has not."""
+        """Return the optimizer step before which all ranks save, as rank 0 has announced last; 0 if it has not."""
         return int(_SAVE_BEFORE.unpack_from(self._map, _SAVE_BEFORE_AT)[0])
 
     @save_before.setter
@@ -245,7 +250,7 @@ class ControlPage:
 
     @property
     def saves_itself(self) -> bool:
-        """Whether the run saves itself when it is stopped."""
+        """Return whether the run saves itself when it is stopped."""
         return bool(self._map[_SAVES_ITSELF])
 
     @saves_itself.setter
@@ -254,7 +259,7 @@ class ControlPage:
 
     @property
     def stop_wanted(self) -> bool:
-        """Whether a rank was told to end, and asks the kernel to stop the run."""
+        """Return whether a rank was told to end, and asks the kernel to stop the run."""
         return bool(self._map[_STOP_WANTED])
 
     @stop_wanted.setter
@@ -263,7 +268,7 @@ class ControlPage:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks are to end what they wait for in their devices, where a peer that has failed never comes."""
+        """Return whether ranks are to end waits in their devices for a peer that has failed and never comes."""
         return bool(self._map[_IS_CUT])
 
     @is_cut.setter
@@ -272,7 +277,7 @@ class ControlPage:
 
     @property
     def frees_hung(self) -> bool:
-        """Whether a rank is to end what it waits for in its device if that takes long, where a peer may have left."""
+        """Return whether a rank is to end a long wait in its device for a peer that may have left."""
         return bool(self._map[_FREES_HUNG])
 
     @frees_hung.setter
@@ -280,7 +285,7 @@ class ControlPage:
         self._map[_FREES_HUNG] = frees_hung
 
     def hear_cuts(self, rank: int) -> None:
-        """Say that `rank` has groups on a device, and ends its waits there when the page says so."""
+        """Mark that `rank` has groups on a device, and ends its waits there when the page asks for it."""
         self._map[_HEADER + rank * _SLOT + _HEARS_CUTS_AT] = 1
 
     def hears_cuts(self, rank: int) -> bool:
@@ -292,14 +297,16 @@ class ControlPage:
 
     @property
     def stop_after(self) -> int | None:
-        """The kernel's answer, or None while it has not answered."""
+        """Return the kernel's answer, or None while it has not answered."""
         if not self._map[_ANSWERED]:
             return None
         return int(_STOP_AFTER.unpack_from(self._map, _STOP_AFTER_AT)[0])
 
     @property
     def steps_before_stop(self) -> int | None:
-        """How many training steps every rank has done when the run stops; None if it was not asked to, or had none."""
+        """Return the training steps that every rank has done when the run stops; None if it was not asked to, or had
+        none.
+        """
         left = [
             int(_STOPPED.unpack_from(self._map, _HEADER + rank * _SLOT + _STOPPED_AT)[0])
             for rank in range(self.world_size)
@@ -310,9 +317,9 @@ class ControlPage:
         return None if answer is None or answer < 0 else answer // _SUBSTEPS + 1
 
     def stop(self) -> int:
-        """Kernel side: ask all ranks to stop and answer with the position after which they do.
+        """Ask all ranks to stop, and answer with the position after which they do; kernel side.
 
-        Takes a millisecond. Asking twice gives the first answer again.
+        It takes a millisecond. A second call returns the first answer again.
         """
         if (answer := self.stop_after) is not None:
             return answer
@@ -325,7 +332,7 @@ class ControlPage:
 
 
 class StepGate:
-    """Rank side of the page: hears step events, and raises `RunStopped` where the run ends; passes on when to save."""
+    """Rank side of the page: takes step events, raises `RunStopped` when the run ends, and passes on when to save."""
 
     def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page
@@ -334,7 +341,7 @@ class StepGate:
         self._entered_at = 0.0
 
     def begin(self) -> None:
-        """The rank begins with another run."""
+        """Begin another run."""
         self._last, self._entered_at = -1, 0.0
 
     def __call__(self, event: Event) -> None:
@@ -353,7 +360,7 @@ class StepGate:
             event.answer()
 
     def enter_step(self, step: int, substep: int) -> None:
-        """`StepEntered`, which is in every step, without the event."""
+        """Handle a `StepEntered`, which is in every step, without an event object."""
         number = position_number(step, substep)
         now = time.monotonic()
         last_step_s = now - self._entered_at if self._entered_at else 0.0
@@ -362,7 +369,7 @@ class StepGate:
         self._last, self._entered_at = number, now
 
     def _park(self, position: Position) -> None:
-        """Wait before the step until the kernel has said whether it is still to be made; or leave."""
+        """Wait before the step until the kernel has answered whether it is still to be done; or leave."""
         page = self._page
         page.write(self._rank, position)
         # Ended by the kernel's answer, which it gives within a tick, or by the death watch if it is gone.
@@ -383,7 +390,7 @@ class StepGate:
 
 
 class PeerWatch:
-    """Rank side of who has finished: ends the wait in a collective that can never be complete."""
+    """Rank side of the finished marks: ends the wait in a collective that can never be complete."""
 
     def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page
@@ -392,16 +399,18 @@ class PeerWatch:
         self._outsiders: Sequence[int] = ()
 
     def begin(self, outsiders: Sequence[int]) -> None:
-        """The rank begins with another run.  outsiders: ranks that take no part in it."""
+        """Begin another run.  outsiders: ranks that take no part in it."""
         self._entered = 0
         self._outsiders = outsiders
 
     def refuse_backward(self, event: Event) -> None:
-        """A prepared model exchanges its gradients with all ranks, or its replicas drift apart."""
+        """Refuse a backward of a prepared model: without all ranks the gradients, and then the replicas, would
+        differ.
+        """
         self._refuse("backward")
 
     def _refuse(self, call: str) -> None:
-        """Before the call is made, so that the ranks stay in step."""
+        """Raise before the call is made, so that the ranks stay in step."""
         are = "rank {} takes" if len(self._outsiders) == 1 else "ranks {} take"
         raise CollectiveMismatch(
             f"rank {self._rank} of {self._page.world_size} was about to enter a collective ({call}), which all ranks "
@@ -416,7 +425,7 @@ class PeerWatch:
             self._entered += 1
             self._page.count_collectives(self._rank, self._entered)
         elif isinstance(event, GroupRenewed):
-            # Ranks that were in the attempt for longer have entered more collectives: from here on all count alike.
+            # Ranks that stayed longer in the attempt have entered more collectives: now all have the same count.
             self._entered = event.times << _COUNT_BITS
             self._page.count_collectives(self._rank, self._entered)
         elif isinstance(event, Waiting):

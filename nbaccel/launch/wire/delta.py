@@ -1,8 +1,8 @@
-"""Delta: what a cell has made of a notebook's names, and of the objects behind them. Runs in ranks and in the kernel.
+"""Delta: the changes of a cell to a notebook's names, and to the objects behind them. Runs in ranks and in the kernel.
 
-A rank notes the notebook before its cell (`Baseline`), and afterwards what is different. Objects that the notebook has
-are known by their places, see `inventory`; names are known by comparing namespaces, so it does not matter by what they
-were bound: by a statement, a magic, or ``globals()``.
+A rank records the notebook before its cell (`Baseline`), and afterwards the differences. Objects that the notebook has
+are known by their places, see `inventory`; names are found by comparing namespaces, so any way of binding counts: a
+statement, a magic, or ``globals()``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _OF_MODULES = frozenset(
     {"__annotations__", "__builtins__", "__conditional_annotations__", "__doc__", "__file__", "__loader__"}
     | {"__name__", "__package__", "__spec__", "__warningregistry__"}
 )
-"""What every module has, and Python keeps there."""
+"""Names that Python sets in every module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is different.
+    """The differences.
 
-    bound: names that are new, or bound to other objects than before; to what training put around it where it did.
+    bound: names that are new, or bound to other objects than before; wrappers of training do not count as other
+    objects.
     deleted: names that are gone.
-    changes: of objects that the notebook has, wherever they hang.
-    unlooked: names, and places, of what could not be compared, each with the reason.
-    staying: names of objects of Lightning's that know their rank, and have changed, each with what it is.
+    changes: of objects that the notebook has, at any depth.
+    unlooked: names, and places, of objects that could not be compared, each with the reason.
+    staying: names of Lightning objects that know their rank and have changed, each with a description.
     """
 
     bound: Mapping[str, Any] = field(default_factory=dict)
@@ -46,9 +47,9 @@ class Delta:
 
 
 class Baseline:
-    """The names of a notebook as a cell finds them, and what those in `mentioned` lead to.
+    """The names of a notebook before a cell, and the objects that those in `mentioned` lead to.
 
-    inventory: of the latter.  is_copy: this process is a copy of the kernel.
+    inventory: of these objects.  is_copy: this process is a copy of the kernel.
 
     >>> names = {"a": [1], "b": 2}
     >>> baseline = Baseline(names, names)
@@ -70,7 +71,7 @@ class Baseline:
         self.inventory = Inventory(mentioned, namespace, is_copy=is_copy)
 
     def delta(self) -> Delta:
-        """What has happened since then."""
+        """Return the differences since then."""
         before, now = self._names, dict(self._namespace)
         changes = list(self.inventory.changes())
         return Delta(
@@ -91,14 +92,14 @@ class Baseline:
 
 
 def _marks(obj: Any) -> list[tuple[dict[str, Any], Any]]:
-    """Attributes of an object of Lightning's, and of those of Lightning's that it has itself, each with their mark."""
+    """Return the attributes of a Lightning object, and of its own Lightning attributes, each with their mark."""
     parts = (attributes_of(obj) or {}).values()
     found = [attributes_of(each) for each in (obj, *(part for part in parts if is_of_lightning(type(part))))]
     return [(attributes, ATTRIBUTES.mark(attributes)) for attributes in found if attributes is not None]
 
 
 def _is_as_before(name: str, value: Any, before: Mapping[str, Any]) -> bool:
-    """Whether the name has the object that it had; what training has put around one does not count."""
+    """Return whether the name has the object that it had; a wrapper of training does not count as another object."""
     return name in before and (before[name] is value or plain(before[name]) is plain(value))
 
 
@@ -107,7 +108,7 @@ def _is_the_users(name: str) -> bool:
 
 
 def belongs_to_ipython(name: str) -> bool:
-    """Whether IPython keeps something of its own under this name in a notebook: history, displays, and what quits it.
+    """Return whether IPython uses this name in a notebook: for history, displays, and commands to quit.
 
     >>> belongs_to_ipython("_i12"), belongs_to_ipython("_dh"), belongs_to_ipython("_hidden")
     (True, True, False)

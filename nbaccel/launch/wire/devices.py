@@ -1,8 +1,8 @@
-"""Devices: where a tensor comes to lie that another process has sent. Runs in the kernel and in ranks.
+"""Devices: chooses the device for a tensor that another process has sent. Runs in the kernel and in ranks.
 
-What the notebook has on a device comes to lie on the rank's own, since the cell moves its batches there, and what a
-rank sends from that device goes back to where the notebook's tensors are. All else arrives on the host, above all in a
-notebook that has not used CUDA: no rank could be forked from it any more if it did.
+Tensors of the notebook's device go to the rank's own device, since the cell moves its batches there, and tensors that a
+rank sends from that device go back to the notebook's device. All others arrive on the host, above all in a notebook
+that has not used CUDA: otherwise no rank could be forked from it any more.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["away_from", "device_here", "device_there", "storage_on"]
 _HOST = "cpu"
 
 _notebooks: dict[str, str] = {}
-"""In a rank: of its own device, the notebook's device from which the first tensor on it came."""
+"""In a rank: the notebook's device of the first tensor that arrived on the rank's own device, by the rank's device."""
 
 
 _away: dict[int, str] = {}
-"""In the notebook: of memory that lies on the host for a while, by its address, the device that it is from."""
+"""In the notebook: memory that is on the host for a while, by its address; the device that it came from."""
 
 
 @contextmanager
 def away_from(homes: Mapping[int, str]) -> Iterator[None]:
-    """Send memory of the host, by its address, as if it was on a device.  homes: address to device."""
+    """Send memory of the host, by its address, as if it were on a device.  homes: device by address."""
     _away.update(homes)
     try:
         yield
@@ -37,15 +37,15 @@ def away_from(homes: Mapping[int, str]) -> Iterator[None]:
 
 
 def device_there(device: Any, address: int = 0) -> str:
-    """Return the device that a tensor on `device` has in the process that it is sent to, by this one's knowledge.
+    """Return the device of a tensor on `device` in the receiving process, as far as this process knows.
 
-    address: of its memory.
+    address: address of its memory.
 
     >>> import torch
     >>> device_there(torch.device("cuda", 1)), device_there(torch.device("cpu"))
     ('cuda:1', 'cpu')
     """
-    if address and address in _away:  # 0 is where all memory of no bytes lies, and what has none
+    if address and address in _away:  # 0 is the address of all memory of no bytes, and of objects without memory
         return _away[address]
     if device.type == _HOST or not World.from_env().launch_id:
         return str(device)
@@ -55,7 +55,8 @@ def device_there(device: Any, address: int = 0) -> str:
 def device_here(there: str) -> Any:
     """Return the device of this process for a tensor that was sent from, or meant for, the device `there`.
 
-    In a rank its own, as `PartialState` chooses it; in the notebook the one that is named, if the notebook uses it.
+    In a rank this is its own device, as `PartialState` chooses it; in the notebook the named one, if the notebook uses
+    it.
 
     >>> device_here("mps:0")
     device(type='cpu')
@@ -79,7 +80,8 @@ def storage_on(device: Any, memory: memoryview) -> Any:
     """Return a copy of `memory` on `device`; None in a notebook whose device is full.
 
     Raises:
-        torch.OutOfMemoryError: in a rank, which would fail later, and in other words, with its tensors apart.
+        torch.OutOfMemoryError: in a rank, which would otherwise fail later with another error, its tensors on two
+        devices.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""TensorBoard writers of the notebook that go on in ranks: rank 0 in a new file of the same folder, others silently.
+"""Makes TensorBoard writers of the notebook usable in ranks: rank 0 writes a new file, other ranks nothing.
 
-A `SummaryWriter` hands its events to a thread, and waits for that thread when its queue is full, when it is flushed
-and when it is closed. The thread lives in the notebook alone. Used where ranks begin: a forked one has the notebook's
-writers, to others they travel. Nothing here imports TensorBoard unless the notebook had it.
+A `SummaryWriter` passes its events to a thread, and waits for that thread when its queue is full, when it is flushed
+and when it is closed. The thread exists in the notebook alone. Used when ranks begin: a forked one has the notebook's
+writers, others get them by pickle. Nothing here imports TensorBoard unless the notebook had it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nbaccel.world import World
 __all__ = ["SilentFile", "open_again_at_first_use", "reduce_writer", "silence"]
 
 _OPEN_OTHERS = ("add_scalars", "add_hparams")
-"""Methods of a writer that open files beside its own."""
+"""Methods of a writer that open other files."""
 
 
 def open_again_at_first_use(rank: int, kept: list[Any]) -> None:
-    """Let the writers that this process inherited by a fork open a file of their own when the rank uses them.
+    """Make the writers that this process inherited by a fork open their own file when the rank uses them.
 
-    kept: takes what must not be closed in this process.
+    kept: takes objects that must not be closed in this process.
     """
     module: Any = sys.modules.get("torch.utils.tensorboard.writer")
     if module is None:
@@ -49,7 +49,7 @@ def open_again_at_first_use(rank: int, kept: list[Any]) -> None:
 
 
 def reduce_writer(obj: Any) -> Any:
-    """How pickle is to send `obj`, if it is a writer of TensorBoard; None for all else."""
+    """Return how pickle is to send `obj`, if it is a writer of TensorBoard; None for anything else."""
     module: Any = sys.modules.get("torch.utils.tensorboard.writer")
     if module is None or not issubclass(type(obj), module.SummaryWriter):
         return None
@@ -64,7 +64,7 @@ def _opened_again(kind: type, attributes: dict[str, Any]) -> Any:
 
 
 def _without_file(writer: Any, rank: int) -> Any:
-    """Leave `writer` as after its `close`: in rank 0 the next event opens a file, in others it goes nowhere."""
+    """Leave `writer` as after its `close`: in rank 0 the next event opens a file, in others it is dropped."""
     writer.file_writer = writer.all_writers = None
     if rank:
         silence(writer, writer.log_dir)
@@ -72,18 +72,18 @@ def _without_file(writer: Any, rank: int) -> Any:
 
 
 def silence(writer: Any, log_dir: str) -> None:
-    """Let what `writer` is told from now on go nowhere."""
+    """Drop all later events of `writer`."""
     writer._get_file_writer = functools.partial(SilentFile, log_dir)
     for name in _OPEN_OTHERS:
         setattr(writer, name, _drop)
 
 
 def _drop(*args: Any, **kwargs: Any) -> None:
-    """Take the place of a method that writes."""
+    """Replacement of a method that writes; does nothing."""
 
 
 class SilentFile:
-    """Takes the place of TensorBoard's FileWriter in ranks that write nothing."""
+    """Replacement of TensorBoard's FileWriter in ranks that write nothing."""
 
     def __init__(self, log_dir: str) -> None:
         self._log_dir = log_dir

@@ -1,7 +1,7 @@
-"""KernelState: what a forked rank inherits by nature and a rank of the zygote must be given. Captured in the kernel.
+"""KernelState: state that a forked rank inherits and a rank of the zygote must be given. Captured in the kernel.
 
-Fork and zygote are one language: code behaves alike under both, so everything here that a fork would carry over is
-carried over by hand. `tests/launch/test_parity.py` runs one program under both and compares.
+Code has to behave alike after a fork and in a rank of the zygote, so everything here that a fork would copy is sent
+explicitly. `tests/launch/test_parity.py` runs one program under both and compares.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["KernelState", "Surroundings"]
 _WhenLoaded = Callable[[Mapping[str, Callable[[Any], None]]], None]
 
 _EVERYWHERE = sys.stdlib_module_names | {"builtins", "__main__", "torch", "numpy"}
-"""Where a category of warnings may come from that is sent as it is."""
+"""Packages whose categories of warnings are sent as they are."""
 
 _CELL_FILES = ("ipykernel_", "<ipython-input-", "Cell In[")
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where the kernel stands, in plain text: needed before anything can be unpickled."""
+    """The path, directory and environment of the kernel, in plain text: needed before anything can be unpickled."""
 
     sys_path: list[str]
     cwd: str
@@ -53,7 +53,7 @@ class Surroundings:
 class KernelState:
     """Random number generators, torch flags, warning filters and the source of the notebook's cells.
 
-    start_method: of multiprocessing, where one has been chosen or used.
+    start_method: that of multiprocessing, if one has been chosen or used.
     """
 
     python_rng: Any
@@ -78,7 +78,7 @@ class KernelState:
         )
 
     def apply(self, when_loaded: _WhenLoaded) -> None:
-        """Be as the kernel was.  when_loaded: calls a function with each named module, now or when it is imported."""
+        """Apply the state.  when_loaded: calls a function with each named module, now or when it is imported."""
         random.setstate(self.python_rng)
         filters: list[Any] = []
         later: dict[str, list[Any]] = {}
@@ -106,9 +106,9 @@ class KernelState:
 
 
 def _without_its_package(one: Any) -> Any:
-    """A warning filter, with "module:name" for a category of a package that not every process has loaded.
+    """Return a warning filter, with "module:name" for a category of a package that not every process has loaded.
 
-    The class itself would have each rank import the package: transformers and Lightning take seconds.
+    The class itself would make each rank import the package: transformers and Lightning take seconds.
     """
     action, message, category, module, line = one
     home = category.__module__
@@ -118,7 +118,7 @@ def _without_its_package(one: Any) -> Any:
 
 
 def _with_its_category(one: Any, package: Any) -> list[Any]:
-    """The filter `one` with the class that `package` has for its category; nothing where it has none."""
+    """Return the filter `one` with the class of `package` for its category; an empty list if there is none."""
     action, message, category, module, line = one
     try:
         kind = functools.reduce(getattr, category.partition(":")[2].split("."), package)
@@ -135,14 +135,14 @@ def _add_filters(filters: list[Any], package: Any) -> None:
 
 
 def _forget_shown_warnings() -> None:
-    """Have every warning judged by the filters as they are now."""
+    """Make the present filters judge every warning again."""
     if hasattr(warnings, "_filters_mutated"):
         warnings._filters_mutated()
 
 
 def _cell_sources() -> dict[str, list[str]]:
-    """The lines of every cell that has run, by the file name it was compiled under."""
-    kept = getattr(linecache, "_ipython_cache", {})  # IPython 7 puts them back from here whenever linecache drops them
+    """Return the lines of every cell that has run, by the file name it was compiled under."""
+    kept = getattr(linecache, "_ipython_cache", {})  # IPython 7 restores them from here whenever linecache drops them
     entries = {**kept, **linecache.cache}
     return {
         name: entry[2]

@@ -1,10 +1,10 @@
-"""Inventory: the objects that a notebook's names lead to, each with its place, and what has changed in them since.
+"""Inventory: the objects that a notebook's names lead to, each with its place, and their changes since.
 
-For a rank to take before its cell, and to ask afterwards. The kernel, whose own objects have not changed meanwhile,
-finds its object at a place (`found_at`) and writes the change into it (`writes_of`). Runs on both sides.
+A rank takes it before its cell, and asks it afterwards. The kernel, whose own objects have not changed meanwhile, finds
+its object at a place (`found_at`) and writes the change into it (`writes_of`). Runs on both sides.
 
-An object is known by identity, a place is the way to it from a name. What an object makes when it is asked is not
-looked at, as in `weight`: containers are read by the methods of the builtin types, other objects by their attributes.
+An object is known by identity; a place is the path to it from a name. Objects that an object makes on request are not
+followed, as in `weight`: containers are read by the methods of the builtin types, other objects by their attributes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _MOST_SECONDS = 0.3
 _OF_MODULES = ("_modules", "_parameters", "_buffers")
 _MANY = 1000
 _LOOKS = 256
-"""Objects between two looks at the clock."""
+"""Objects between two checks of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an object is: a name, and the steps from it.
+    """The place of an object: a name, and the steps from it.
 
-    address: of the object in the process that named the place; 0 where that is no copy of the kernel. For attributes,
-        that of their owner: Python may make the dictionary of them only when it is asked for.
+    address: that of the object in the process that named the place; 0 if that is no copy of the kernel. For attributes,
+    that of their owner: Python may make the dictionary of them only when it is read.
 
     >>> str(Place("trainer", (("attributes", None), ("value", "model"))))
     'trainer.model'
@@ -50,7 +50,7 @@ class Place:
         text, is_attribute = self.name, False
         for word, key in self.steps:
             if is_attribute and key in _OF_MODULES:
-                continue  # what it holds are attributes to whoever asks for them
+                continue  # its entries are attributes of the module
             if word in ("item", "at", "value"):
                 text += f".{key}" if is_attribute and not str(key).isdigit() else f"[{_index(key)}]"
             elif key is not None:
@@ -64,7 +64,7 @@ def _index(key: Any) -> str:
 
 
 def _elements(obj: Any) -> int:
-    """How many there are in a large container, which is looked at after the others; 0 for anything else."""
+    """Return the length of a large container, which is read after the others; 0 for anything else."""
     for kind in (list, dict, tuple, deque):
         if issubclass(type(obj), kind):
             return length if (length := kind.__len__(obj)) > _MANY else 0
@@ -74,9 +74,11 @@ def _elements(obj: Any) -> int:
 def writes_of(
     changes: Mapping[str, Change], placed: Callable[[tuple[Any, ...]], Any]
 ) -> tuple[list[Write], dict[str, str]]:
-    """Prepare writing `changes` into the notebook's own objects; and the keys of those that cannot be written, and why.
+    """Prepare writing `changes` into the notebook's own objects; return the writes, and the keys that cannot be written
+    with the reasons.
 
-    placed: finds an object by its token.  Nothing is written until all is there: the writes run nobody's code.
+    placed: finds an object by its token.  Nothing is written until everything is prepared: the writes run no code of
+    the user's.
     """
     writes: list[Write] = []
     refused: dict[str, str] = {}
@@ -88,7 +90,7 @@ def writes_of(
             if kind is None:
                 raise CannotWrite(f"it is {with_article(type(obj).__name__)} here")
             writes.append(kind.writing(obj, change.content))
-        except Exception as error:  # also of a key that is asked for its hash
+        except Exception as error:  # also from the hash of a key
             refused[key] = str(error)
     return writes, refused
 
@@ -116,12 +118,13 @@ def found_at(place: Place, namespace: Mapping[str, Any]) -> Any:
 
 
 class Inventory:
-    """What `names` of a namespace lead to, as it is now; also by what functions and classes of the notebook mention.
+    """The objects that `names` of a namespace lead to at this time, also through names in functions and classes of the
+    notebook.
 
-    is_copy: this process is a copy of the kernel, so objects have the addresses that they have there.
+    is_copy: this process is a copy of the kernel, so objects have the same addresses as there.
     takes_gradients: see `Places`.
-    unlooked: names that lead to more than there was time for, and, once `changes` was asked, places of what could not
-        be compared, each with the reason; of what only they lead to, changes are not known.
+    unlooked: names that lead to more objects than there was time for, and, after `changes`, places of objects that
+    could not be compared, each with the reason. Changes of objects that only these names lead to are not known.
     """
 
     def __init__(
@@ -134,13 +137,13 @@ class Inventory:
     ) -> None:
         self.takes_gradients = True
         self._namespace = namespace
-        self._classes: set[int] = set()  # whose code was looked at
+        self._classes: set[int] = set()  # whose code was read
         self._is_copy = is_copy
         self._objects: list[Any] = []  # kept, so that no id is used twice
         self._kind_of_each = Kinds()
         self._kinds: list[Kind | None] = []
         self._marks: list[Any] = []
-        self._ways: list[tuple[int, Step] | str] = []  # to each: from which, by what; or the name
+        self._ways: list[tuple[int, Step] | str] = []  # to each object: the one before and the step; or the name
         self._index: dict[int, int] = {}
         self._incomparable: list[Any] = []
         self.unlooked: dict[str, str] = {}
@@ -158,18 +161,18 @@ class Inventory:
         return len(self._objects)
 
     def token(self, obj: Any) -> tuple[Any, ...] | None:
-        """What stands for an object in a pickle: its `Place`, as a tuple; None for a new one."""
+        """Return the replacement of an object in a pickle: its `Place`, as a tuple; None for a new object."""
         place = self.place(obj)
         return None if place is None else (place.name, place.steps, place.address)
 
     def tensors(self) -> Iterator[Any]:
-        """The tensors among the objects whose memory is laid out as it was."""
+        """Yield the tensors among the objects whose memory is laid out as it was."""
         for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=False):
             if kind is not None and kind.keeps_memory(obj, mark):
                 yield obj
 
     def place(self, obj: Any) -> Place | None:
-        """The place where an object was; None for a new one, and for a value."""
+        """Return the place of an object; None for a new one, and for a value."""
         index = self._index.get(id(obj))
         if index is None or (index < len(self._kinds) and self._kinds[index] is None and is_found_by_name(obj)):
             return None
@@ -184,16 +187,16 @@ class Inventory:
         return Place(way, tuple(reversed(steps)), id(self._objects[owner]) if self._is_copy else 0)
 
     def changes(self) -> Iterator[Change]:
-        """What has happened to each object that is not as it was; `unlooked` names those that cannot be compared.
+        """Yield the change of each object that has changed; `unlooked` names those that cannot be compared.
 
-        Asked once.
+        Called once.
         """
         for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=False):
             if kind is None:
                 continue
             try:
                 content = kind.change(obj, mark)
-            except Exception:  # an object of a library's that answers now so and now so
+            except Exception:  # an object of a library with inconsistent answers
                 self._incomparable.append(obj)
                 continue
             if content is not None and (token := self.token(obj)) is not None:
@@ -208,7 +211,7 @@ class Inventory:
             self._ways.append(way)
 
     def _look(self, until: float) -> bool:
-        """Look into all that was added and what it leads to; False where the time was not enough."""
+        """Read all added objects and those that they lead to; return False if the time was not enough."""
         objects, kinds, marks, ways, known = self._objects, self._kinds, self._marks, self._ways, self._index
         kind_of, seen = self._kind_of_each.of, self._classes
         while (index := len(kinds)) < len(objects):
@@ -221,7 +224,7 @@ class Inventory:
             if kind is not None:
                 try:
                     mark, parts = kind.mark(obj), kind.parts(obj)
-                except Exception:  # a foreign class of tensors, say
+                except Exception:  # for example another class of tensors
                     kind = None
                     self._incomparable.append(obj)
             kinds.append(kind)

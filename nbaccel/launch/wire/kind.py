@@ -1,7 +1,7 @@
-"""Kind: the interface by which the state that an object has by itself is read, compared and written.
+"""Kind: the interface that reads, compares and writes the own state of an object.
 
-An object consists of its own state and of other objects, its parts. Of a list, the state is which objects it holds in
-which order; what those consist of is theirs. Ranks and the kernel use it; the kinds there are stand in `kinds` and
+An object consists of its own state and of other objects, its parts. The state of a list is the objects it holds and
+their order; the contents of these objects are their own. Ranks and the kernel use it; the kinds are in `kinds` and
 `arrays`.
 """
 
@@ -14,37 +14,39 @@ from typing import Any
 __all__ = ["CannotWrite", "Change", "Entries", "Kind", "Step", "Write"]
 
 Step = tuple[str, Any]
-"""The way from an object to one of its parts: what kind of part, and which."""
+"""The step from an object to one of its parts: the kind of part, and which one."""
 
 Write = Callable[[], None]
-"""Writes a change that has been prepared; it runs no code of the user's, so nothing of theirs can fail in it."""
+"""Writes a prepared change; it runs no code of the user's, so none of that can fail in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened to one object of the notebook.
+    """The change of one object of the notebook.
 
-    token: says which (`Inventory.token`).  content: what its kind's `writing` takes.
+    token: identifies the object (`Inventory.token`).  content: the argument of its kind's `writing`.
     """
 
     token: tuple[Any, ...]
     content: Any
 
     def entries(self) -> dict[str, Any]:
-        """What has changed in a dictionary, or in the attributes of an object, by its key; empty for anything else."""
+        """Return the changed entries of a dictionary, or of the attributes of an object, by key; empty for anything
+        else.
+        """
         return self.content.entries() if type(self.content) is Entries else {}
 
     def without(self, keys: Collection[str]) -> Change:
-        """The same but for these entries, which stay as they were."""
+        """Return the same change without these entries, which stay as they were."""
         return Change(self.token, self.content.without(keys))
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What has changed in a dictionary.
+    """The change of a dictionary.
 
-    removed: keys to take out first: those that are gone, and those that stand behind new ones by now.
-    keys, values: to put in then, in this order.
+    removed: keys to remove first: those that are gone, and those that come after new ones now.
+    keys, values: entries to add then, in this order.
     """
 
     removed: list[Any]
@@ -61,26 +63,30 @@ class Entries:
 
 
 class CannotWrite(Exception):
-    """The notebook's object cannot take this state; the message says why."""
+    """Raised if the notebook's object cannot take this state; the message says why."""
 
 
 class Kind:
-    """How objects of a type are looked at. This one: they have no parts, and do not change."""
+    """Reads objects of a type. This base class: they have no parts, and do not change."""
 
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
-        """The objects it consists of, each with the way to it."""
+        """Return the objects it consists of, each with the step to it."""
         return ()
 
     def mark(self, obj: Any) -> Any:
-        """What `change` needs to know of the state; it refers to what it compares, so no id is used twice."""
+        """Return the data about the state that `change` needs; it refers to the compared objects, so no id is used
+        twice.
+        """
         return None
 
     def change(self, obj: Any, mark: Any) -> Any:
-        """What `write` needs to bring another object from the state of `mark` to that of `obj`; None for nothing."""
+        """Return the data that `writing` needs to bring another object from the state of `mark` to that of `obj`;
+        None for no change.
+        """
         return None
 
     def keeps_memory(self, obj: Any, mark: Any) -> bool:
-        """Whether it is a tensor whose memory is laid out as at `mark`, so that another may be a view of it."""
+        """Return whether it is a tensor whose memory is laid out as at `mark`, so that another may be a view of it."""
         return False
 
     def writing(self, obj: Any, change: Any) -> Write:

@@ -1,8 +1,8 @@
-"""Kinds: how the objects of a notebook are looked at, by their type. Runs in ranks and in the kernel.
+"""Kinds: how the objects of a notebook are read, by their type. Runs in ranks and in the kernel.
 
 Containers are read and written by the methods of the builtin types, other objects by their attributes and slots:
-nothing here runs code of the user's, and only the true type counts, for a proxy's ``__class__`` is a property like any
-other. What keeps its values in plain memory stands in `arrays`.
+nothing here runs code of the user's, and only the true type counts, because a proxy's ``__class__`` is a property like
+any other. Objects that keep their values in plain memory are in `arrays`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _ATTRIBUTES: Step = ("attributes", None)
 _EXACT_VALUES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type(NotImplemented)}
 )
-"""Types of values that nobody can change, and that are the same where they are equal."""
+"""Types of immutable values that are the same if they are equal."""
 
 _VALUES = (
     *(str, bytes, int, float, complex, enum.Enum, range, slice, type(None), type(...), type(NotImplemented)),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
     *(pathlib.PurePath, re.Pattern),
 )
-"""Classes whose objects do not change; neither do those of classes derived from them, as far as anybody looks."""
+"""Classes whose objects do not change; objects of derived classes are treated the same."""
 
 _KEYS = frozenset({str, int, float, bool, bytes, type(None)})
-"""Types of keys by which a value is found again."""
+"""Types of keys by which a value can be found again."""
 
 _CLOSED = (
     *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType, property),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, types.GenericAlias),
 )
-"""What leads from an object to the rest of the process, or nowhere."""
+"""Objects that lead to the rest of the process, or to nothing."""
 
 _OF_THE_PROCESS = frozenset(
     {"IPython", "_io", "_thread", "accelerate", "asyncio", "concurrent", "google", "io", "ipykernel", "ipywidgets"}
@@ -59,16 +59,16 @@ _OF_THE_PROCESS = frozenset(
     | {"pytorch_lightning", "ray", "socket", "ssl", "subprocess", "tensorboard", "tensorboardX", "threading", "tqdm"}
     | {"traitlets", "wandb", "weakref", "zmq"}
 )
-"""Packages whose objects live with their process, or know the ranks: nobody looks into these."""
+"""Packages whose objects belong to their process, or know the ranks: these are not read."""
 
 _OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
 
 
 class _Dict(Kind):
-    """Dictionaries of every class; also what an object's attributes are kept in.
+    """Dictionaries of every class; also those of an object's attributes.
 
     Keys are known by identity: a dictionary keeps the one that it was given first.
-    methods: the class of Python's own whose methods read it: an OrderedDict has an order of its own.
+    methods: the class of Python's own whose methods read it: an OrderedDict has its own order.
     """
 
     def __init__(self, methods: Any = dict) -> None:
@@ -105,7 +105,7 @@ class _Dict(Kind):
             stay.append(key)
         anew = list(now)[len(stay) :]
         changed = [key for key in stay if not _is_same(now[key][1], before[key][1])] + anew
-        there = set(map(id, keys))  # also those of what training has put there
+        there = set(map(id, keys))  # also those that training has added
         removed = [key for key in before if key not in there] + [key for key in anew if key in before]
         if not removed and not changed:
             return None
@@ -115,7 +115,7 @@ class _Dict(Kind):
 
     def writing(self, obj: Any, change: Entries) -> Write:
         methods = self._methods
-        new, there = dict.fromkeys(change.keys), dict.fromkeys(methods.keys(obj))  # asks keys for hashes, here already
+        new, there = dict.fromkeys(change.keys), dict.fromkeys(methods.keys(obj))  # it hashes the keys, here already
         removed = [key for key in change.removed if key in there]
 
         def write() -> None:
@@ -128,7 +128,7 @@ class _Dict(Kind):
 
 
 def _own_entries(keys: Iterable[Any], values: Iterable[Any]) -> dict[int, tuple[Any, Any]]:
-    """Key and value by the id of the key, but for what training has put there."""
+    """Return key and value by the id of the key, without entries that training has added."""
     pairs = zip(keys, values, strict=True)
     return {id(key): (key, value) for key, value in pairs if not is_put_there(key, value)}
 
@@ -141,7 +141,7 @@ class _List(Kind):
         return list.copy(obj)
 
     def change(self, obj: Any, mark: Any) -> Any:
-        """How many elements there were, how many of the first ones stay, and the others."""
+        """Return the old length, the number of first elements that stay, and the other elements."""
         now = list.copy(obj)
         if len(now) == len(mark) and not any(map(operator.is_not, now, mark)):
             return None
@@ -186,7 +186,7 @@ class _Tuple(Kind):
 
 
 class _Set(Kind):
-    """Its elements are not looked into: what can be in a set seldom changes."""
+    """Sets. The elements are not read: elements of sets seldom change."""
 
     def mark(self, obj: Any) -> Any:
         return {id(element): element for element in set.__iter__(obj)}
@@ -197,7 +197,7 @@ class _Set(Kind):
         return (list(set.__iter__(obj)),)
 
     def writing(self, obj: Any, change: Any) -> Write:
-        new = set(change[0])  # asks for the hashes of its elements, here and not below
+        new = set(change[0])  # computes the hashes of its elements, here and not below
 
         def write() -> None:
             set.clear(obj)
@@ -295,7 +295,7 @@ class _Object(Kind):
 
 
 class _Class(Kind):
-    """Classes of the notebook: what their attributes are bound to."""
+    """Classes of the notebook: the values of their attributes."""
 
     def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
         return ((("class", name), value) for name, value in self.mark(obj).items())
@@ -373,7 +373,7 @@ class _Partial(Kind):
 
 
 class _Wrapper(Kind):
-    """What training put around an object of the user's."""
+    """Wrapper that training put around an object of the user's."""
 
     def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
         yield ("wrapped", None), plain(obj)
@@ -383,16 +383,16 @@ class _Wrapper(Kind):
 
 
 class Kinds:
-    """Says how objects are looked at, and remembers it by type for as long as somebody looks."""
+    """Returns the kind of objects, and caches it by type for as long as it is used."""
 
     def __init__(self) -> None:
-        # By the id of the type, which is kept meanwhile: a metaclass may have a hash of its own.
+        # By the id of the type, which is kept meanwhile: a metaclass may define a hash.
         self._of_types: dict[int, tuple[type, Kind | None]] = {}
 
     def of(self, obj: Any) -> Kind | None:
-        """The kind of `obj`; None for a value, and for what belongs to the process.
+        """Return the kind of `obj`; None for a value, and for an object that belongs to the process.
 
-        Only its true type is asked: a proxy's ``__class__`` is a property like any other.
+        Only its true type counts: a proxy's ``__class__`` is a property like any other.
         """
         found = self._of_types.get(id(type(obj)))
         if found is None:
@@ -408,12 +408,14 @@ class Kinds:
 
 
 def is_found_by_name(obj: Any) -> bool:
-    """Whether a pickle only says what it is called, or what it is worth."""
+    """Return whether a pickle contains only its name or its value."""
     return issubclass(type(obj), (*_VALUES, types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType))
 
 
 def globals_of(obj: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
-    """Names of `namespace` that the code of a function of the notebook may read; of a class, that of its methods."""
+    """Yield names of `namespace` that the code of a function of the notebook may read; for a class, that of its
+    methods.
+    """
     if type(obj) is types.FunctionType:
         if obj.__globals__ is namespace:
             yield from (name for name in _names_in(obj.__code__) if name in namespace)
@@ -438,7 +440,7 @@ def part(obj: Any, step: Step) -> Any:
     """Return the part of `obj` that a step leads to.
 
     Raises:
-        LookupError: it has no such part.
+        LookupError: the object has no such part.
 
     >>> part({"a": [1, 2]}, ("value", "a")), part((5, 6), ("item", 1))
     ([1, 2], 6)
@@ -453,7 +455,7 @@ def part(obj: Any, step: Step) -> Any:
 
 
 def attributes_of(obj: Any) -> dict[str, Any] | None:
-    """Return what the object itself has, without asking its class; None where it can have nothing."""
+    """Return the attributes of the object itself, without asking its class; None if it can have none."""
     try:
         attributes = object.__getattribute__(obj, "__dict__")
     except Exception:  # it has none, or a property of that name raises
@@ -497,7 +499,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 
 _DICT, _TUPLE, _WRAPPER, _CLASS, _FUNCTION, _OBJECTS = _Dict(), _Tuple(), _Wrapper(), _Class(), _Function(), _Objects()
 ATTRIBUTES: Kind = _DICT
-"""How what an object itself has is looked at."""
+"""The kind of the attributes of an object."""
 _OF_BUILTINS: tuple[tuple[type, Kind], ...] = (
     *((OrderedDict, _Dict(OrderedDict)), (dict, _DICT), (list, _List()), (deque, _Deque()), (tuple, _TUPLE)),
     *((set, _Set()), (bytearray, _Bytes()), (array.array, _Bytes()), (types.FunctionType, _FUNCTION)),
@@ -523,7 +525,7 @@ def _chosen(kind: type) -> Kind | None:
 
 
 class _Both(Kind):
-    """A container of a class that adds attributes to it."""
+    """A container class that adds attributes."""
 
     def __init__(self, container: Kind, rest: Kind) -> None:
         self._container = container
@@ -555,7 +557,7 @@ class _Both(Kind):
 
 
 def _slots_of(kind: type) -> dict[str, Any]:
-    """The slots that classes written in Python have, by name; those of C are theirs."""
+    """Return the slots of classes written in Python, by name; those of C classes are left out."""
     return {
         name: member
         for base in reversed(kind.__mro__)
@@ -566,16 +568,16 @@ def _slots_of(kind: type) -> dict[str, Any]:
 
 
 def _items(iterate: Callable[[Any], Iterator[Any]], obj: Any) -> Iterable[tuple[Step, Any]]:
-    """The elements that `iterate` gives, but for plain values."""
+    """Return the elements that `iterate` yields, without plain values."""
     if _EXACT_VALUES.issuperset(map(type, iterate(obj))):
         return ()
     return ((("item", index), each) for index, each in enumerate(iterate(obj)) if type(each) not in _EXACT_VALUES)
 
 
 def _is_same(new: Any, old: Any) -> bool:
-    """Whether it is the object that was there, also inside of what `prepare` put around it, or an equal value.
+    """Return whether it is the same object, also inside a wrapper of `prepare`, or an equal value.
 
-    Of an Accelerator, a rank may have made another, which stands for the same.
+    Two Accelerators count as the same: a rank may have made another one for the same purpose.
     """
     return (
         new is old

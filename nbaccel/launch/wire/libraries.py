@@ -1,7 +1,7 @@
-"""What Accelerate, transformers and Lightning made in a rank, as it is of use in a notebook, which is one process.
+"""Converts objects that Accelerate, transformers and Lightning made in a rank for a notebook, which is one process.
 
-Their objects are known by the modules of their classes, so nothing of theirs is imported here before something of it
-comes. Runs in ranks and in the kernel.
+These objects are known by the modules of their classes, so none of the libraries is imported here before an object of
+it arrives. Runs in ranks and in the kernel.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ __all__ = [
 ]
 
 MADE_WITH = "_nbaccel_made_with"
-"""An attribute of an Accelerator: what it was made with. Ranks put it there."""
+"""Attribute of an Accelerator, set by ranks: the arguments it was made with."""
 
 PYRO = "pyro.get_param_store()", "save it to a file as the cell's last line, and load that in the next cell"
 
 _WRAPPERS = {"AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
 _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
 _OF_THE_WORLD = frozenset({"_is_accelerate_prepared", "_n_gpu", "_original_forward", "_setup_devices", MADE_WITH})
-"""Attributes that say what there was when they were set: a rank, and a device (accelerate/accelerator.py,
-transformers/training_args.py)."""
+"""Attributes that describe the rank and the device at the time when they were set (accelerate/accelerator.py,
+transformers/training_args.py).
+"""
 
 
 def kept_apart() -> dict[str, Any]:
-    """Return what libraries keep of a training where no name of the notebook leads: Pyro's parameters, by name.
+    """Return state of a training that libraries keep outside of the notebook's names: Pyro's parameters, by name.
 
-    Each with a mark by which a change shows. `PYRO` is what to do about it.
+    Each comes with a mark that changes with it. `PYRO` holds the advice.
     """
     find = getattr(sys.modules.get("pyro"), "get_param_store", None)
     params = {} if find is None else getattr(find(), "_params", {})
@@ -49,12 +50,12 @@ def kept_apart() -> dict[str, Any]:
 
 
 def wrapped_as(kind: type) -> str:
-    """The attribute in which a wrapper of Accelerate's has what it wraps; "" for any other class."""
+    """Return the attribute in which a wrapper of Accelerate's holds the wrapped object; "" for any other class."""
     return _WRAPPERS.get(kind.__name__, "") if _is_of_accelerate(kind) else ""
 
 
 def is_of_one_rank(name: str, value: Any) -> bool:
-    """Whether the attribute was put into a model or into arguments of the user's, and is true in one rank only."""
+    """Return whether the attribute was added to a model or to arguments of the user's, and is true in one rank only."""
     if name in _OF_THE_WORLD or (name in ("trainer", "_trainer") and is_lightnings_trainer(value)):
         return True
     function = value.__func__ if type(value) is types.MethodType else value
@@ -64,25 +65,26 @@ def is_of_one_rank(name: str, value: Any) -> bool:
 
 
 def is_accelerator(value: Any) -> bool:
-    """Whether it is an Accelerator of Accelerate's: the notebook has its own, which serves it as before."""
+    """Return whether it is an Accelerator of Accelerate's: the notebook keeps its own."""
     return type(value).__name__ == "Accelerator" and _is_of_accelerate(type(value))
 
 
 def is_lightnings_trainer(value: Any) -> bool:
-    """Whether it is a Trainer of Lightning's, which the models and data that it trained refer to until the next one."""
+    """Return whether it is a Trainer of Lightning's; models and data refer to the last one that trained them."""
     kind = type(value)
     return kind.__name__ == "Trainer" and is_of_lightning(kind)
 
 
 def is_of_lightning(kind: type) -> bool:
-    """Whether it is a class of Lightning's own, and none that a notebook has derived from one."""
+    """Return whether it is a class of Lightning's own, not one that a notebook has derived from it."""
     return _module_of(kind).partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def is_lightnings_callback(kind: type) -> bool:
-    """Whether its objects are callbacks of Lightning's, which keep data: the best checkpoint's path, what was watched.
+    """Return whether its objects are callbacks of Lightning's, which keep data: the best checkpoint's path, observed
+    values.
 
-    Progress bars have the screen of their process.
+    Progress bars are excluded: they hold the screen of their process.
     """
     module = _module_of(kind)
     return ".callbacks." in module and ".callbacks.progress" not in module and is_of_lightning(kind)
@@ -93,7 +95,9 @@ def _module_of(kind: type) -> str:
 
 
 def reduce_accelerate(obj: Any) -> Any:
-    """An Accelerator, loader or arguments that say which rank this is, as they are in the notebook; else None."""
+    """Reduce an Accelerator, loader or arguments that know their rank to the form for the notebook; else return
+    None.
+    """
     kind = type(obj)
     if any((base.__module__, base.__name__) == _ARGUMENTS for base in kind.__mro__):
         return _reduce_arguments(obj)
@@ -108,7 +112,10 @@ def reduce_accelerate(obj: Any) -> Any:
 
 
 def _reduce_arguments(arguments: Any) -> Any:
-    """With the device of the first rank, and alone. To look for devices again would reset Accelerate's states."""
+    """Reduce arguments, with the device of the first rank, and alone.
+
+    Finding devices again would reset Accelerate's states.
+    """
     match arguments.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
         case (make, args, dict(state), *rest):
             return make, args, state | {"distributed_state": None}, *rest
@@ -128,10 +135,10 @@ def _made_with(accelerator: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _whole(loader: Any) -> Any:
-    """`loader` with the data and the batches that it was made with, before Accelerate shared these out."""
+    """Return `loader` with its original data and batches, before Accelerate divided them."""
     alone = copy.copy(loader)
     dataset, batches = _inside(loader.dataset, "dataset"), _inside(loader.batch_sampler, "batch_sampler")
-    vars(alone).update(dataset=dataset, batch_sampler=batches, _iterator=None)  # past a `__setattr__` that forbids it
+    vars(alone).update(dataset=dataset, batch_sampler=batches, _iterator=None)  # avoids a `__setattr__` that forbids it
     return alone
 
 
@@ -149,17 +156,17 @@ def _is_of_accelerate(kind: type) -> bool:
 
 
 def _accelerator(args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-    """An Accelerator that is made when it is used first, here or in a rank.
+    """Return an Accelerator that is initialised at its first use, in the notebook or in a rank.
 
-    Until then it knows no process and no device, so it is that of whoever uses it, and the notebook keeps what a fork
-    needs: that CUDA has not begun.
+    Until then it knows no process and no device, so it belongs to the process that uses it, and CUDA is not started in
+    the notebook, so that ranks can still be forked.
     """
     kind: Any = importlib.import_module("accelerate").Accelerator
 
     class Accelerator(kind):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             if name.startswith("__") or type(getattr(kind, name, None)) is types.FunctionType:
-                return object.__getattribute__(self, name)  # a method asks for more when it is called
+                return object.__getattribute__(self, name)  # a method reads other attributes when it is called
             object.__setattr__(self, "__class__", kind)
             kind.__init__(self, *args, **settings)
             return getattr(self, name)

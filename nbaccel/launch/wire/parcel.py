@@ -1,10 +1,10 @@
-"""Parcel: Python objects on their way to another process, in one memfd. Runs in the kernel and in ranks.
+"""Parcel: Python objects for another process, in one memfd. Runs in the kernel and in ranks.
 
-All names travel in one pickle, so what was shared stays shared. Memory of tensors and arrays lies beside the pickle,
-page aligned, one block per storage: the receiver maps it copy-on-write instead of reading it, so n ranks hold one
-copy and none sees another's writes. A view brings the whole storage that it looks at along, as ``torch.save`` does.
-Tensors of a device arrive on that of the receiver (see `devices`), and on their way to ranks without their gradients,
-which ``torch.save`` leaves behind as well. It opens no connection: whoever wants to send hands over the descriptor.
+All names are sent in one pickle, so shared objects stay shared. Memory of tensors and arrays lies after the pickle,
+page aligned, one block per storage: the receiver maps it copy-on-write instead of reading it, so n ranks hold one copy
+and none sees another's writes. A view brings its whole storage along, as ``torch.save`` does. Tensors of a device
+arrive on the receiver's device (see `devices`), and without their gradients if they are sent to ranks, as
+``torch.save`` drops them too. It opens no connection: the sender passes the descriptor on.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _MAGIC = b"nbparcel"
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A packed parcel. Whoever packed it closes `fd`; mappings of it outlive that.
+    """A packed parcel. The code that packed it closes `fd`; mappings of it outlive that.
 
     fd: the memfd.  nbytes: its length.
-    lacks: names whose values came without some of their parts, and what these were.
+    lacks: names whose values were sent without some of their parts, and descriptions of these parts.
     """
 
     fd: int
@@ -67,14 +67,14 @@ def pack(
     namespace: dict[str, Any] | None = None,
     as_written: bool = False,
 ) -> Parcel:
-    """All of `values` in one parcel.
+    """Pack all of `values` into one parcel.
 
-    anchors: ``id(object)`` to name, for classes and functions that the other side has already; only the name travels.
-    namespace: the globals of notebook functions; over there they become the namespace given to `unpack`.
-    as_written: as the user wrote them: prepared objects, also inside of others, travel as what they wrap.
+    anchors: name by ``id(object)``, for classes and functions that the other side has already; only the name is sent.
+    namespace: the globals of notebook functions; in the receiver they become the namespace given to `unpack`.
+    as_written: send objects as the user wrote them: of prepared objects, also inside of others, the wrapped ones.
 
     Raises:
-        CannotSend: if a value cannot travel; `names` has every such name with the reason.
+        CannotSend: a value cannot be sent; `names` has every such name with the reason.
 
     >>> parcel = pack({"x": 1, "y": [2, 3]})
     >>> unpack(parcel.fd)
@@ -103,12 +103,12 @@ def pack_what_can_travel(
     places: Places | None = None,
     may_lack: Collection[str] = (),
 ) -> tuple[Parcel, dict[str, str]]:
-    """The parcel of every value that can travel, and the names that cannot, each with the reason.
+    """Return the parcel of every value that can be sent, and the names of the others, each with the reason.
 
-    Of a `Change` what can travel does; the rest of it is "name:key".
-
-    places: of what the receiver has; where given, only the place of such an object travels, and all else as written.
-    may_lack: names whose values come without their parts that cannot travel, rather than not at all: see `Absent`.
+    If only entries of a `Change` cannot be sent, the rest of it is; such an entry is named "name:key".
+    places: those of objects that the receiver has; if given, only the place of such an object is sent, and all others
+    as written.
+    may_lack: names whose values are sent without the parts that cannot be sent, rather than not at all: see `Absent`.
     """
     rest = values
     refused: dict[str, str] = {}
@@ -117,7 +117,7 @@ def pack_what_can_travel(
     while True:
         try:
             return _write(rest, make), refused
-        except Exception as error:  # also a second time, of an object that answers now so and now so
+        except Exception as error:  # also a second time, by an object with inconsistent answers
             culprits = _culprits(rest, make, namespace) or {name: reason(error, name, rest) for name in rest}
         if parted := {name for name in culprits if name in may_lack} - lacking:
             lacking |= parted
@@ -142,13 +142,13 @@ def unpack(
     placed: Callable[[Any], Any] | None = None,
     is_lasting: bool = False,
 ) -> dict[str, Any]:
-    """The values of the parcel behind `fd`, which stays open and is the caller's to close.
+    """Return the values of the parcel behind `fd`, which stays open; the caller closes it.
 
-    namespace: becomes ``__globals__`` of the functions that were packed with one. Globals they refer to are added to
-        it; a name that it has already keeps its value.
+    namespace: becomes ``__globals__`` of the functions that were packed with one. Globals that they refer to are added
+    to it; existing names keep their values.
     anchored: finds an object of this process by the name it was anchored under.
-    placed: finds one by what the sender's `Places.token` said of it.
-    is_lasting: what comes stays for long, and must not keep a larger rest of the parcel alive.
+    placed: finds one by the token of the sender's `Places.token`.
+    is_lasting: the values stay for long, and must not keep a larger rest of the parcel alive.
     """
     values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting)).load()
     return values
@@ -162,7 +162,7 @@ def unpack_what_can_be_rebuilt(
     placed: Callable[[Any], Any] | None = None,
     is_lasting: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of the parcel behind `fd` that this process can rebuild, and the names of the others, with the reason.
+    """Return the values of the parcel behind `fd` that can be rebuilt, and the names of the others, with the reason.
 
     The arguments are those of `unpack`.
     """
@@ -174,13 +174,13 @@ def unpack_what_can_be_rebuilt(
 
 
 def packages_in(fd: int) -> list[str]:
-    """The packages that the parcel behind `fd` refers to, which a user installed; in the order of their import."""
+    """Return the packages of the parcel behind `fd` that a user installed, in the order of their import."""
     _, (_, _, packages) = _opened(fd)
     return packages
 
 
 def _opened(fd: int) -> tuple[mmap.mmap, tuple[list[tuple[int, int]], list[int], list[str]]]:
-    """The parcel behind `fd`, and its table: places, buffers and packages."""
+    """Open the parcel behind `fd`; return it with its table: places, buffers and packages."""
     mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
     if magic != _MAGIC:
@@ -198,7 +198,7 @@ def _contents(
     mapping, (places, buffers, packages) = _opened(fd)
     for name in packages:
         if name not in sys.modules:
-            with suppress(Exception):  # where it is needed, the pickle says so better
+            with suppress(Exception):  # if it is needed, the pickle raises a better error
                 importlib.import_module(name)
     return Contents(mapping, places, buffers, namespace, anchored, placed, is_lasting)
 
@@ -220,7 +220,10 @@ def _packers(
 
 
 def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, Any] | None) -> dict[str, str]:
-    """The names whose values cannot be pickled even alone, each with the reason. Writes nothing, copies no buffer."""
+    """Return the names whose values cannot be pickled even alone, each with the reason.
+
+    It writes nothing, copies no buffer.
+    """
     refused = {}
     for name, value in values.items():
         packer = make(_Nowhere())
@@ -233,7 +236,7 @@ def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, An
 
 
 def _write(values: dict[str, Any], make: _MakePacker) -> Parcel:
-    """Pickle first, then the blocks, then the table that finds them, then where the table is."""
+    """Write the pickle first, then the blocks, then the table that finds them, then the place of the table."""
     fd = os.memfd_create("nbaccel-parcel", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -261,14 +264,14 @@ def _in_order_of_import(packages: Set[str]) -> list[str]:
     """Return the packages that a user installed, as this process imported them.
 
     Some patch others when they are imported, and have to come before them (or after): the pickle would import them in
-    the order in which it happens to refer to them.
+    the arbitrary order of its references.
     """
     return [name for name in list(sys.modules) if name in packages and name not in _EVERYWHERE]
 
 
 @contextmanager
 def _telling_where(packer: Packer) -> Iterator[None]:
-    """An interrupt says which value was being packed: it may be one that never ends."""
+    """Name the value that was being packed in an interrupt: it may be one that never ends."""
     try:
         yield
     except KeyboardInterrupt:
@@ -288,9 +291,9 @@ def _write_all(fd: int, source: memoryview, offset: int) -> None:
 
 
 class _Stoppable:
-    """`file`, written to in Python: between two lines of it an interrupt is heard in any thread, as it is not in C.
+    """Wraps `file` with a `write` in Python, so that an interrupt is handled in any thread, which C code does not do.
 
-    Of a value that never ends the pickler writes 64 KiB again and again without running a line of the user's.
+    For a value that never ends the pickler writes 64 KiB again and again without running a line of the user's.
     """
 
     def __init__(self, file: Any) -> None:
@@ -302,7 +305,7 @@ class _Stoppable:
 
 
 class _Nowhere:
-    """A file for a trial: takes everything, keeps nothing."""
+    """A file for a trial: discards everything."""
 
     def write(self, data: Any) -> int:
         return len(data)

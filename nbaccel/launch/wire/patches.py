@@ -1,12 +1,14 @@
-"""Patches: what the notebook's packages and cells have put into torch, found in the kernel, made again in ranks.
+"""Patches: finds patches of torch by the notebook's packages and cells in the kernel, and applies them in ranks.
 
-A fork has them. A rank of the zygote imports only the packages whose names its task reads: one that changed torch when
-it was imported (a method of `Module`, a function of `torch.cuda`) would be missing there without a word. Importing all
-that the notebook has costs seconds, so only those are imported whose functions or classes lie in torch: in the order
-of the notebook, before the task is unpacked; or, where they are functions of modules, when one is called first. What a
-cell has changed, and a package whose import has made none of its patches again, are said in one line.
+A forked rank has them. A rank of the zygote imports only the packages whose names its task reads: a package that
+changed torch when it was imported (a method of `Module`, a function of `torch.cuda`) would be missing there without a
+message. Importing everything that the notebook has costs seconds, so only packages are imported whose functions or
+classes are in torch: in the order of the notebook, before the task is unpacked; or, if they are functions of modules,
+when one is called first. Changes by a cell, and packages whose import has not applied their patches again, are named in
+one line.
 
-What a package adds, where torch itself has nothing, is left to it: transformers does so with every model that it makes.
+An addition by a package, where torch itself has nothing, is left to that package: transformers adds with every model
+that it makes.
 
 Not seen: functions of C, `functools.partial`, values that are no functions, modules of torch's with an underscore, and
 patches of other packages than torch.
@@ -36,9 +38,10 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Something of `package` in torch; "__main__" is a cell of the notebook.
+    """A function or class of `package` in torch; "__main__" is a cell of the notebook.
 
-    module: of torch.  kind: the class in it, if it is in one.  name: of the attribute.  is_function: of the module's.
+    module: of torch.  kind: the class in it, if it is in one.  name: of the attribute.  is_function: it is a function
+    of the module.
     """
 
     package: str
@@ -52,14 +55,16 @@ class Patch:
 
     @property
     def adds(self) -> bool:
-        """Whether torch has nothing there: its own code cannot miss it, and its maker puts it there when it runs."""
+        """Return whether torch has nothing there: torch's own code cannot miss it, and its maker adds it when it
+        runs.
+        """
         module = sys.modules.get(self.module)
         holder = module if module is None or not self.kind else vars(module).get(self.kind)
         return self.package != _CELLS and holder is not None and not hasattr(holder, self.name)
 
     @property
     def is_made(self) -> bool:
-        """Whether this process has it, or has no such place."""
+        """Return whether this process has the patch, or has no such module."""
         module = sys.modules.get(self.module)
         if module is None:
             return True
@@ -69,7 +74,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A namespace as it was when it was looked through."""
+    """A namespace at the time when it was searched."""
 
     values: list[Any]
     patches: list[Patch] = field(default_factory=list)
@@ -77,7 +82,7 @@ class _Seen:
 
 
 class PatchFinder:
-    """Finds what others have put into torch in this process. Quick where nothing has changed since the last time."""
+    """Finds what other code has put into torch in this process. Fast if nothing has changed since the last search."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], _Seen] = {}
@@ -111,21 +116,21 @@ class PatchFinder:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """found: patches of the kernel.  order: its packages, as they were imported."""
+    """Patches of the kernel, and its packages.  found: the patches.  order: the packages, as they were imported."""
 
     found: list[Patch]
     order: list[str]
 
     def make(self, packages: Iterable[str]) -> None:
-        """Import what made the patches, and `packages`, in the order of the kernel. Runs in ranks.
+        """Import the packages that made the patches, and `packages`, in the order of the kernel. Runs in ranks.
 
-        What torch itself imports lies in torch, too: that is here already.
+        Names that torch itself imports are in torch, too; ranks have those already.
         """
         missing = [patch for patch in self.found if not (patch.package == _CELLS or patch.is_made or patch.adds)]
         at_once = {patch.package for patch in missing if not (patch.is_function and _has(patch))}
         place = {name: at for at, name in enumerate(self.order)}
         for name in sorted({*packages, *at_once}, key=lambda name: place.get(name, -1)):
-            with suppress(Exception):  # where it is needed, the pickle says so better
+            with suppress(Exception):  # if it is needed, the pickle raises a better error
                 importlib.import_module(name)
         late = [patch for patch in missing if patch.package not in sys.modules and patch.is_function and _has(patch)]
         for patch in late:
@@ -148,18 +153,18 @@ class Patches:
 
 
 def _has(patch: Patch) -> bool:
-    """Whether torch has a function of its own there."""
+    """Return whether torch has its own function there."""
     return patch.name in vars(sys.modules[patch.module])
 
 
 def _make_when_called(patch: Patch, late: Iterable[Patch]) -> None:
-    """Let torch's own function import the package first, which then puts its own in the function's place."""
+    """Make torch's own function import the package first, which then replaces the function."""
     module = sys.modules[patch.module]
     original = vars(module)[patch.name]
 
     @functools.wraps(original)
     def imports_first(*args: Any, **kwargs: Any) -> Any:
-        if patch.package in sys.modules:  # the program has imported it, and what it put there calls this
+        if patch.package in sys.modules:  # the program has imported it, and its replacement calls this
             return original(*args, **kwargs)
         for other in late:
             if other.package == patch.package:
@@ -183,7 +188,7 @@ def _take_back(patch: Patch) -> None:
 
 
 def _package_of(value: Any) -> str | None:
-    """The package whose code a function or class is; None for all else."""
+    """Return the package whose code a function or class is; None for anything else."""
     kind = type(value)
     if issubclass(kind, (staticmethod, classmethod)):
         value = value.__func__

@@ -1,7 +1,8 @@
-"""Pickling: how the objects of a parcel become one pickle and blocks of memory, and objects again.
+"""Pickling: turns the objects of a parcel into one pickle and blocks of memory, and back into objects.
 
-Runs in the kernel and in ranks; used by `parcel` alone, which knows how pickle and blocks lie in a file. The packer is
-cloudpickle with our own ways for tensors, arrays, functions of the notebook and what the other side has already.
+Runs in the kernel and in ranks; used by `parcel` alone, which arranges pickle and blocks in a file. The packer is
+cloudpickle with special treatment of tensors, arrays, functions of the notebook and objects that the other side has
+already.
 """
 
 from __future__ import annotations
@@ -38,19 +39,22 @@ from nbaccel.launch.wire.wrappers import is_made_anew, is_put_there, plain
 __all__ = ["Contents", "Packer", "Places", "PlacingPacker", "Unpacker", "depth_bounded", "is_ours"]
 
 _DEEPEST = 20_000
-"""Calls below each other while something is packed, at most. Where the user has raised Python's own limit above it, a
-long chain of objects would run over the end of the C stack (8 MiB hold more than 40,000) and take the process along."""
+"""Largest depth of calls while something is packed.
+
+If the user has raised Python's own limit above it, a long chain of objects would overflow the C stack (8 MiB hold more
+than 40,000) and crash the process.
+"""
 
 _COPIED_BELOW = 64 * 1024
-"""Bytes. A mapped view keeps the memory of the whole parcel alive, so smaller blocks are copied out instead."""
+"""Bytes below which blocks are copied: a mapped view keeps the memory of the whole parcel alive."""
 
 _COPIED_IF_LASTING = 16 * 1024 * 1024
-"""The same where values live on while most of the parcel is of no use any more, as in a notebook."""
+"""The same for values that outlive most of the parcel, as in a notebook."""
 
 
 @contextmanager
 def depth_bounded() -> Iterator[None]:
-    """Have too deep a nesting end in a RecursionError, whatever limit the user has set."""
+    """Make too deep a nesting end in a RecursionError, whatever limit the user has set."""
     limit = sys.getrecursionlimit()
     if limit <= _DEEPEST:
         yield
@@ -66,11 +70,11 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     """Writes objects to `file`, and collects the memory that has to follow them.
 
     blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
-    buffers: which blocks are the out-of-band buffers of the pickle protocol, in its order.
-    as_written: what a cell left, and as the user wrote it: what training put around objects is left out, however deep
-        in a value they lie, and a tensor of a graph comes without it.
-    may_lack: names whose values come with a stand-in (`Absent`) in place of each part that cannot travel.
-    lacks: what such parts were, by name.
+    buffers: indices of blocks that are out-of-band buffers of the pickle protocol, in its order.
+    as_written: send what a cell left as the user wrote it: wrappers that training put around objects are left out, at
+    any depth in a value, and a tensor of a graph is sent without the graph.
+    may_lack: names whose values are sent with a replacement (`Absent`) for each part that cannot be sent.
+    lacks: descriptions of such parts, by name.
     at: the name whose value is being packed, or was last; empty before the first.
     packages: those whose classes, functions and modules the pickle refers to.
     """
@@ -89,7 +93,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self.packages: set[str] = set()
         self._may_lack = may_lack
         self._whole: Any = None  # the value that `at` names
-        self._absent: dict[int, tuple[str, Any]] = {}  # by id: for what `Absent` was put in, and why
+        self._absent: dict[int, tuple[str, Any]] = {}  # by id: objects replaced by `Absent`, and why
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
         self._index: dict[tuple[str, int, int], int] = {}
@@ -102,7 +106,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             self.globals_ref[id(namespace)] = self._namespace_there
 
     def dump_names(self, values: Mapping[str, Any]) -> None:
-        """Pack `values` as one dict, and know meanwhile which of them it is at."""
+        """Pack `values` as one dict, and record the name of the one being packed."""
         with depth_bounded():
             self.dump({name: _Named(name, value) for name, value in values.items()})
 
@@ -111,12 +115,12 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             self.at, self._whole = obj.name, obj.value
             if id(obj.value) in self._absent:
                 raise Refused(*self._absent[id(obj.value)])
-            if type(obj.value) in weakref.ProxyTypes:  # inside of objects it travels as what it stands for
+            if type(obj.value) in weakref.ProxyTypes:  # inside of objects its referent is sent
                 raise Refused("a weak reference cannot be sent to another process; send the object itself", obj.value)
             return _itself, (obj.value,)
         if self._as_written and obj is not self._whole and is_lightnings_trainer(obj):
             self._absent[id(obj)] = "a Trainer that knows its rank", obj
-            return _itself, (None,)  # as before it was given to one
+            return _itself, (None,)  # as before the object was given to a trainer
         if self.at not in self._may_lack or obj is self._whole:
             return self._reduced(obj)
         try:
@@ -131,7 +135,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return Absent, (self.at, why)
 
     def _reduced_as_usual(self, obj: Any) -> Any:
-        """What the pickler itself would make of an object for which nobody here has a way of its own."""
+        """Return the usual reduction of an object that has no special treatment here."""
         if issubclass(type(obj), (type, types.FunctionType, types.BuiltinFunctionType)):
             return NotImplemented  # found by its name
         special = self.dispatch_table.get(type(obj))
@@ -168,9 +172,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         return _with_slots(obj, reduced) if issubclass(type(obj), type) else reduced
 
     def forget(self) -> None:
-        """Let go of what was packed. A pickler is part of a cycle: all would stay until the collector comes.
+        """Release the packed objects. A pickler is part of a cycle: all would stay until the collector runs.
 
-        An error among it brings a traceback along, and that every frame with the user's objects.
+        An error among them holds a traceback, and that every frame with the user's objects.
         """
         self.clear_memo()
         self._absent.clear()
@@ -188,7 +192,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self.packages.add(str(name).partition(".")[0])
 
     def _is_of_namespace(self, obj: Any) -> bool:
-        """Whether it is a function of the notebook."""
+        """Return whether it is a function of the notebook."""
         return issubclass(type(obj), types.FunctionType) and obj.__globals__ is self._namespace
 
     def _add_buffer(self, buffer: pickle.PickleBuffer) -> None:
@@ -196,7 +200,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self.blocks.append(buffer.raw)
 
     def _block(self, device: str, address: int, nbytes: int, read: Callable[[], memoryview]) -> int:
-        """The number of the block with this memory; `read` keeps the memory alive, so an address names one block."""
+        """Return the number of the block with this memory; `read` keeps the memory alive, so an address means one
+        block.
+        """
         key = (device, address, nbytes)
         if key not in self._index:
             self._index[key] = len(self.blocks)
@@ -236,20 +242,22 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         return _there, ("tensor", type(obj), index, device, obj.dtype, layout, obj.requires_grad, vars(obj))
 
     def _block_of_storage(self, storage: Any) -> tuple[int, str]:
-        """Its number, and the device that the memory shall be on."""
+        """Return the number of the block, and the device that the memory shall be on."""
         address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
         read = functools.partial(_storage_bytes, storage)
         return self._block(str(storage.device), address, storage.nbytes(), read), device_there(storage.device, address)
 
     def _reduce_of_a_device(self, obj: Any) -> Any:
-        """What is on a device and would bring its name along: the other side has others, or none that it uses yet.
+        """Reduce an object on a device that would be sent with the device's name: the other side has other devices, or
+        uses none yet.
 
-        Tensors of other classes, and those of which a bit says what their memory means, travel by such a storage.
+        Tensors of other classes, and those with a bit that changes the meaning of their memory, are sent by such a
+        storage.
         """
         torch = sys.modules.get("torch")
         if torch is None or type(obj) not in (torch.UntypedStorage, torch.storage.TypedStorage, torch.Generator):
             return None
-        memory = getattr(obj, "_untyped_storage", obj)  # a TypedStorage itself warns whoever asks it
+        memory = getattr(obj, "_untyped_storage", obj)  # a TypedStorage warns when it is used
         here = memory.device
         device = device_there(here, 0 if type(obj) is torch.Generator else memory.data_ptr())
         if (here.type, device) == ("cpu", "cpu") or here.type == "meta":
@@ -264,10 +272,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
 
 
 class PlacingPacker(Packer):
-    """Packs what a cell has left: of the notebook's own objects only the place travels.
+    """Packs what a cell has left: for the notebook's own objects only the place is sent.
 
-    So what comes leads to the notebook's objects, as it led to the rank's copies of them. A tensor of a graph comes
-    without it, and one that looks at the memory of a tensor of the notebook's comes as such a view.
+    So the values lead to the notebook's objects, as they led to the rank's copies of them. A tensor of a graph is sent
+    without the graph, and a view of the memory of a tensor of the notebook's as such a view.
     """
 
     def __init__(
@@ -283,7 +291,7 @@ class PlacingPacker(Packer):
         self._of_memory: dict[tuple[str, int], Any] | None = None
 
     def persistent_id(self, obj: Any) -> Any:
-        """Asked of every object, before it is packed."""
+        """Return the token of an object; called for every object before it is packed."""
         return self._places.token(obj)
 
     def _reduced(self, obj: Any) -> Any:
@@ -292,7 +300,7 @@ class PlacingPacker(Packer):
             return (_itself, (obj.tensor,)) if reduced is None else (_there, ("values", *reduced[1][1:]))
         reduced = super()._reduced(obj)
         if reduced is not NotImplemented and self._is_of_namespace(obj):
-            # What it reads there is the notebook's, or comes under its own name.
+            # It reads the notebook's globals there, or values that are sent under their own names.
             reduced[2][1][1]["__globals__"].clear()
         return reduced
 
@@ -307,7 +315,7 @@ class PlacingPacker(Packer):
         return *reduced, obj.grad, None, None, _set_gradient
 
     def _reduce_view(self, tensor: Any) -> Any:
-        """As a view of a tensor of the notebook's, where all that it looks at is that one's memory."""
+        """Reduce a tensor to a view of one of the notebook's tensors, if all its elements are in that one's memory."""
         if self._of_memory is None:
             self._of_memory = {_memory(each): each for each in self._places.tensors()}
         if type(tensor) is not sys.modules["torch"].Tensor or not _is_as_it_lies(tensor) or not tensor.numel():
@@ -323,18 +331,18 @@ class PlacingPacker(Packer):
 
 
 class Places(Protocol):
-    """Where the notebook's objects are: an `Inventory`.
+    """The places of the notebook's objects: an `Inventory`.
 
-    takes_gradients: whether new tensors come with theirs.
+    takes_gradients: new tensors are sent with their gradients.
     """
 
     takes_gradients: bool
 
     def token(self, obj: Any) -> Any:
-        """What stands for an object that the notebook has; None for any other."""
+        """Return the replacement of an object that the notebook has; None for any other."""
 
     def tensors(self) -> Iterator[Any]:
-        """The tensors that the notebook has, and whose memory is laid out as it is there."""
+        """Yield the tensors that the notebook has, and whose memory is laid out as it is there."""
 
 
 def _set_gradient(tensor: Any, gradient: Any) -> None:
@@ -342,7 +350,7 @@ def _set_gradient(tensor: Any, gradient: Any) -> None:
 
 
 def _is_as_it_lies(tensor: Any) -> bool:
-    """Whether its values are those in its memory: conjugate and negative views say otherwise by a bit."""
+    """Return whether its values are those in its memory: in conjugate and negative views a bit changes them."""
     return has_plain_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -356,7 +364,7 @@ def _array_bytes(array: Any) -> memoryview:
 
 
 def _map_file(filename: Any, dtype: Any, mode: str, offset: int, shape: tuple[int, ...], is_fortran: bool) -> Any:
-    """A memory map is the file, so only its name travels; "w+" would empty the file once more."""
+    """Open a memory map again: it is the file, so only its name is sent; "w+" would empty the file again."""
     import numpy as np
 
     order: Any = "F" if is_fortran else "C"
@@ -378,7 +386,7 @@ def _typed_storage(storage: Any, dtype: Any) -> Any:
 
 
 def _reduce_to_what_was_written(obj: Any) -> Any:
-    """A prepared or parallel object as what it wraps, and a model without what `prepare` has put into it."""
+    """Reduce a prepared or parallel object to the wrapped one, and a model without what `prepare` has added."""
     inner = plain(obj)
     if inner is not obj:
         return _itself, (inner,)
@@ -394,11 +402,11 @@ def _reduce_to_what_was_written(obj: Any) -> Any:
     match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
         case (make, args, dict(state), *rest):
             return make, args, {name: value for name, value in state.items() if name not in put_there}, *rest
-    return None  # a __reduce__ or __getstate__ of the user's own, which knows best
+    return None  # the user's own __reduce__ or __getstate__ takes precedence
 
 
 class _Named:
-    """Stands for `value` on the way into the pickle; it arrives as the value itself."""
+    """Stands for `value` in the pickle; it arrives as the value itself."""
 
     __slots__ = ("name", "value")
 
@@ -412,7 +420,7 @@ def _itself(obj: Any) -> Any:
 
 
 def _with_slots(kind: type, reduced: Any) -> Any:
-    """A class of the notebook, made with the slots that it has: cloudpickle would give its objects a dictionary."""
+    """Reduce a class of the notebook with its own slots: cloudpickle would give its objects a dictionary."""
     match reduced:
         case (make, (meta, name, bases, dict(body), *of_skeleton), (dict(state), extra), *how) if (
             "__slots__" in state and not issubclass(meta, enum.EnumMeta)
@@ -424,7 +432,7 @@ def _with_slots(kind: type, reduced: Any) -> Any:
 
 
 def _reduce_standard(obj: Any) -> Any:
-    """Things of the standard library that cloudpickle would refuse, or copy where they should be found."""
+    """Reduce objects of the standard library that cloudpickle would refuse, or copy although they should be found."""
     if type(obj) is functools.cached_property:  # holds a lock before Python 3.12
         return _cached_property, (obj.func, obj.attrname)
     if type(obj) is types.CodeType:
@@ -440,10 +448,10 @@ def _reduce_standard(obj: Any) -> Any:
 
 
 def _reduce_keras(obj: Any) -> Any:
-    """What belongs to a model of Keras: a loss, metrics, an optimizer, and the containers that it keeps them in.
+    """Reduce objects of a Keras model: a loss, metrics, an optimizer, and the containers that hold them.
 
     By themselves the former pickle as an archive of their configuration: some raise, and an optimizer loses its
-    moments. The latter ask for attributes before they have them.
+    moments. The containers ask for attributes before they have them.
     """
     kind = type(obj)
     names = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("keras.")]
@@ -458,13 +466,18 @@ def _reduce_keras(obj: Any) -> Any:
 
 
 def _reduce_odd_module(module: types.ModuleType) -> Any:
-    """A module of a class of its own, as `torch.backends.cudnn`, whose name may not lead to it: found by identity."""
+    """Reduce a module with its own class, such as `torch.backends.cudnn`, whose name may not lead to it: found by
+    identity.
+    """
     name = next((name for name, known in list(sys.modules.items()) if known is module), None)
     return None if name is None else (importlib.import_module, (name,))
 
 
 def _reduce_shell(obj: Any) -> Any:
-    """The notebook's IPython shell: over there it is the rank's. What is bound to it (`get_ipython`) follows."""
+    """Reduce the notebook's IPython shell: in the receiver it is the rank's.
+
+    Objects bound to it (`get_ipython`) follow.
+    """
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if ipython is None or shell is None or obj is not shell:
@@ -473,7 +486,9 @@ def _reduce_shell(obj: Any) -> Any:
 
 
 def _reduce_loader(obj: Any) -> Any:
-    """A loader without the iterator that it keeps if its workers are persistent: these are of this process."""
+    """Reduce a loader without the iterator that it keeps if its workers are persistent: these belong to this
+    process.
+    """
     loaders = sys.modules.get("torch.utils.data.dataloader")
     if loaders is None or not issubclass(type(obj), loaders.DataLoader) or vars(obj).get("_iterator") is None:
         return None
@@ -483,7 +498,9 @@ def _reduce_loader(obj: Any) -> Any:
 
 
 def _reduce_scheduler(obj: Any) -> Any:
-    """A scheduler, with the method of its optimizer that counts steps: torch warns where a pickle left that behind."""
+    """Reduce a scheduler with its optimizer's method that counts steps: torch warns if a pickle has dropped that
+    method.
+    """
     schedulers = sys.modules.get("torch.optim.lr_scheduler")
     if schedulers is None or not issubclass(type(obj), schedulers.LRScheduler) or hasattr(type(obj), "__setstate__"):
         return None
@@ -496,7 +513,7 @@ def _reduce_scheduler(obj: Any) -> Any:
 
 
 def _set_scheduler_state(scheduler: Any, state: dict[str, Any]) -> None:
-    """Complete a scheduler, and let its optimizer note that it has stepped, as the scheduler's constructor does."""
+    """Complete a scheduler, and make its optimizer record that it has stepped, as the scheduler's constructor does."""
     vars(scheduler).update(state)
     optimizer = scheduler.optimizer
     if hasattr(optimizer.step, _COUNTED):
@@ -514,7 +531,7 @@ def _set_scheduler_state(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 _COUNTED = "_wrapped_by_lr_sched"
-"""Mark of torch's on the `step` of an optimizer that a scheduler watches (torch/optim/lr_scheduler.py)."""
+"""Torch's mark on the `step` of an optimizer that a scheduler watches (torch/optim/lr_scheduler.py)."""
 
 
 def _cached_property(function: Any, name: str) -> Any:
@@ -524,7 +541,7 @@ def _cached_property(function: Any, name: str) -> Any:
 
 
 def _code_of_file(filename: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
-    """Code that still says in which cell it was written, as tracebacks show it: cloudpickle 3.1.3 leaves that out."""
+    """Make code that keeps the name of its cell, which tracebacks show: cloudpickle 3.1.3 leaves it out."""
     return make(*args).replace(co_filename=filename)
 
 
@@ -540,14 +557,14 @@ class _ModuleThere:
 
 
 def _module_of(obj: Any) -> str | None:
-    """The installed module in which a function was made, by another function of it; None for anything else.
+    """Return the installed module in which a function was made by another function of it; None for anything else.
 
-    Such a function travels by its code. What it reads in its module is the module's over there: cloudpickle would take
-    along copies of it, and these the function would share with nobody.
+    The code of such a function is sent. In the receiver it reads that process's module: cloudpickle would send copies
+    of the values, and the function would share them with no other code.
     """
     if not issubclass(type(obj), types.FunctionType) or obj.__module__ == "__main__":
         return None
-    module = sys.modules.get(obj.__module__)  # anything may stand there
+    module = sys.modules.get(obj.__module__)  # an entry may be anything
     if getattr(module, "__dict__", None) is not obj.__globals__ or getattr(module, "__spec__", None) is None:
         return None
     return str(obj.__module__)
@@ -558,7 +575,7 @@ def _globals_of_module(name: str) -> dict[str, Any]:
 
 
 def _there(what: str, *args: Any) -> Any:
-    """Stands in a parcel for a call of `Contents` on the other side; ``_there("array", …)`` for its method `array`."""
+    """Stand in a parcel for a call of `Contents` on the other side; ``_there("array", …)`` for its method `array`."""
     raise pickle.UnpicklingError(
         "this pickle is the inside of a parcel; open it with nbaccel.launch.wire.parcel.unpack"
     )
@@ -574,11 +591,11 @@ def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[A
 
 
 class Contents:
-    """What lies in one parcel, and the methods that the pickle in it calls by `_there`.
+    """The contents of one parcel, and the methods that the pickle in it calls by `_there`.
 
-    mapping: the parcel, beginning with the pickle.  places: offset and length of each block.  buffers: as `Packer` has.
+    mapping: the parcel, beginning with the pickle.  places: offset and length of each block.  buffers: as in `Packer`.
     is_lasting: blocks that are less than half of the parcel are copied out, so that none keeps a larger rest alive.
-    Nothing here refers to the unpickler: with a cycle the memory would stay until the collector comes.
+    Nothing here refers to the unpickler: with a cycle the memory would stay until the collector runs.
     """
 
     def __init__(
@@ -604,7 +621,7 @@ class Contents:
         return getattr(self, what)(*args)
 
     def buffers(self) -> Iterator[memoryview | bytearray]:
-        """The out-of-band buffers of the pickle protocol, in its order."""
+        """Yield the out-of-band buffers of the pickle protocol, in its order."""
         for index in self._buffers:
             yield self._block(index)
 
@@ -617,7 +634,7 @@ class Contents:
         return self._namespace
 
     def placed(self, token: Any) -> Any:
-        """The notebook's object for what `Places.token` said of the rank's."""
+        """Return the notebook's object for the token that `Places.token` returned in the rank."""
         if self._placed is None:
             raise ValueError("the parcel refers to objects of a notebook; give unpack a way to find them: placed=…")
         return self._placed(token)
@@ -659,13 +676,15 @@ class Contents:
     def values(
         self, kind: Any, index: int, device: str, dtype: Any, layout: Any, requires_grad: bool, attributes: Any
     ) -> Any:
-        """A tensor whose values are about to be written into another, and which is not kept: it is never copied out."""
+        """Return a tensor whose values are about to be written into another, and which is not kept: it is never
+        copied out.
+        """
         import torch
 
         return torch.empty(0, dtype=dtype, device="cpu").set_(_storage(self._memory(index)), *layout)
 
     def storage(self, index: int, device: str) -> Any:
-        """The memory of a tensor, on the device here that `device` means."""
+        """Return the memory of a tensor, on the device of this process that `device` means."""
         if index not in self._storages:
             here = device_here(device)
             storage = None if here.type == "cpu" else storage_on(here, self._memory(index))
@@ -697,7 +716,7 @@ def _storage(block: memoryview | bytearray) -> Any:
 
 
 def is_ours(module: str, name: str) -> bool:
-    """Whether a pickle that refers to this means a call of `Contents`."""
+    """Return whether this name in a pickle means a call of `Contents`."""
     return (module, name) == (__name__, _there.__name__)
 
 

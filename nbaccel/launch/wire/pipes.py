@@ -12,8 +12,8 @@ _CHUNK = 1 << 18
 class MarkedPipe:
     """The reading end of a rank's stdout or stderr.
 
-    A rich message travels by the rank's channel; in the pipe the rank leaves a mark (`worker.mark`), so that text
-    and displays come out in the order in which the rank produced them.
+    A rich message is sent by the rank's channel; in the pipe the rank leaves a mark (`worker.mark`), so that text and
+    displays are shown in the order in which the rank produced them.
     """
 
     def __init__(self, fd: int, rank: int, stream: str, nonce: str) -> None:
@@ -27,7 +27,9 @@ class MarkedPipe:
         self._rest = b""
 
     def read(self) -> list[bytes | int] | None:
-        """What is there now: pieces of output and numbers of messages, in order; None at the end of the stream."""
+        """Return what has arrived: pieces of output and numbers of messages, in order; None at the end of the
+        stream.
+        """
         try:
             data = os.read(self.fd, _CHUNK)
         except BlockingIOError:
@@ -60,7 +62,7 @@ class MarkedPipe:
         return pieces
 
     def _unfinished(self, data: bytes) -> int:
-        """How many bytes at the end may be the beginning of a mark."""
+        """Return the number of bytes at the end that may be the beginning of a mark."""
         at = data.rfind(b"\x1e")
         if at < 0:
             return 0

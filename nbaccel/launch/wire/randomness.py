@@ -1,6 +1,6 @@
-"""Randomness: the states of the random generators that a process has for everybody, read and set.
+"""Randomness: reads and sets the states of the process's global random generators.
 
-Those of Python, of NumPy and of torch on the CPU. Runs in ranks and in the kernel.
+These are Python's, NumPy's, and torch's on the CPU. Runs in ranks and in the kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["are_here", "random_states", "set_random_states"]
 
 
 def random_states() -> dict[str, Any]:
-    """The state of each, by its module; of modules that are not loaded nobody has drawn anything."""
+    """Return the state of each, by its module; modules that are not loaded have no state."""
     states: dict[str, Any] = {"random": random.getstate()}
     if (np := sys.modules.get("numpy")) is not None:
         states["numpy"] = np.random.get_state()
@@ -24,7 +24,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Let the generators of this process draw next what they would have in the process of `random_states`."""
+    """Make the generators of this process continue as those of the process of `random_states` would."""
     random.setstate(states["random"])
     if "numpy" in states and (np := sys.modules.get("numpy")) is not None:
         np.random.set_state(states["numpy"])
@@ -33,7 +33,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def are_here(states: dict[str, Any]) -> bool:
-    """Whether nothing has been drawn or seeded in this process since `states` were read in it."""
+    """Return whether nothing has been drawn or seeded in this process since `states` were read in it."""
     now = random_states()
     return all(_in_bytes(now[name]) == _in_bytes(state) for name, state in states.items())
 

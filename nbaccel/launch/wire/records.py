@@ -1,7 +1,7 @@
-"""Records: events as they lie in a ring. Both sides run it; a rank turns events into records, the kernel back.
+"""Records: events as they are stored in a ring. Both sides run it; a rank turns events into records, the kernel back.
 
-A loss is a number in a slot. Every other event is its class's name and its fields as JSON, so that a new event
-travels without a line here. Nothing is unpickled.
+A loss is a number in a slot. Every other event is its class's name and its fields as JSON, so that a new event needs no
+line here. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ _JSON, LOSS = range(2)
 
 
 def write_loss(ring: RingWriter, step: int, value: float, at: float | None = None) -> None:
-    """Leave a `Loss`; the short way, for there is one in every step."""
+    """Write a `Loss`; the short way, because there is one in every step."""
     ring.write(LOSS, step, value, at=at)
 
 
 def write_event(ring: RingWriter, event: Event, at: float | None = None) -> None:
-    """Leave `event`. What is no number, string or container of them becomes a string; what cannot, counts as lost.
+    """Write `event`.
+
+    A value that is no number, string or container of them becomes a string; if that fails, it counts as lost.
 
     >>> from nbaccel.launch.wire.ring import RingReader, make_ring
     >>> import os
@@ -46,7 +48,7 @@ def write_event(ring: RingWriter, event: Event, at: float | None = None) -> None
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: a number if it is one, else some characters of text."""
+    """Return a value that JSON does not know as a number if possible, else as some characters of text."""
     if isinstance(value, Mapping):
         return dict(value)
     try:
@@ -63,7 +65,7 @@ class RecordReader:
         self._kinds = {kind.__name__: kind for kind in kinds}
 
     def event(self, record: Record) -> Event | None:
-        """The event, its sequences as tuples; None for a record that is no event of this version."""
+        """Return the event, its sequences as tuples; None for a record that is no event of this version."""
         if record.kind == LOSS:
             return Loss(record.value, record.step)
         try:

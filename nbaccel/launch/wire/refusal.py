@@ -1,7 +1,8 @@
-"""What cannot travel to another process, and the sentence that says why. Runs in the kernel and in ranks.
+"""Recognises objects that cannot be sent to another process, and says why. Runs in the kernel and in ranks.
 
-Used by `parcel` and `pickling`; it packs nothing. Things with a life in one process (a file position, a lock's owner,
-a thread) are recognised before pickling, because cloudpickle would copy some of them: an open file became its text.
+Used by `parcel` and `pickling`; it packs nothing. Objects that are bound to one process (a file position, a lock's
+owner, a thread) are recognised before pickling, because cloudpickle would copy some of them: an open file became its
+text.
 """
 
 from __future__ import annotations
@@ -42,17 +43,19 @@ _LIVES_HERE: dict[type | tuple[type, ...], str] = {
 }
 _TYPES = tuple(kind for kinds in _LIVES_HERE for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
 _KNOW_THE_RANKS = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "wandb"})
-"""Packages whose objects know which rank of how many they were made in: in the notebook they would say so still."""
+"""Packages whose objects know in which rank of how many they were made: in the notebook they would still claim it."""
 
 _KNOW_NONE = frozenset({"AttributeDict", "SeedableRandomSampler"})
-"""Classes of theirs whose objects are data; so are those of `accelerate.utils`, which say how something is made."""
+"""Classes of these packages whose objects are data; so are those of `accelerate.utils`, which describe how something
+is made.
+"""
 
 _CANNOT = " cannot be sent to another process"
 _UNPICKLABLE = re.compile(r"cannot pickle '?([\w.]+)'?")
 
 
 class Refused(Exception):
-    """`culprit` cannot be sent to another process; the message is the reason."""
+    """Raised if `culprit` cannot be sent to another process; the message is the reason."""
 
     def __init__(self, message: str, culprit: Any) -> None:
         super().__init__(message)
@@ -60,8 +63,8 @@ class Refused(Exception):
 
 
 def refuse_what_lives_here(obj: Any) -> None:
-    """Raise `Refused` for an object that means nothing outside this process."""
-    kind = type(obj)  # not `isinstance`, which asks a proxy for the class of what it stands for
+    """Raise `Refused` for an object that is useless outside this process."""
+    kind = type(obj)  # not `isinstance`, which asks a proxy for the class of its object
     if issubclass(kind, _TYPES) and not issubclass(kind, io.BytesIO):
         words = next(words for kinds, words in _LIVES_HERE.items() if issubclass(kind, kinds))
         raise Refused(f"{words}{_CANNOT}", obj)
@@ -71,7 +74,7 @@ def refuse_what_lives_here(obj: Any) -> None:
 
 
 def refuse_what_knows_the_ranks(obj: Any) -> None:
-    """Raise `Refused` for an object that would tell the notebook that it is one rank of several."""
+    """Raise `Refused` for an object that would make the notebook one rank of several."""
     kind = type(obj)
     module = type.__dict__["__module__"].__get__(kind)
     if type(module) is not str or module.partition(".")[0] not in _KNOW_THE_RANKS:
@@ -82,16 +85,16 @@ def refuse_what_knows_the_ranks(obj: Any) -> None:
 
 
 def what_it_is(error: Exception, obj: Any) -> str:
-    """`obj`, for which packing failed by `error`, in a few words: "a lock"."""
+    """Describe `obj`, which could not be packed because of `error`, in a few words: "a lock"."""
     if isinstance(error, Refused):
         return str(error).removesuffix(_CANNOT)
     return with_article(type(obj).__name__)
 
 
 def reason(error: Exception, name: str, names: dict[str, Any]) -> str:
-    """Why the value called `name` cannot travel, in one sentence.
+    """Return why the value called `name` cannot be sent, in one sentence.
 
-    names: what else there is; when the culprit is one of them, the reason says which.
+    names: all values by name; if the culprit is one of them, the reason names it.
     """
     if isinstance(error, Refused):
         via = next((other for other, value in names.items() if value is error.culprit and other != name), None)
@@ -105,13 +108,13 @@ def reason(error: Exception, name: str, names: dict[str, Any]) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """An error of the user's in one line."""
+    """Return an error of the user's in one line."""
     message = _words_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _words_of(error: Exception) -> str:
-    """The first line of the text of an error, which may be made by code that fails."""
+    """Return the first line of the text of an error, whose code may fail."""
     try:
         return str(error).strip().partition("\n")[0]
     except Exception:

@@ -1,14 +1,14 @@
-"""Ring: a stretch of shared memory in which one rank leaves records and the kernel finds them. Both sides run it.
+"""Ring: shared memory in which one rank writes records and the kernel reads them. Both sides run it.
 
-Nobody waits for anybody. The rank writes over its oldest records when the kernel does not come, as when the kernel
-is busy or stopped; the kernel counts what it missed. What a rank wrote stays readable after the rank died, however
-it died. This file does not know what the records mean.
+Neither side waits for the other. The rank overwrites its oldest records when the kernel does not read, because it is
+busy or stopped; the kernel counts what it missed. Records stay readable after the rank died, however it died. This file
+does not know what the records mean.
 
-Each slot carries the number of its record in front and behind, written by one call. So the reader needs no shared
-counter and no lock: the number it expects says "new", an older one "not yet", a newer one "overwritten". It looks
-behind before it copies a slot, and in front after it: so the slot was whole, and stayed whole. In the rank
-several threads may write: they draw numbers from one iterator, which is atomic, and a number that was drawn and never
-written (its thread was interrupted in between) is given up when later ones are there.
+Each slot holds the number of its record at its beginning and at its end, written by one call. So the reader needs no
+shared counter and no lock: the number it expects means "new", an older one "not yet", a newer one "overwritten". It
+reads the last number before it copies a slot, and the first one after it: so the slot was complete, and stayed
+complete. In the rank several threads may write: they draw numbers from one iterator, which is atomic, and a number that
+was drawn and never written (its thread was interrupted in between) is given up when later ones exist.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import NamedTuple
 __all__ = ["TEXT_BYTES", "Record", "RingReader", "RingWriter", "make_ring"]
 
 TEXT_BYTES = 80
-"""How many bytes of text one slot holds; longer ones take several."""
+"""Bytes of text that one slot holds; longer texts take several slots."""
 
 _SLOT = struct.Struct(f"@QdqdHHHH{TEXT_BYTES}sQ")  # number, at, step, value, kind, bytes of text, part, parts after, …
 _NUMBER = struct.Struct("@Q")
-_FIRST_NUMBER = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")  # of a slot: written first, and wiped first
+_FIRST_NUMBER = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")  # of a slot: written first, and cleared first
 _LAST_NUMBER = struct.Struct(f"@{_SLOT.size - _NUMBER.size}xQ")  # written when all the rest is there
 _SLOTS = 8192  # 4 s of 2000 records; 1 MiB, shared with the kernel
 _SLOTS_PER_COPY = 512
@@ -40,7 +40,7 @@ _Slot = tuple[int, float, int, float, int, int, int, int, bytes, int]
 
 
 class Record(NamedTuple):
-    """What one `RingWriter.write` left.
+    """The record of one `RingWriter.write`.
 
     at: `time.monotonic()` when it was written.  kind, step, value, text: the writer's own.
     """
@@ -53,7 +53,10 @@ class Record(NamedTuple):
 
 
 def make_ring(slots: int = _SLOTS) -> int:
-    """Memory for the records of one rank: a descriptor, which the caller closes. Its pages exist once written to."""
+    """Make memory for the records of one rank; return a descriptor, which the caller closes.
+
+    Its pages exist once written to.
+    """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("nbaccel-ring", os.MFD_CLOEXEC)
     else:  # macOS, where the only rank is the kernel itself
@@ -80,9 +83,9 @@ class RingWriter:
         self._numbers = itertools.count(1)
 
     def write(self, kind: int, step: int = 0, value: float = 0.0, text: bytes = b"", at: float | None = None) -> None:
-        """Leave one record. A text that would fill more than a quarter of the ring is left out, and counts as lost.
+        """Write one record. A text that would fill more than a quarter of the ring is left out, and counts as lost.
 
-        at: when it happened, in `time.monotonic()`; None for now.
+        at: the time of the event, in `time.monotonic()`; None for now.
         """
         if at is None:
             at = time.monotonic()
@@ -94,7 +97,7 @@ class RingWriter:
         _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), 0, 0, text, number)
 
     def write_number(self, kind: int, step: int, value: float) -> None:
-        """Leave one record without text, now: `write` in short, for what comes in every step."""
+        """Write one record without text, now: a short form of `write` for events in every step."""
         number = next(self._numbers)
         where = number % self._slots * _SLOT.size
         _SLOT.pack_into(self._map, where, number, time.monotonic(), step, value, kind, 0, 0, 0, b"", number)
@@ -104,14 +107,14 @@ class RingWriter:
             self.leave_out()
             return
         texts = [text[start : start + TEXT_BYTES] for start in range(0, len(text), TEXT_BYTES)]
-        numbers = list(itertools.islice(self._numbers, len(texts)))  # in one go: no other thread's come between
+        numbers = list(itertools.islice(self._numbers, len(texts)))  # in one call: no other thread's come between
         for part, (number, text) in enumerate(zip(numbers, texts, strict=True)):
             where, after = number % self._slots * _SLOT.size, len(texts) - 1 - part
             _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), part, after, text, number)
 
     def leave_out(self) -> None:
-        """Let the reader count one record as lost."""
-        next(self._numbers)  # and nobody writes it
+        """Make the reader count one record as lost."""
+        next(self._numbers)  # it is never written
 
     def close(self) -> None:
         self._map.close()
@@ -135,9 +138,9 @@ class RingReader:
         self._map.close()
 
     def read(self, is_last: bool = False) -> Iterator[Record]:
-        """The records that have come since, oldest first; at most as many as fit, so that this ends.
+        """Yield the records that have come since, oldest first; at most as many as fit, so that this ends.
 
-        is_last: nobody writes any more; what is missing now will not come.
+        is_last: no process writes any more; missing records will not come.
         """
         taken = 0
         while taken < self._slots:
@@ -152,16 +155,16 @@ class RingReader:
                 return
 
     def _take(self) -> list[_Slot]:
-        """The slots that are there, in a row from the next one on. They are copied: the rank may write over them."""
+        """Return copies of the available slots, in a row from the next one on; the rank may overwrite the slots."""
         first, start = self._next, self._next % self._slots
         count = self._in_a_row(_LAST_NUMBER, first, min(_SLOTS_PER_COPY, self._slots - start))
         block = self._map[start * _SLOT.size : (start + count) * _SLOT.size]
-        count = self._in_a_row(_FIRST_NUMBER, first, count)  # fewer: the rank has come round while we copied
+        count = self._in_a_row(_FIRST_NUMBER, first, count)  # fewer: the rank has wrapped around during the copy
         self._next += count
         return list(itertools.islice(_SLOT.iter_unpack(block), count))
 
     def _in_a_row(self, layout: struct.Struct, first: int, count: int) -> int:
-        """How many slots from `first` on have their own number there; at most `count`, which may not go round."""
+        """Return how many slots from `first` on hold their own number; at most `count`, which must not wrap around."""
         if count == 0 or layout.unpack_from(self._map, first % self._slots * _SLOT.size)[0] != first:
             return 0  # most often: no copy for that
         numbers = layout.iter_unpack(self._copied(first, count))
@@ -176,9 +179,9 @@ class RingReader:
         return block
 
     def _gave_up_one(self, is_last: bool) -> bool:
-        """Go on behind what can never be read; False if the next record is only not there yet."""
+        """Skip records that can never be read; return False if the next record has just not been written yet."""
         number, there = self._next, self._number_at(self._next)
-        if there > number:  # the oldest that is left is the one behind it
+        if there > number:  # the oldest record that is left is the one after it
             self._lose(there + 1 - self._slots + _HEAD_START - number)
             return True
         if not self._is_any_there(number + 1, _LOOK_AHEAD):
@@ -195,7 +198,7 @@ class RingReader:
         self._parts.clear()
 
     def _joined(self, part: int, after: int, text: bytes) -> bytes | None:
-        """The text of a record in parts when its last one has come; None before, and if one of them was lost."""
+        """Return the text of a record in parts when its last one has come; None before, and if one of them was lost."""
         if part == 0:
             self._parts.clear()
         if part == len(self._parts):
@@ -204,8 +207,11 @@ class RingReader:
         return b"".join(self._parts) if whole else None
 
     def _is_any_there(self, first: int, count: int) -> bool:
-        """Whether one of `count` records from `first` on is there. In one piece: most often there is none, and a short
-        run would spend more on asking for each than on all it has to read."""
+        """Return whether one of `count` records from `first` on exists.
+
+        They are read in one piece: most often there is none, and a short run would spend more on asking for each than
+        on reading all its records.
+        """
         numbers = _FIRST_NUMBER.iter_unpack(self._copied(first, count))
         return any(number == later for later, (number,) in enumerate(numbers, first))
 

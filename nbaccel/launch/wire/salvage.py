@@ -1,8 +1,8 @@
-"""Salvage: the values of a parcel, when one of them cannot be rebuilt here. Runs in the kernel and in ranks.
+"""Salvage: rebuilds the values of a parcel when one of them cannot be rebuilt here. Runs in the kernel and in ranks.
 
 Used by `parcel` alone, after its pickle has failed as a whole: an error in the ``__setstate__`` of one value must not
-take the model along that came with it. The pickle is read again, slowly, in Python; what fails becomes a stand-in, and
-every name that leads to one is left out with the reason.
+lose the model that came with it. The pickle is read again, slowly, in Python; an object that fails is replaced, and
+every name that leads to a replaced object is left out with the reason.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from nbaccel.launch.wire.pickling import Contents, is_ours
 
 __all__ = ["salvaged"]
 
-_Reader: Any = pickle._Unpickler  # the one written in Python, which can go on
+_Reader: Any = pickle._Unpickler  # the one written in Python, which can continue after an error
 _CLOSED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes)
 
 
 def salvaged(contents: Contents) -> tuple[dict[str, Any], dict[str, Exception]]:
-    """The values of `contents` by name that can be rebuilt, and for each of the others the error it failed with."""
+    """Return the values of `contents` by name that can be rebuilt, and for each of the others the error it failed
+    with.
+    """
     reader = _Salvager(contents)
     values: dict[str, Any] = reader.load()
     refused: dict[str, Exception] = {}
@@ -34,7 +36,7 @@ def salvaged(contents: Contents) -> tuple[dict[str, Any], dict[str, Exception]]:
 
 
 class _Broken:
-    """Stands for what could not be rebuilt; to call it fails as that did."""
+    """Replaces an object that could not be rebuilt; calling it raises the same error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -44,7 +46,7 @@ class _Broken:
 
 
 def _guarded(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An operation of the pickle machine that fills the object on top of the stack, by code of its class."""
+    """Wrap an operation of the pickle machine that fills the object on top of the stack, by code of its class."""
 
     def guarded(self: _Salvager) -> None:
         operands = self.stack[-2:]
@@ -59,7 +61,7 @@ def _guarded(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class _Salvager(_Reader):  # type: ignore[misc]
-    """Reads on behind what cannot be rebuilt."""
+    """Continues reading after an object that cannot be rebuilt."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_Reader.dispatch)
     for _code in (pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS, pickle.BUILD):
@@ -69,7 +71,7 @@ class _Salvager(_Reader):  # type: ignore[misc]
         contents.mapping.seek(0)
         super().__init__(contents.mapping, buffers=contents.buffers())
         self._contents = contents
-        self._errors: dict[int, Exception] = {}  # by the id of what could not be filled
+        self._errors: dict[int, Exception] = {}  # by the id of the object that could not be filled
         self._kept: list[Any] = []
         self._known: list[Any] = []  # the receiver's own objects, which are whole
 
@@ -88,7 +90,7 @@ class _Salvager(_Reader):  # type: ignore[misc]
         return known
 
     def blame(self, thing: Any, error: Exception) -> None:
-        """`thing` was made, and something of it is missing."""
+        """Record that `thing` was made, and that a part of it is missing."""
         self._errors[id(thing)] = error
         self._kept.append(thing)
 
@@ -122,7 +124,7 @@ class _Salvager(_Reader):  # type: ignore[misc]
     dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
 
     def error_in(self, value: Any) -> Exception | None:
-        """The error of the first thing that `value` leads to and that could not be rebuilt."""
+        """Return the error of the first object that `value` leads to and that could not be rebuilt."""
         seen = set(map(id, self._known))
         waiting = [value]
         while waiting:

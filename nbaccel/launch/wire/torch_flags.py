@@ -1,9 +1,9 @@
 """TorchFlags: torch's switches as the notebook left them. Captured in the kernel, applied in ranks.
 
-Each switch is read and set on its own: one that this torch lacks or refuses is left out, and keeps no rank from
-starting. Reading changes nothing, starts no CUDA and loads no library. A switch that stands already as it should is not
-touched: what nobody has chosen stays unchosen, so that each of torch's two interfaces to TF32 goes on working where the
-notebook has used that one alone.
+Each switch is read and set separately: one that this torch lacks or refuses is left out, and does not stop a rank from
+starting. Reading changes nothing, starts no CUDA and loads no library. A switch that has the right value already is not
+touched: switches that were never set stay unset, so that each of torch's two interfaces to TF32 keeps working if the
+notebook has used only that one.
 
 Not covered: blocks that are open around a launch, other than `torch.no_grad()` and `torch.device()` (autocast,
 inference mode, hooks on saved tensors); the configuration of the compiler; `torch.set_default_tensor_type` with a type
@@ -25,7 +25,7 @@ __all__ = ["TorchFlags"]
 
 @dataclass(frozen=True, slots=True)
 class TorchFlags:
-    """Values by the names of switches; none where torch is not loaded."""
+    """Values by the names of switches; none if torch is not loaded."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -35,11 +35,11 @@ class TorchFlags:
 
     @classmethod
     def of_this_thread(cls) -> TorchFlags:
-        """Those that torch keeps per thread: also a fork has them only in the thread that set them."""
+        """Return the switches that torch keeps per thread: even a fork has them only in the thread that set them."""
         return cls(_read(_FLAGS_OF_A_THREAD))
 
     def apply(self) -> None:
-        """Set what stands otherwise here."""
+        """Set the switches that differ in this process."""
         if not self.values:
             return
         import torch
@@ -54,7 +54,7 @@ class TorchFlags:
 class _Flag:
     """One switch.
 
-    read: its value, which can be pickled; raises where there is none.
+    read: returns its value, which can be pickled; raises if there is none.
     """
 
     read: Callable[[Any], Any]
@@ -69,7 +69,7 @@ class _Flag:
 
 @contextlib.contextmanager
 def _unwarned() -> Iterator[None]:
-    """Without warnings of interfaces that grow old: whoever used them in the notebook has heard them there."""
+    """Suppress warnings about deprecated interfaces: code that used them in the notebook got the warning there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -106,15 +106,18 @@ _PRECISIONS = (
     "backends.mkldnn.conv.fp32_precision",
     "backends.mkldnn.rnn.fp32_precision",
 )
-"""Torch's interface since 2.9. An operation without a precision of its own reads as its backend's, and a backend as the
-first of all; so parents come first here, and a child is set only where it reads otherwise than its parents make it."""
+"""Torch's interface since 2.9.
+
+An operation without its own precision returns that of its backend, and a backend the first one; so parents come first
+here, and a child is set only if it differs from the value of its parents.
+"""
 
 
 def _older(getter: str, setter: str, chosen: Mapping[str, str]) -> _Flag:
-    """A switch of the interface before 2.9, which raises once the newer one has been used.
+    """Return a switch of the interface before 2.9, which raises once the newer one has been used.
 
-    chosen: what each attribute of the newer one reads as while nobody has used either. The older one is not asked then,
-        since torch 2.9 warns of its use.
+    chosen: value of each attribute of the newer one while neither was used. The older one is not read then, since torch
+    2.9 warns of its use.
     """
     older = _functions(getter, setter) if setter else _attribute(getter)
 
@@ -129,7 +132,7 @@ def _older(getter: str, setter: str, chosen: Mapping[str, str]) -> _Flag:
 
 
 def _set_precision_of_mkldnn(torch: Any, value: str) -> None:
-    """Assigning to the attribute would set the first parent instead, as of torch 2.13."""
+    """Set the precision; assigning to the attribute would set the first parent instead, as of torch 2.13."""
     torch.backends.mkldnn.set_flags(_fp32_precision=value)
 
 
@@ -137,7 +140,9 @@ def _set_precision_of_mkldnn(torch: Any, value: str) -> None:
 
 
 def _reduction(dtype: str) -> _Flag:
-    """Whether sums within a product may be of 16 bits; newer torch tells of those of split products apart."""
+    """Return the switch for sums of 16 bits within a product; newer torch reports those of split products
+    separately.
+    """
     path = f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction"
     plain = _attribute(path)
 
@@ -154,7 +159,7 @@ def _reduction(dtype: str) -> _Flag:
 
 
 def _library(path: str) -> _Flag:
-    """A function that tells of the preferred library, and sets it by name."""
+    """Return the switch of a function that reads the preferred library, and sets it by name."""
 
     def read(torch: Any) -> str:
         if torch.version.hip:
@@ -165,7 +170,9 @@ def _library(path: str) -> _Flag:
 
 
 def _default_device(torch: Any) -> str | None:
-    """As it was named: `torch.get_default_device()` starts CUDA to add an index, which is another one in each rank."""
+    """Return the device as it was named: `torch.get_default_device()` starts CUDA to add an index, which differs in
+    each rank.
+    """
     if "torch.utils._device" not in sys.modules:  # it is loaded by the first such device
         return None
     from torch.overrides import _get_current_function_mode_stack

@@ -1,12 +1,12 @@
-"""Weight: how many bytes of a value would travel, without pickling it. Runs in the kernel and in ranks.
+"""Weight: estimates the bytes that would be sent with a value, without pickling it. Runs in the kernel and in ranks.
 
-An estimate to decide and to warn by, not an account: storages count whole and once, as they travel; long containers
-are sampled; code weighs nothing.
+It is an estimate for decisions and warnings, not exact: storages count whole and once, as they are sent; long
+containers are sampled; code counts nothing.
 
 It ends on every object, and runs no code of the user's. Containers are read by the methods of the builtin types, other
-objects by what they hold in memory (`gc.get_referents`, which asks C alone). What an object makes when it is asked is
-not looked at: properties, ``__getattr__``, ``items`` or ``__len__`` of the user's, ``flat`` of a numpy scalar. Also the
-type is the true one: a proxy's ``__class__`` is a property like any other.
+objects by what they hold in memory (`gc.get_referents`, which asks C alone). Results that an object makes on request
+are not read: properties, ``__getattr__``, ``items`` or ``__len__`` of the user's, ``flat`` of a numpy scalar. The type
+is the true one, too: a proxy's ``__class__`` is a property like any other.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from typing import Any, NamedTuple
 __all__ = ["size_of", "sizes_of", "sizes_on_devices"]
 
 _PASSES = ((1000, 0.7), (30, 0.9), (3, 1.0))
-"""Elements of a container that are looked at (a longer one is taken for more of the same), and the part of the time
-that is over then. A value of too many objects is weighed anew with a smaller sample: lists of a thousand lists of a
-thousand lists take 30 ** 3 objects. What the last pass does not reach is taken for as large as what it met. Storages
-are never multiplied, so those that are not met do not count."""
+"""Elements of a container that are read (the rest of a longer one is assumed to be alike), and the fraction of the
+time that is over then. A value of too many objects is estimated again with a smaller sample: lists of a thousand lists
+of a thousand lists take 30 ** 3 objects. The part that the last pass does not reach is assumed to be as large as the
+part that it read. Storages are never multiplied, so those that are not read do not count.
+"""
 
 _MOST_OBJECTS = 200_000
-"""Looked at in one pass; a transformers Trainer is 4,000 of them."""
+"""Objects read in one pass; a transformers Trainer has 4,000 of them."""
 
 _MOST_SECONDS = 0.3
-"""For one value. The kernel waits meanwhile, and a launch may look at the notebook three times."""
+"""Time limit for one value. The kernel waits meanwhile, and a launch may read the notebook three times."""
 
 _MOST_SECONDS_OF_SEVERAL = 1.0
 
 _CLOSED = (
     *(type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType),
     *(property, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType),
-    logging.Logger,  # knows all others, and travels as its name
+    logging.Logger,  # knows all others, and is sent as its name
 )
-"""What leads from an object to the rest of the process, or nowhere."""
+"""Objects that lead to the rest of the process, or to nothing."""
 
 _PLAIN = (str, bytes, bytearray, int, float, complex)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -54,11 +55,11 @@ _SPARSE_PARTS = {
     **dict.fromkeys(["sparse_csr", "sparse_bsr"], ("crow_indices", "col_indices", "values")),
     **dict.fromkeys(["sparse_csc", "sparse_bsc"], ("ccol_indices", "row_indices", "values")),
 }
-"""What a tensor of such a layout is made of."""
+"""The parts of a tensor of such a layout."""
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes that would travel with `value`, roughly.
+    """Return the bytes that would be sent with `value`, roughly.
 
     >>> size_of(b"x" * 1000) >= 1000
     True
@@ -67,7 +68,7 @@ def size_of(value: Any) -> int:
 
 
 def sizes_of(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes that would travel with each of `values` alone, roughly.
+    """Return the bytes that would be sent with each of `values` alone, roughly.
 
     Together they take a second at most: each may take half of what is left of it.
 
@@ -81,9 +82,9 @@ def sizes_of(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def sizes_on_devices(values: Mapping[str, Any]) -> dict[str, Counter[str]]:
-    """For each device that is not the host, the bytes there by name; what several names share counts for the first.
+    """Return the bytes by name for each device that is not the host; objects of several names count for the first.
 
-    Not sampled. Names that 0.3 s do not reach are left out.
+    Nothing is sampled. Names that are not reached within 0.3 s are left out.
 
     >>> sizes_on_devices({"x": b"on the host"})
     {}
@@ -99,7 +100,7 @@ def sizes_on_devices(values: Mapping[str, Any]) -> dict[str, Counter[str]]:
 
 
 def _weighed(value: Any, seconds: float) -> float:
-    """Bytes of `value` by the largest sample for which the time is enough."""
+    """Return the bytes of `value` by the largest sample for which the time is enough."""
     began, least = time.monotonic(), 0.0
     for sample, share in _PASSES:
         weight = _Scale(began + share * seconds, sample).weigh(value)
@@ -110,9 +111,9 @@ def _weighed(value: Any, seconds: float) -> float:
 
 
 class _Weight(NamedTuple):
-    """Bytes of a value: of what was met, and with an estimate of the rest.
+    """Bytes of a value: of the objects that were read, and with an estimate of the rest.
 
-    is_whole: there is no rest, but for what the sample leaves out.
+    is_whole: there is no rest, except for what the sample leaves out.
     """
 
     met_bytes: float
@@ -121,10 +122,10 @@ class _Weight(NamedTuple):
 
 
 class _Scale:
-    """Weighs objects, each memory and each object once.
+    """Adds up the bytes of objects, each memory and each object once.
 
-    until: when to stop, in `time.monotonic()`.  sample: elements of a container that are looked at.
-    on_devices: bytes by device that is not the host, of what was weighed since it was cleared.
+    until: the time to stop, in `time.monotonic()`.  sample: elements of a container that are read.
+    on_devices: bytes by device that is not the host, of objects added since it was cleared.
     """
 
     def __init__(self, until: float, sample: int) -> None:
@@ -136,7 +137,9 @@ class _Scale:
         self._ways: dict[int, _Way] = {}  # by the id of the type: a metaclass may have a hash of its own
 
     def weigh(self, value: Any) -> _Weight:
-        """Bytes of `value` and all it is made of; `share` is how many of its like a sampled element stands for."""
+        """Return the bytes of `value` and of its parts; `share` is the number of similar elements that a sampled one
+        stands for.
+        """
         memory = own = met = 0.0
         todo = [(value, 1.0)]
         most = len(self._seen) + _MOST_OBJECTS
@@ -172,9 +175,9 @@ class _Scale:
 
 
 class _Anatomy(NamedTuple):
-    """What an object is made of.
+    """The composition of an object.
 
-    nbytes: of the object itself.  holds: how many objects.  parts: these; iterating makes no new ones.
+    nbytes: of the object itself.  holds: number of parts.  parts: these objects; iterating makes no new ones.
     memory: device, address and bytes of the storage behind a tensor or an array.
     """
 
@@ -188,7 +191,10 @@ _Way = Callable[[Any], _Anatomy]
 
 
 def _way_into(kind: type) -> _Way:
-    """How objects of exactly this type are looked at. `issubclass` of these classes asks nothing of the user's."""
+    """Return the function that reads objects of exactly this type.
+
+    `issubclass` of these classes runs no code of the user's.
+    """
     torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
     if issubclass(kind, _CLOSED):
         return lambda obj: _Anatomy()
@@ -211,7 +217,7 @@ def _way_into(kind: type) -> _Way:
 
 
 def _size_in_memory(kind: type) -> Callable[[Any], int]:
-    """The ``__sizeof__`` of a type that is written in C, as arrow's tables have one; else that of every object."""
+    """Return the ``__sizeof__`` of a type that is written in C, such as arrow's tables; else that of every object."""
     method = inspect.getattr_static(kind, "__sizeof__", None)
     is_c = isinstance(method, types.MethodDescriptorType | types.WrapperDescriptorType)
     sizeof: Callable[[Any], int] = method if is_c else object.__sizeof__
@@ -238,7 +244,9 @@ def _container(base: Any, obj: Any, is_exact: bool) -> _Anatomy:
 
 
 def _and_attributes(obj: Any, nbytes: int, count: int, parts: Iterable[Any]) -> _Anatomy:
-    """An object of a class derived from a container's, which may have attributes; of a long one they are left out."""
+    """Read an object of a class derived from a container's, which may have attributes; of a long one they are left
+    out.
+    """
     if count > _PASSES[0][0] // 2:
         return _Anatomy(nbytes, count, parts)
     referents = gc.get_referents(obj)  # the elements are among them: what was met already is passed over
@@ -246,14 +254,16 @@ def _and_attributes(obj: Any, nbytes: int, count: int, parts: Iterable[Any]) -> 
 
 
 def _function(function: Any) -> _Anatomy:
-    """What a function has closed over and its defaults. Its globals are everybody's."""
+    """Read the variables that a function has closed over, and its defaults. Its globals are shared by others."""
     closure = [part for cell in function.__closure__ or () for part in gc.get_referents(cell)]
     parts = [*closure, function.__defaults__, function.__kwdefaults__]
     return _Anatomy(0, len(parts), parts)
 
 
 def _array(array: Any) -> _Anatomy:
-    """An array; of objects only where its elements are the objects themselves, as they are not in a structured one."""
+    """Read an array; its objects only if its elements are the objects themselves, unlike those of a structured
+    array.
+    """
     np = sys.modules["numpy"]
     read = functools.partial(_attribute, np.ndarray)  # classes derived from it may answer in any way
     dtype = read(array, "dtype")
@@ -284,11 +294,11 @@ def _storage(storage: Any) -> _Anatomy:
 
 
 def _memory_of(storage: Any, device: str, otherwise: int) -> tuple[str, int, int]:
-    """otherwise: stands for the address of a storage that has none."""
+    """Return the memory of a storage.  otherwise: replaces the address of a storage that has none."""
     nbytes = 0 if device == "meta" else storage.nbytes()  # of a tensor on "meta" only the shape travels
     return device, storage.data_ptr() or otherwise, nbytes
 
 
 def _attribute(kind: type, obj: Any, name: str) -> Any:
-    """An attribute of `obj` as `kind`, a base class of its own, has it."""
+    """Return an attribute of `obj` as `kind`, a base class of its own, defines it."""
     return vars(kind)[name].__get__(obj)

@@ -1,6 +1,7 @@
-"""Wrappers: what training puts around a user's objects, and how they travel without it. Both sides run it.
+"""Wrappers: removes what training puts around a user's objects before they are sent. Both sides run it.
 
-Objects of `nbaccel.train` say what they wrap by `__nbaccel_unwrap__`: this room and that one do not know each other.
+Objects of `nbaccel.train` return the wrapped object by `__nbaccel_unwrap__`: the packages `launch` and `train` do not
+know each other.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ __all__ = ["is_made_anew", "is_put_there", "is_wrapper", "plain", "take_off_forw
 
 
 def plain(value: Any) -> Any:
-    """What a prepared or parallel object wraps; any other object itself.
+    """Return the object that a prepared or parallel object wraps; any other object itself.
 
-    Objects of `nbaccel.train` say so by `__nbaccel_unwrap__`; the wrappers of torch and of Accelerate, and classes
+    Objects of `nbaccel.train` return it by `__nbaccel_unwrap__`; the wrappers of torch and of Accelerate, and classes
     derived from torch's, are known by their module.
     """
     if is_wrapper(value):
@@ -32,7 +33,7 @@ def plain(value: Any) -> Any:
 
 
 def wraps(kind: type) -> bool:
-    """Whether objects of a class may stand for another that they wrap."""
+    """Return whether objects of a class may wrap another object."""
     return _has(kind, "__nbaccel_unwrap__") or _is_parallel(kind) or _is_compiled(kind) or wrapped_as(kind) != ""
 
 
@@ -46,7 +47,9 @@ def _is_compiled(kind: type) -> bool:
 
 
 def take_off_forward(value: Any) -> None:
-    """Give a model, and the models in it, the `forward` of their classes back where training has put one before it."""
+    """Restore the `forward` of the classes of a model, and of the models in it, if training has put another before
+    it.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(type(value), torch.nn.Module):
         return
@@ -56,12 +59,12 @@ def take_off_forward(value: Any) -> None:
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether `value` says what it wraps. Its class is asked: a ``__getattr__`` of the user's may do anything."""
+    """Return whether `value` is a wrapper, by its class: a ``__getattr__`` of the user's may do anything."""
     return _has(type(value), "__nbaccel_unwrap__")
 
 
 def is_put_there(key: Any, value: Any) -> bool:
-    """Whether it is no attribute of the user's, but one that training put beside them for its time."""
+    """Return whether an attribute is not the user's, but was added by training while it lasts."""
     if type(key) is not str:
         return False
     if key == "step":  # of an optimizer, see torch/optim/lr_scheduler.py
@@ -70,12 +73,12 @@ def is_put_there(key: Any, value: Any) -> bool:
 
 
 def is_made_anew(value: Any) -> bool:
-    """Whether `value` belongs to the ranks, and says how another is made for the notebook: an Accelerator."""
+    """Return whether `value` belongs to the ranks, and defines how another is made for the notebook: an Accelerator."""
     return _has(type(value), "__nbaccel_anew__")
 
 
 def _has(kind: type, name: str) -> bool:
-    """Whether a class has the attribute. A metaclass of the user's has a `__getattr__`, too, which this goes past."""
+    """Return whether a class has the attribute, without calling a metaclass's `__getattr__`."""
     try:
         type.__getattribute__(kind, name)
     except AttributeError:

@@ -1,10 +1,13 @@
-"""Foreign trainers: Hugging Face's `Trainer` and Lightning's report to the panel, and stop when it asks. In ranks.
+"""Foreign trainers: makes the `Trainer` of Hugging Face and of Lightning report to the panel, and stop when asked.
 
-Nothing is imported here that the program does not import: a trainer's class is met when its module is loaded, or
-has been in the kernel. Its training method then adds a callback of ours to the trainer first, through the trainer's
-own list of callbacks. Where a version of theirs does not fit, the program runs as it would without us.
+In ranks.
 
-A run in the kernel's own process has them report for its time, and leaves classes and trainers as they were.
+Nothing is imported here that the program does not import: a trainer's class is patched when its module is loaded, or if
+the kernel had loaded it. Its training method then first adds a callback of the project to the trainer, through the
+trainer's own list of callbacks. If a version of a library does not fit, the program runs as it would without the
+callback.
+
+A run in the kernel's own process makes them report while it lasts, and leaves classes and trainers as they were.
 """
 
 from __future__ import annotations
@@ -25,20 +28,22 @@ _TRAINERS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], None]]
     "lightning.pytorch.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
     "pytorch_lightning.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
 }
-"""Modules that define a class `Trainer`: the method that trains, what to do to a trainer first, and how to undo it."""
+"""Modules that define a class `Trainer`: the method that trains, the function that prepares a trainer, and the one
+that undoes it.
+"""
 
 
 def attach_to_foreign_trainers() -> None:
-    """Let the trainers that this process uses, now or later, report. Once per process."""
+    """Make the trainers that this process uses, now or later, report. Called once per process."""
     when_loaded(dict.fromkeys(_TRAINERS, _attach))
 
 
 @contextmanager
 def foreign_trainers_report(has_stopped: Callable[[], bool]) -> Iterator[None]:
-    """Let the trainers that the block uses report, as they do in ranks.
+    """Make the trainers that the block uses report, as they do in ranks.
 
-    has_stopped: whether an interrupt of the user's has acted in the block. A trainer that ends its training for that,
-    in its own way, returns to a program that cannot know: `KeyboardInterrupt` is raised there.
+    has_stopped: returns whether an interrupt of the user's has acted in the block. A trainer that reacts by ending its
+    training in its own way returns to a program that cannot know of it: `KeyboardInterrupt` is raised there.
     """
     with ExitStack() as undo:
         attach = functools.partial(_attach_meanwhile, undo, has_stopped)
@@ -78,7 +83,7 @@ def _attach(module: ModuleType) -> None:
 
     @functools.wraps(trains)
     def with_callback(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with suppress(Exception):  # a version that is other than we know it: it trains, and tells us nothing
+        with suppress(Exception):  # an unknown version: it trains, and reports nothing
             add_callback(trainer)
         return trains(trainer, *args, **kwargs)
 

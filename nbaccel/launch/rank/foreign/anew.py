@@ -1,8 +1,10 @@
-"""SetUpAnew: objects of other libraries that came from the notebook are set up anew, or refused, at their first use.
+"""SetUpAnew: sets up again, or refuses, objects of other libraries from the notebook, at their first use.
 
-A library asks once how many processes there are, and keeps the answer in its objects. Those that a rank is a copy of,
-or that were sent to it, say "one". They are told by identity from the objects that this process makes: nothing is
-written into them, and pickles, copies and dictionaries of them stay as they were. Runs in ranks.
+Runs in ranks.
+
+A library asks once how many processes there are, and stores the answer in its objects. Those that a rank inherited, or
+that were sent to it, say "one". They are distinguished by identity from the objects that this process makes: nothing is
+written into them, and pickles, copies and dictionaries of them are unchanged.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ __all__ = ["SetUpAnew", "name_of", "names_in", "refuse"]
 
 
 class SetUpAnew:
-    """Watches attributes of a class, by which its objects are met before they are used.
+    """Watches attributes of a class, through which its objects are seen before they are used.
 
-    attributes: names in the dictionary of an object; one that has none of them yet is being made here.
+    attributes: names in the dictionary of an object; an object that has none of them yet is being made here.
     renew: called once with each object that came from the notebook, before the attribute is read or set. It may read
-    and set the attributes itself. Where it raises, it is called again at the next use.
+    and set the attributes itself. If it raises, it is called again at the next use.
     """
 
     def __init__(self, attributes: Sequence[str], renew: Callable[[Any], None]) -> None:
@@ -33,7 +35,7 @@ class SetUpAnew:
         self._own: dict[int, weakref.ref[Any]] = {}  # by id: not every class has a hash
 
     def watch(self, kind: type) -> None:
-        """Meet the objects of `kind`, and of its subclasses, from now on."""
+        """Watch the objects of `kind`, and of its subclasses, from now on."""
         for name in self._attributes:
             setattr(kind, name, _Watched(self, name, vars(kind).get(name)))
 
@@ -46,7 +48,7 @@ class SetUpAnew:
         return id(value) in self._own
 
     def meet(self, value: object) -> None:
-        """Set `value` up anew where it came from the notebook."""
+        """Set `value` up again if it came from the notebook."""
         if value in self:
             return
         came = any(name in vars(value) for name in self._attributes)
@@ -60,7 +62,7 @@ class SetUpAnew:
 
 
 class _Watched:
-    """One attribute. default: of the class, used where it is a cached property."""
+    """One attribute. default: that of the class, used if it is a cached property."""
 
     def __init__(self, anew: SetUpAnew, name: str, default: Any) -> None:
         self._anew = anew
@@ -103,12 +105,12 @@ def refuse(value: object, why: str) -> NoReturn:
 
 
 def name_of(value: object) -> str | None:
-    """The notebook's name for `value`; None if it has none."""
+    """Return the notebook's name for `value`; None if it has none."""
     names = (name for name, held in list(vars(sys.modules["__main__"]).items()) if held is value)
     return next((name for name in names if not name.startswith("_")), None)
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Names of attributes and globals in a function's code, and in the functions inside it."""
+    """Return names of attributes and globals in a function's code, and in the functions inside it."""
     nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(names_in, nested))

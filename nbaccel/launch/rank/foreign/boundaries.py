@@ -1,4 +1,4 @@
-"""Boundaries: the steps of a trainer that is not ours, told to the run's handshake; and how far it has come. In ranks.
+"""Boundaries: passes the steps and the progress of a foreign trainer to the run's handshake and the panel. In ranks.
 
 All ranks of a trainer cross the same boundaries, so a run that is stopped ends after the same step everywhere. The
 trainer is asked to stop in its own way, once.
@@ -18,7 +18,7 @@ __all__ = ["Boundaries", "Shown"]
 
 
 class Boundaries:
-    """Where one training of a foreign trainer stands; it begins with `step`.
+    """The position of one training of a foreign trainer; it begins with `step`.
 
     is_asked: the trainer was asked to stop.
 
@@ -33,7 +33,7 @@ class Boundaries:
         self._cross(step)
 
     def enter(self, step: int) -> bool:
-        """`step` is about to be entered, unless the trainer stops here by itself: then it shall.
+        """Enter `step`; return whether the trainer is to stop here by itself instead.
 
         Raises:
             RunStopped: it was asked before, and goes on.
@@ -47,16 +47,16 @@ class Boundaries:
         return self.is_asked
 
     def enter_evaluation(self) -> None:
-        """A batch of an evaluation is about to be entered.
+        """Enter a batch of an evaluation.
 
         Raises:
-            RunStopped: the run ends here; there is no soft way out of an evaluation.
+            RunStopped: the run ends here; an evaluation cannot be asked to stop in its own way.
         """
-        if not self.is_asked:  # else it is the one with which the trainer ends
+        if not self.is_asked:  # else it is the trainer's final evaluation
             self._cross(self._step)
 
     def leave(self) -> None:
-        """The training is over."""
+        """Report that the training is over."""
         emit(StepsEnded())
 
     def _cross(self, step: int) -> None:
@@ -68,8 +68,8 @@ class Boundaries:
 class Shown:
     """A loop of a foreign trainer, shown until it is closed.
 
-    look: where it stands; called from another thread.  step: the trainer's own when the loop began.  began: when that
-    was, by `time.monotonic()`; None for now.
+    look: returns its progress; called from another thread.  step: the trainer's own when the loop began.  began: the
+    time of that, by `time.monotonic()`; None for now.
     """
 
     def __init__(self, look: Callable[[], Progress], step: int, began: float | None = None) -> None:
@@ -85,5 +85,5 @@ class Shown:
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            with suppress(Exception):  # a version of theirs that is other than we know it
+            with suppress(Exception):  # an unknown version of the library
                 emit(replace(self._look(), first=self._first, began=self._began, is_over=True))

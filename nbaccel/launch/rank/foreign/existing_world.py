@@ -1,9 +1,10 @@
-"""Let Lightning's `Trainer` and `Fabric` train in the ranks that are there. Runs in ranks; imports no Lightning.
+"""Lets Lightning's `Trainer` and `Fabric` train in the existing ranks. Runs in ranks; imports no Lightning.
 
-In a notebook Lightning counts devices, and starts processes, as in an interactive program. A rank is none: devices
-that are left to Lightning are as many as there are ranks, the processes count as started by torchrun, and a strategy
-that starts processes of its own ("ddp_notebook", "ddp_fork", "ddp_spawn") uses the ranks instead. A count of devices
-that is not that of the ranks is refused, and so are a `Trainer` and a `Fabric` that were made in the notebook.
+In a notebook Lightning counts devices, and starts processes, as in an interactive program. A rank is not interactive:
+devices that are left to Lightning are as many as there are ranks, the processes count as started by torchrun, and a
+strategy that starts its own processes ("ddp_notebook", "ddp_fork", "ddp_spawn") uses the ranks instead. A number of
+devices that differs from that of the ranks is refused, and so are a `Trainer` and a `Fabric` that were made in the
+notebook.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 
 
 def join_existing_world(world: World) -> None:
-    """Let this process be no interactive program, and Lightning use `world`. Once per process."""
+    """Make this process non-interactive, and make Lightning use `world`. Called once per process."""
     vars(sys).pop("ps1", None)
     actions: dict[str, Callable[[ModuleType], None]] = {
         "lightning_utilities.core.rank_zero": partial(_set_rank, world),
@@ -59,12 +60,14 @@ def join_existing_world(world: World) -> None:
 
 
 def _set_rank(world: World, module: Any) -> None:
-    """What says "only on rank 0" asks the function itself, which the notebook may have told 0."""
+    """Set the rank of `rank_zero_only`, which the notebook may have set to 0; code that runs "only on rank 0" reads
+    it.
+    """
     module.rank_zero_only.rank = world.rank
 
 
 def _write_text(module: Any) -> None:
-    """Let rich, which draws Lightning's bars, write text: its widgets would speak on the kernel's sockets."""
+    """Make rich, which draws Lightning's bars, write text: its widgets would use the kernel's sockets."""
     module._is_jupyter = lambda: False
     console = getattr(sys.modules.get("rich"), "_console", None)
     if console is not None:
@@ -77,7 +80,7 @@ def _not_interactive(module: Any) -> None:
 
 
 def _count_ranks(world: World, name: str, module: Any) -> None:
-    """Let devices that are left to Lightning be the ranks; by itself it counts 1 on CPUs, and cards elsewhere."""
+    """Make devices that are left to Lightning the ranks; by default it counts 1 on CPUs, and GPUs elsewhere."""
     _not_interactive(module)
     kind = getattr(module, name)
     lightnings = kind._set_devices_flag_if_auto_passed
@@ -91,12 +94,12 @@ def _count_ranks(world: World, name: str, module: Any) -> None:
 
 
 def _detect_ranks(module: Any) -> None:
-    """The ranks have torchrun's variables; a notebook inside of a job of SLURM or MPI has that job's, too."""
+    """Detect torchrun's variables, which the ranks have, even if the notebook runs in a job of SLURM or MPI."""
     module.TorchElasticEnvironment.detect = staticmethod(lambda: True)
 
 
 def _keep_environment(module: Any) -> None:
-    """By itself it removes WORLD_SIZE at the end of a training, and the next one would be alone."""
+    """Keep WORLD_SIZE, which Lightning removes at the end of a training: the next training would be alone."""
     module.LightningEnvironment.teardown = lambda environment: None
 
 
@@ -105,7 +108,7 @@ def _use_ranks(module: Any) -> None:
     lightnings = kind._configure_launcher
 
     def _configure_launcher(strategy: Any) -> None:
-        strategy._start_method = "popen"  # which starts nothing where the processes are there
+        strategy._start_method = "popen"  # which starts nothing if the processes exist
         lightnings(strategy)
 
     kind._configure_launcher = _configure_launcher
@@ -150,9 +153,9 @@ def _check_fabrics(world: World, module: Any) -> None:
 
 
 def _refuse_the_notebooks(world: World, kind: type, attribute: str) -> Callable[[object], None]:
-    """Refuse objects that settled on devices and a launcher in the notebook; returns what refuses one at once.
+    """Refuse objects that chose devices and a launcher in the notebook; return a function that refuses one at once.
 
-    For a rank that is the only one they are right.
+    If the rank is the only one, their choice is right.
     """
     anew = SetUpAnew((attribute,), partial(refuse, why="settled there on one process, or on a launcher of its own"))
     if not world.is_distributed:
@@ -164,7 +167,10 @@ def _refuse_the_notebooks(world: World, kind: type, attribute: str) -> Callable[
 def _counted(
     world: World, meet: Callable[[object], None], method: Callable[..., Any], trains: bool
 ) -> Callable[..., Any]:
-    """`method`, refused where the devices are not as many as the ranks. With one each rank may evaluate by itself."""
+    """Return `method`, refused if the devices are not as many as the ranks.
+
+    With one device each rank may evaluate alone.
+    """
 
     @functools.wraps(method)
     def called(owner: Any, *args: Any, **kwargs: Any) -> Any:

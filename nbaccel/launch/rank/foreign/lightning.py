@@ -1,8 +1,8 @@
-"""What a Lightning `Trainer` reports, and how it is asked to stop. Runs in ranks; imports no Lightning.
+"""Makes a Lightning `Trainer` report, and stop when asked. Runs in ranks; imports no Lightning.
 
-Each training batch's loss, with the trainer's own step; the numbers that the module logs, at the end of epochs and
-validations; how far it has come, a few times per second. Not covered: `test`, `predict`, and `validate` outside of
-`fit`; Fabric, whose loops are the user's own.
+It reports each training batch's loss, with the trainer's own step; the numbers that the module logs, at the end of
+epochs and validations; and the progress, a few times per second. Not covered: `test`, `predict`, and `validate` outside
+of `fit`; Fabric, whose loops are the user's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Reports", "add_callback", "remove_callback"]
 
 
 def add_callback(trainer: Any) -> bool:
-    """Let `trainer` report, unless it does already, and tell whether it did not."""
+    """Make `trainer` report; return False if it does already."""
     if any(isinstance(callback, Reports) for callback in trainer.callbacks):
         return False
     package = type(trainer).__module__.partition(".trainer.")[0]
@@ -32,9 +32,9 @@ def remove_callback(trainer: Any) -> None:
 
 
 class Reports:
-    """The hooks of a `Callback` that say something; all others are the library's own."""
+    """The hooks of a `Callback` that report; all others are the library's own."""
 
-    _validation: Shown | None = None  # the sanity check before the training is none
+    _validation: Shown | None = None  # the sanity check before the training does not count
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._step = trainer.global_step

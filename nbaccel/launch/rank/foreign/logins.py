@@ -1,8 +1,9 @@
-"""Say which variable to set where a rank would ask somebody to log in. Runs in ranks; imports no other library.
+"""Names the variable to set if a library in a rank asks the user to log in. Runs in ranks; imports no other library.
 
-Nobody can type into a rank. `input` and `getpass` say so by themselves (`jupyter.py`); what is here asks in other
-ways: wandb looks for a terminal, and the Hugging Face hub shows a code and waits minutes for somebody to enter it.
-Where Kaggle's internet is off, wandb knows that, says so, and then tries for 90 s: that is an error at once.
+No input can be typed into a rank. `input` and `getpass` raise an error (`jupyter.py`); this module handles libraries
+that ask in other ways: wandb looks for a terminal, and the Hugging Face hub shows a code and waits minutes for a person
+to enter it. If Kaggle's internet is off, wandb detects that, prints it, and then tries for 90 s: here it is an error at
+once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["refuse_logins"]
 
 
 def refuse_logins(rank: int) -> None:
-    """Let a login that waits for somebody be a `NoInput` with the variable to set. Once per process."""
+    """Make a login that waits for a person raise `NoInput` with the variable to set. Called once per process."""
     when_loaded(
         {
             "wandb.sdk.lib.wbauth": partial(_refuse_wandbs, rank),

@@ -1,8 +1,8 @@
-"""Let metrics of a raw loop count what their rank has seen, and no other. Runs in ranks; imports no library of metrics.
+"""Keeps metrics of a raw loop local to their rank. Runs in ranks; imports no library of metrics.
 
-torchmetrics and ignite add their counts up over all ranks as soon as there is a process group. In a loop that knows no
-ranks evaluations are whole in every rank, so that would count each sample as often as there are ranks. A program that
-prepares, or gives ranks their share by itself, has what these libraries do in ranks.
+torchmetrics and ignite add up their counts over all ranks as soon as there is a process group. In a loop that does not
+know ranks every rank runs the whole evaluation, so each sample would be counted once per rank. In a program that
+prepares objects, or divides the data itself, these libraries work as usual in ranks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ __all__ = ["LoneMetrics"]
 
 
 class LoneMetrics:
-    """Whether metrics are added up over the ranks, from task to task. One per process."""
+    """Decides whether metrics are added up over the ranks, from task to task. One per process."""
 
     def __init__(self) -> None:
         self._watch: TaskWatch | None = None
 
     def watch(self) -> None:
-        """Meet the metrics of this process, from now on."""
+        """Patch the metrics of this process, from now on."""
         when_loaded({"torchmetrics.metric": self._of_torchmetrics, "ignite.distributed.comp_models": self._of_ignite})
 
     def begin(self, knows_ranks: bool, watch: TaskWatch | None) -> None:
-        """A task begins.  knows_ranks: it speaks of them.  watch: who keeps the training of one that does not."""
+        """Begin a task.  knows_ranks: its code is written for several ranks.  watch: keeps the training of other
+        tasks equal.
+        """
         self._watch = None if knows_ranks else watch
 
     @property
     def are_alone(self) -> bool:
-        """Whether a loop is run that knows no ranks, and has not prepared anything meanwhile."""
+        """Return whether the running loop does not know ranks, and has not prepared anything meanwhile."""
         return self._watch is not None and self._watch.keeps(())
 
     def _of_torchmetrics(self, module: Any) -> None:
@@ -46,7 +48,7 @@ class LoneMetrics:
         module.Metric.sync = sync
 
     def _of_ignite(self, module: Any) -> None:
-        """Its functions look for a process group as long as they have found none."""
+        """Patch ignite, whose functions look for a process group until they have found one."""
         kind = module.native._NativeDistModel
         real = kind.create_from_context
 

@@ -1,7 +1,8 @@
-"""Let the progress bars of a raw loop be drawn by rank 0 alone. Runs in ranks; imports no library of bars.
+"""Lets rank 0 alone draw the progress bars of a raw loop. Runs in ranks; imports no library of bars.
 
-In other ranks a bar counts as ever, and shows nothing: `n`, `total`, what iterating and `update` do are the program's.
-Met are tqdm, the `Progress` of rich and fastprogress. A bar that writes to a file of the program's own is left alone.
+In other ranks a bar counts as usual, and shows nothing: `n`, `total`, and the results of iterating and `update` are
+unchanged. It patches tqdm, the `Progress` of rich and fastprogress. A bar that writes to a file of the program's own is
+left alone.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from nbaccel.world import World
 __all__ = ["OneBar"]
 
 _ARGUMENTS_BEFORE_FILE = 4
-"""Of tqdm: iterable, desc, total, leave."""
+"""Number of tqdm's arguments before `file`: iterable, desc, total, leave."""
 
 
 class OneBar:
-    """Whose bars are drawn, from task to task. One per process.
+    """Decides whether this rank draws its bars, from task to task. One per process.
 
-    world: of this rank.
+    world: that of this rank.
     """
 
     def __init__(self, world: World) -> None:
@@ -32,7 +33,7 @@ class OneBar:
         self._is_quiet = False
 
     def watch(self) -> None:
-        """Meet the bars of this process, from now on. Before it, `begin` does nothing."""
+        """Patch the bars of this process, from now on. Before it, `begin` has no effect."""
         if not self._is_main:
             when_loaded(
                 {
@@ -43,11 +44,11 @@ class OneBar:
             )
 
     def begin(self, knows_ranks: bool) -> None:
-        """A task begins.  knows_ranks: it chooses by itself in which ranks it draws."""
+        """Begin a task.  knows_ranks: it chooses by itself in which ranks it draws."""
         self._is_quiet = not knows_ranks
 
     def _watch_tqdm(self, module: Any) -> None:
-        """tqdm's own `disable` would leave `n` at 0."""
+        """Patch tqdm, whose own `disable` would leave `n` at 0."""
 
         def no_file(makes: Callable[..., None]) -> Callable[..., None]:
             @functools.wraps(makes)
@@ -59,7 +60,7 @@ class OneBar:
             return make
 
         notebook = getattr(sys.modules.get("tqdm.notebook"), "tqdm_notebook", module.tqdm)
-        for kind in {module.tqdm, notebook}:  # the notebook's has a constructor of its own
+        for kind in {module.tqdm, notebook}:  # the notebook's class has its own constructor
             kind.__init__ = no_file(kind.__init__)
 
     def _watch_rich(self, module: Any) -> None:
@@ -73,7 +74,7 @@ class OneBar:
         module.Progress.__init__ = make
 
     def _watch_fastprogress(self, module: Any) -> None:
-        """Bars of a console print, those of a notebook have an output of their own, `out`."""
+        """Patch fastprogress: bars of a console print, those of a notebook have their own output, `out`."""
         module.print = module.WRITER_FN = self._unless_quiet(print)
 
         def begin(bar: Any) -> None:
@@ -104,14 +105,14 @@ def _is_screen(file: Any) -> bool:
 
 
 class _Nowhere(io.TextIOBase):
-    """Takes what is written, and keeps nothing."""
+    """A file that discards what is written to it."""
 
     def write(self, text: Any) -> int:
         return len(text)
 
 
 class _NoOutput:
-    """Stands for the handle of a display."""
+    """Replacement of the handle of a display."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is shown."""
+        """Show nothing."""

@@ -1,13 +1,13 @@
-"""Let a file that every rank of a raw loop saves be written once, by rank 0. Runs in ranks; imports no torch.
+"""Lets rank 0 alone write a file that every rank of a raw loop saves. Runs in ranks; imports no torch.
 
-`torch.save` and the `save_file` of safetensors do nothing in other ranks where rank 0 saves the same path, and return
-when the file is complete. `torch.load` and `load_file` wait until rank 0 has written what it has begun, and what this
-rank has skipped. Ranks that save paths of their own write them. What rank 0 saves stands in a journal, a file of the
-run's. Not covered: open files, names such as `from torch import save` of the notebook, `numpy.save`, `pickle.dump`:
-the first file that several ranks open for writing is named, once.
+In other ranks `torch.save` and the `save_file` of safetensors do nothing if rank 0 saves the same path, and return when
+the file is complete. `torch.load` and `load_file` wait until rank 0 has finished the saves that it has begun, and those
+that this rank has skipped. Ranks that save different paths write them. The saves of rank 0 are listed in a journal, a
+file of the run. Not covered: open files, names such as `from torch import save` of the notebook, `numpy.save`,
+`pickle.dump`: the first file that several ranks open for writing is named, once.
 
-A folder that another rank has made meanwhile is there for `os.mkdir`, and is no error, since a program asks before it
-makes one. Not covered: a folder that a rank removes when another has made it.
+If another rank has made a folder meanwhile, `os.mkdir` raises no error, since a program checks before it makes one. Not
+covered: a folder that a rank removes when another has made it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["write_one_file"]
 
 _LONGEST_WAIT_S = 60.0
 _LONGEST_DELAY_S = 2.0
-"""How late rank 0 may come to a save that the ranks have in common."""
+"""Seconds that rank 0 may be late for a save that the ranks have in common."""
 _POLL_S = 0.005
 _BEGUN, _DONE, _READ, _MADE, _OPENED, _TOLD = "begun", "done", "read", "made", "opened", "told"
 _MOST_OPENED = 100
-"""Files of a rank that are looked after: the journal is read for each."""
+"""Number of a rank's files that are compared: the journal is read for each."""
 
 _KNOW_RANKS = (
     *("nbaccel.", "accelerate.", "deepspeed.", "torch.distributed.", "transformers.trainer"),
@@ -49,7 +49,7 @@ _KNOW_RANKS = (
 
 
 def write_one_file(world: World, store_path: str) -> None:
-    """Let what this rank saves be rank 0's file, where that saves it too. Once per process.
+    """Let rank 0 alone write the files that this rank and rank 0 save. Called once per process.
 
     store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
     """
@@ -57,11 +57,11 @@ def write_one_file(world: World, store_path: str) -> None:
     files = _Writer(journal) if world.is_main_process else _Follower(journal, world)
     when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
     _wrap_mkdir(_Folders(journal))
-    sys.addaudithook(_OpenedFiles(journal, world).look)  # stays for as long as the process: a rank's
+    sys.addaudithook(_OpenedFiles(journal, world).look)  # stays until the process, a rank, ends
 
 
 class _Journal:
-    """What rank 0 has begun to save, has saved and has read, and what any rank has made and opened, a line each."""
+    """The saves that rank 0 has begun and finished, its loads, and the folders and files of all ranks, one per line."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -86,7 +86,7 @@ class _Journal:
 
 
 class _Files(Protocol):
-    """How a rank saves and loads.  path: absolute.  saves, loads: do it."""
+    """The saving and loading of a rank.  path: absolute.  saves, loads: functions that do it."""
 
     def save(self, path: str, saves: Callable[[], Any]) -> Any: ...
 
@@ -94,7 +94,7 @@ class _Files(Protocol):
 
 
 class _Writer:
-    """Rank 0 saves, and tells the others."""
+    """Rank 0: saves, and writes it into the journal."""
 
     def __init__(self, journal: _Journal) -> None:
         self._journal = journal
@@ -111,12 +111,12 @@ class _Writer:
 
     def load(self, path: str, loads: Callable[[], Any]) -> Any:
         if path in self._saved:
-            self._journal.note(_READ, path)  # nobody waits for a save that is not to come before this
+            self._journal.note(_READ, path)  # no rank waits here for a save that comes later
         return loads()
 
 
 class _Follower:
-    """Another rank: the k-th save of a path is rank 0's k-th of it, and so is the k-th time that it is loaded."""
+    """Another rank: its k-th save of a path is rank 0's k-th save of it, and so is its k-th load."""
 
     def __init__(self, journal: _Journal, world: World) -> None:
         self._journal = journal
@@ -169,10 +169,12 @@ class _Folders:
 
     def __init__(self, journal: _Journal) -> None:
         self._journal = journal
-        self._made: Counter[str] = Counter()  # by this rank, or for it
+        self._made: Counter[str] = Counter()  # by this rank, or by another for it
 
     def make(self, path: str, makes: Callable[[], None]) -> None:
-        """Make the folder `path`, unless another rank has made it for its own k-th call, and this is our k-th."""
+        """Make the folder `path`, unless another rank has made it in its own k-th call, and this is the k-th call
+        here.
+        """
         with self._journal.lock(path, fcntl.LOCK_EX):
             try:
                 makes()
@@ -194,15 +196,15 @@ class _OpenedFiles:
         self._is_over = self._is_looking = False
 
     def look(self, event: str, args: tuple[Any, ...]) -> None:
-        """Take note of an event of Python's; cheap for all but the opening of files, and never raises."""
+        """Record an event of Python's; cheap for all but the opening of files, and never raises."""
         if event != "open" or self._is_over or self._is_looking:
             return
-        self._is_looking = True  # what is opened here is ours
+        self._is_looking = True  # files opened meanwhile belong to this class
         try:
             path, mode = args[0], args[1]
             if isinstance(mode, str) and mode[:1] in "wa" and isinstance(path, (str, bytes, os.PathLike)):
                 self._note(os.path.abspath(os.fsdecode(path)))
-        except Exception:  # an error would be one of the program's `open`
+        except Exception:  # an error here would appear as an error of the program's `open`
             self._is_over = True
         finally:
             self._is_looking = False
@@ -230,9 +232,9 @@ class _OpenedFiles:
 
 
 def _is_private(path: str) -> bool:
-    """Whether programs keep there what nobody reads as a result: devices, temporary files, caches.
+    """Return whether `path` is in a place for devices, temporary files or caches, which no user reads as a result.
 
-    A folder is opened for a temporary file that has no name in it (`tempfile.TemporaryFile`).
+    A folder is opened for a temporary file without a name (`tempfile.TemporaryFile`).
     """
     is_of_a_program = path.startswith(("/dev/", "/proc/", f"{tempfile.gettempdir()}{os.sep}")) or f"{os.sep}." in path
     return is_of_a_program or os.path.isdir(path)
@@ -271,7 +273,7 @@ def _wrap_safetensors(files: _Files, module: Any) -> None:
 def _wrapped(
     function: Callable[..., Any], act: Callable[[str, Callable[[], Any]], Any], position: int, name: str
 ) -> Callable[..., Any]:
-    """`function`, by way of `act` where a program gives it a path.  position, name: of that argument."""
+    """Return `function`, called through `act` if a program gives it a path.  position, name: of that argument."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -289,7 +291,7 @@ def _line(what: str, path: str) -> str:
 
 
 def _wait(is_so: Callable[[], bool], longest_s: float) -> bool:
-    """Whether it is so at last."""
+    """Wait until `is_so` is true; return whether it is."""
     until = time.monotonic() + longest_s
     while not (result := is_so()) and time.monotonic() < until:
         time.sleep(_POLL_S)  # ended by rank 0's line, or by the limit

@@ -1,9 +1,9 @@
-"""Let trackers that every rank of a raw loop opens write one run, by rank 0. Runs in ranks; imports no tracker.
+"""Makes trackers that every rank of a raw loop opens write one run, by rank 0. Runs in ranks; imports no tracker.
 
-`wandb.init` makes no run in other ranks (mode "disabled": what is logged goes nowhere), and a `SummaryWriter` of
-TensorBoard writes nothing there where rank 0 has one for the same folder. A run of each rank is meant where
-`wandb.init` names a group or shares a run, where the writers' folders differ, and with `--independent`. Not covered:
-names such as `from wandb import init` of the notebook, trackers of other libraries.
+In other ranks `wandb.init` makes no run (mode "disabled": logged values are dropped), and a `SummaryWriter` of
+TensorBoard writes nothing if rank 0 has one for the same folder. A run of each rank is intended if `wandb.init` names a
+group or shares a run, if the writers' folders differ, and with `--independent`. Not covered: names such as `from wandb
+import init` of the notebook, trackers of other libraries.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from nbaccel.world import World
 __all__ = ["write_one_run"]
 
 _LONGEST_WAIT_S = 60.0
-"""For rank 0 to come to its writer: it may begin a run of wandb before, which other ranks do not."""
+"""Seconds to wait until rank 0 makes its writer: it may begin a run of wandb before, which other ranks do not."""
 
 _POLL_S = 0.005
 
 
 def write_one_run(world: World, store_path: str) -> None:
-    """Let what this rank opens be rank 0's run. Once per process.
+    """Let this rank's trackers be rank 0's run. Called once per process.
 
     store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
     """
@@ -65,7 +65,7 @@ def _disable_wandb(world: World, module: Any) -> None:
 
 
 def _is_meant(options: dict[str, Any]) -> bool:
-    """Whether `wandb.init` with these options is one of several that belong together."""
+    """Return whether `wandb.init` with these options is one of several that belong together."""
     settings = options.get("settings") or {}
     settings = settings if isinstance(settings, dict) else vars(settings)
     groups = (options.get("group"), settings.get("run_group"), os.environ.get("WANDB_RUN_GROUP"))
@@ -74,7 +74,9 @@ def _is_meant(options: dict[str, Any]) -> bool:
 
 
 def _write_by_rank_0(world: World, folders: str, module: Any) -> None:
-    """Let rank 0 write down the folders of its writers, and the others look there.  folders: the file for that."""
+    """Make rank 0 list the folders of its writers, and the other ranks read the list.  folders: the file with the
+    list.
+    """
     kind = module.SummaryWriter
     makes = kind.__init__
     count = 0
@@ -95,7 +97,7 @@ def _write_by_rank_0(world: World, folders: str, module: Any) -> None:
 
 
 def _has_line(path: str, line: str, count: int) -> bool:
-    """Whether rank 0 has a writer for that folder. Waits until it has made `count` of them, as this rank has."""
+    """Return whether rank 0 has a writer for that folder. Wait until it has made `count` of them, as this rank has."""
     until = time.monotonic() + _LONGEST_WAIT_S
     while True:
         lines: list[str] = []

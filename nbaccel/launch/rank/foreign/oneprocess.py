@@ -1,9 +1,9 @@
-"""Let a rank forget what the notebook's libraries knew about "one process". Runs in ranks; imports none of them.
+"""Makes a rank forget that the notebook's libraries ran in one process. Runs in ranks; imports none of them.
 
 Accelerate keeps one state per process: in a rank it is as in a new process. A transformers `TrainingArguments` or
-`Trainer`, and an accelerate `Accelerator`, that came from the notebook find the rank, the world and the device when
-they are used first; what cannot be set up again is refused with the line to move. Not covered: numbers that a program
-of the user's worked out from them in the notebook.
+`Trainer`, and an accelerate `Accelerator`, that came from the notebook get the rank, the world and the device at their
+first use; objects that cannot be set up again are refused with the line to move. Not covered: numbers that the user's
+program derived from them in the notebook.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _STATES = ("PartialState", "AcceleratorState", "GradientState")
 _ASKS_FOR_THE_WORLD = frozenset(
     {"num_processes", "process_index", "world_size", "prepare", "prepare_model", "prepare_deepspeed", "prepare_fsdp"}
 )
-"""Names in a constructor which say that its numbers, or the models that it holds, were made for one process."""
+"""Names in a constructor that show that its numbers, or the models that it holds, were made for one process."""
 
 _PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 
 
 def forget_one_process(world: World) -> None:
-    """Let accelerate and transformers find out anew which rank of which world this is. Once per process.
+    """Make accelerate and transformers determine the rank and the world again. Called once per process.
 
-    Nothing changes where this rank is the only one: what the notebook knew is true here, too.
+    If this rank is the only one, nothing changes: the notebook's values are right here, too.
     """
     when_loaded({"accelerate.accelerator": _note_settings})
     if not world.is_distributed:
@@ -66,7 +66,7 @@ class _States:
         self._notebooks: dict[str, dict[str, Any]] = {name: {} for name in _STATES}
 
     def forget(self, module: Any) -> None:
-        """Empty them, and keep what they said; let an object that was sent to this rank share the rank's."""
+        """Empty the states, and keep their values; make an object that was sent to this rank share the rank's state."""
         for name in _STATES:
             kind = getattr(module, name)
             self._notebooks[name] = dict(kind._shared_state)
@@ -75,7 +75,7 @@ class _States:
         self._set_up_at_first_use(module.PartialState)
 
     def of_notebook(self, name: str) -> Mapping[str, Any]:
-        """What the state of that name said in the notebook."""
+        """Return the notebook's values of the state of that name."""
         return self._notebooks[name]
 
     def _share(self, state: Any, values: dict[str, Any]) -> None:
@@ -83,9 +83,10 @@ class _States:
         state.__dict__ = state._shared_state
 
     def _set_up_at_first_use(self, kind: Any) -> None:
-        """A `PartialState` is also used by itself: one of the notebook, and one that a library makes before any other.
+        """Set up a `PartialState` that is used without an Accelerator: one of the notebook, or one that a library makes
+        first.
 
-        Without the word "cpu" accelerate takes a process without a GPU for the only one.
+        Without the argument "cpu", accelerate takes a process without a GPU for the only one.
         """
         begins, missing = kind.__init__, kind.__getattr__
 
@@ -105,7 +106,7 @@ class _States:
         kind(self._notebooks["PartialState"].get("_cpu", False))
 
     def set_up_for_loggers(self, module: Any) -> None:
-        """Let accelerate's loggers speak, which want a state, where the notebook had set up one."""
+        """Let accelerate's loggers work, which need a state, if the notebook had set up one."""
         logs = module.MultiProcessAdapter.log
 
         @functools.wraps(logs)
@@ -119,7 +120,7 @@ class _States:
 
 
 def _note_settings(module: Any) -> None:
-    """Have every Accelerator know what it was made with: the notebook gets one like it."""
+    """Record in every Accelerator the arguments that it was made with: the notebook gets one like it."""
     begins = module.Accelerator.__init__
 
     @functools.wraps(begins)
@@ -143,7 +144,7 @@ def _watch_accelerators(states: _States, module: Any) -> None:
     @functools.wraps(prepares)
     def prepare_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if model not in models and getattr(model, "_is_accelerate_prepared", False):
-            # By an accelerator of the notebook, for one process: nothing would be wrapped here.
+            # An accelerator of the notebook prepared it, for one process: nothing would be wrapped here.
             model._is_accelerate_prepared = False
         wrapped = prepares(accelerator, model, *args, **kwargs)
         models.add(wrapped)
@@ -212,10 +213,10 @@ def _renew_arguments(kind: type, names: tuple[str, ...], arguments: Any) -> None
 
 
 def _renew_precision(arguments: Any) -> None:
-    """Let the precision be what the arguments say, else the default of the ranks."""
+    """Set the precision to that of the arguments, else to the default of the ranks."""
     own = "fp16" if arguments.fp16 else "bf16" if arguments.bf16 else None
     variable = "ACCELERATE_MIXED_PRECISION"
-    if "mixed_precision" not in vars(arguments):  # transformers 4 tells accelerate by the environment
+    if "mixed_precision" not in vars(arguments):  # transformers 4 passes it to accelerate by the environment
         if own is not None:
             os.environ[variable] = own
     elif own is None:
@@ -224,7 +225,7 @@ def _renew_precision(arguments: Any) -> None:
 
 @contextmanager
 def _states_stay() -> Iterator[None]:
-    """Keep the states that this rank's own code has set up already: arguments that are made drop them."""
+    """Keep the states that this rank's own code has set up already: making arguments drops them."""
     module: Any = sys.modules["accelerate.state"]
     shared = [module.PartialState._shared_state, module.AcceleratorState._shared_state]
     before = [dict(state) for state in shared]
@@ -245,7 +246,7 @@ def _watch_trainers(module: Any) -> None:
 
     @functools.wraps(creates)
     def create_accelerator_and_postprocess(trainer: Any) -> None:
-        _ = trainer.args.device  # as in a script: the arguments come first, and tell accelerate device and precision
+        _ = trainer.args.device  # as in a script: the arguments come first, and give accelerate device and precision
         creates(trainer)
 
     kind.create_accelerator_and_postprocess = create_accelerator_and_postprocess
@@ -261,7 +262,7 @@ def _after_meeting(anew: SetUpAnew, method: Callable[..., Any]) -> Callable[...,
 
 
 def _renew_trainer(module: Any, trainer: Any) -> None:
-    """Give `trainer` an accelerator of this rank, and what its constructor worked out from the notebook's."""
+    """Give `trainer` an accelerator of this rank, and redo what its constructor derived from the notebook's."""
     if _asks_for_the_world(type(trainer), module.Trainer, "__init__"):
         refuse(trainer, "its constructor worked out numbers, or prepared models, for one process")
     arguments = trainer.args
@@ -284,7 +285,7 @@ def _renew_trainer(module: Any, trainer: Any) -> None:
 
 
 def _asks_for_the_world(kind: type, library: type, method: str) -> bool:
-    """Whether a class between `kind` and the `library`'s own has a constructor that depends on the world."""
+    """Return whether a class between `kind` and the `library`'s own has a constructor that depends on the world."""
     classes = kind.__mro__[: kind.__mro__.index(library)]
     codes = [getattr(vars(one).get(method), "__code__", None) for one in classes]
     return any(code is not None and names_in(code) & _ASKS_FOR_THE_WORLD for code in codes)

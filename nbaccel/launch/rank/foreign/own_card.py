@@ -1,8 +1,8 @@
-"""Let libraries that count cards by local rank use the only card that this rank sees. Runs in ranks; imports none.
+"""Makes libraries that count GPUs by local rank use the only GPU that this rank sees. Runs in ranks; imports none.
 
-Accelerate gives `DistributedDataParallel` and `torch.distributed.barrier` the local rank for a device, and others call
-`torch.cuda.set_device` with it. In a rank that sees its own card alone, this number means that card. Not covered: the
-number in a `torch.device` or in `.to`, which torch reads where no Python is.
+Accelerate passes the local rank as the device to `DistributedDataParallel` and `torch.distributed.barrier`, and others
+call `torch.cuda.set_device` with it. In a rank that sees only its own GPU, this number means that GPU. Not covered: the
+number in a `torch.device` or in `.to`, which torch reads in compiled code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["let_the_local_rank_be_the_only_card"]
 
 
 def let_the_local_rank_be_the_only_card(world: World) -> None:
-    """Once per process, in a rank that sees one card of several."""
+    """Patch these functions, in a rank that sees one GPU of several. Called once per process."""
     if world.local_rank == 0:
         return  # that is its number anyway
     own = partial(_own, world.local_rank)
@@ -34,9 +34,9 @@ def let_the_local_rank_be_the_only_card(world: World) -> None:
 
 
 def _own(local_rank: int, device: Any) -> Any:
-    """`device`, and 0 in place of the local rank, as a number, a text or a `torch.device`.
+    """Return `device`, with 0 in place of the local rank, as a number, a text or a `torch.device`.
 
-    A program that has shown itself more cards, by the variable and before CUDA began, means what it says.
+    A program that has made more GPUs visible, by the variable and before CUDA began, means the number as it is.
     """
     torch: Any = sys.modules["torch"]
     if torch.cuda.device_count() > 1:

@@ -1,7 +1,7 @@
-"""What a transformers `Trainer` reports, and how it is asked to stop. Runs in ranks; imports no transformers.
+"""Makes a transformers `Trainer` report, and stop when asked. Runs in ranks; imports no transformers.
 
-Losses and other numbers come when the trainer logs them (its `logging_steps`), with its own step; how far it has
-come is looked at a few times per second. `evaluate` and `predict` are shown as evaluations, also by themselves.
+Losses and other numbers come when the trainer logs them (its `logging_steps`), with its own step; the progress is read
+a few times per second. `evaluate` and `predict` are shown as evaluations, also outside of a training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Reports", "add_callback", "remove_callback"]
 
 
 def add_callback(trainer: Any) -> bool:
-    """Let `trainer` report, unless it does already, and tell whether it did not."""
+    """Make `trainer` report; return False if it does already."""
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, Reports) for callback in callbacks):
         return False
@@ -33,14 +33,16 @@ def remove_callback(trainer: Any) -> None:
 
 
 class Reports:
-    """The methods of a `TrainerCallback` that say something; all others are the library's own."""
+    """The methods of a `TrainerCallback` that report; all others are the library's own."""
 
     _boundaries: Boundaries | None = None
     _training: Shown | None = None
     _evaluation: Shown | None = None
     _evaluated = 0
     _heard_at: float | None = None
-    """When the training was heard of last: an evaluation inside of it began right then, and says so batches later."""
+    """Time of the last report of the training: an evaluation inside of it began right then, but is reported batches
+    later.
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._boundaries = Boundaries(state.global_step)
@@ -50,7 +52,7 @@ class Reports:
         self._hear()
         if self._boundaries is not None and self._boundaries.enter(state.global_step):
             control.should_training_stop = True
-            control.should_evaluate = False  # whoever stops a run does not wait for that
+            control.should_evaluate = False  # a user who stops a run does not want to wait for it
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._boundaries is not None and self._boundaries.is_asked:
@@ -103,9 +105,9 @@ class Reports:
 
 
 def _progress(args: Any, state: Any) -> Progress:
-    """By the trainer's steps, which are what it counts its end in. Whole epochs are told apart where there are some.
+    """Return the progress by the trainer's steps, which determine its end. Whole epochs are counted if there are some.
 
-    Behind the last step of an epoch, where it is evaluated, that epoch is at its end.
+    After the last step of an epoch, when it is evaluated, that epoch is at its end.
     """
     epochs = int(args.num_train_epochs)
     if args.max_steps > 0 or epochs != args.num_train_epochs or state.max_steps % max(1, epochs):
