@@ -1,1 +1,1 @@
-"""The room of the notebook: `%%accelerate` and `%accelerate`. Runs in the kernel and hands its runs to `launch`."""
+"""The package of the notebook: `%%accelerate` and `%accelerate`. Runs in the kernel and passes its runs to `launch`."""

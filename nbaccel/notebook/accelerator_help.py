@@ -1,4 +1,4 @@
-"""AcceleratorHelp: what `accelerator` is, for cells whose ranks have it and a kernel that has not. Runs in the kernel.
+"""AcceleratorHelp: help and completion for `accelerator`, which ranks have and the kernel has not. Runs in the kernel.
 
 Tab must not wait for torch, which takes seconds to import and would not answer in time. So the names are read from the
 source of the class, and help imports the class only when it is asked for.
@@ -57,7 +57,9 @@ def _members_of(module: str, name: str) -> Iterator[Member]:
 
 
 class AcceleratorHelp:
-    """Answers for `accelerator` in one shell, between `install` and `remove`, when its notebook has no such name."""
+    """Answers requests about `accelerator` in one shell, between `install` and `remove`, if its notebook has no such
+    name.
+    """
 
     _FINDER = "_object_find"
 
@@ -65,7 +67,7 @@ class AcceleratorHelp:
         self._shell = shell
 
     def install(self) -> None:
-        """IPython has no hook for names that it does not find."""
+        """Replace the shell's method that finds names: IPython has no hook for names that it does not find."""
         find = getattr(self._shell, self._FINDER, None)
         if find is None:
             return
@@ -83,7 +85,7 @@ class AcceleratorHelp:
 
 
 def _stand_in() -> Any:
-    """An Accelerator without anything in it, to look at."""
+    """Return an empty Accelerator to read the help from."""
     from nbaccel.train.accelerator import Accelerator
 
     return object.__new__(Accelerator)

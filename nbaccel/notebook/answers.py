@@ -1,6 +1,6 @@
-"""Answers: everything that may follow `%accelerate` in one notebook. Runs in the kernel.
+"""Answers: all commands that may follow `%accelerate` in one notebook. Runs in the kernel.
 
-Each command's work is elsewhere; here they get the session, and what they answer is printed.
+The work of each command is done elsewhere; here the commands get the session, and their answers are printed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["commands_of"]
 
 
 def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
-    """The commands of the notebook that `session` is of; `parser` reads the flags behind some of them."""
+    """Return the commands of the notebook of `session`; `parser` reads the flags after some of them."""
 
     def started_as() -> str:
-        """What the short first line of a cell leaves out."""
+        """Return the facts that the short first line of a cell leaves out."""
         return "" if session.last_plan is None else f"the latest ranks were started as: {session.last_plan.explained}"
 
     def status() -> None:

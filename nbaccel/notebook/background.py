@@ -1,8 +1,8 @@
 """Background: a cell's run that goes on while other cells run, `--bg`. Runs in the kernel.
 
 The ranks are started before the cell returns, so they see the notebook as of the cell; a thread then watches them, and
-shows what they print in the cell they belong to. Values enter the notebook in the main thread, when somebody waits for
-them: no variable changes under a cell that runs. The thread ends with the kernel, and the ranks do, too.
+shows their output in the cell they belong to. Values enter the notebook in the main thread, when the user waits for
+them: no variable changes during another cell. The thread ends with the kernel, and so do the ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ATTEMPTS = 20
 class BackgroundRun(Beside):
     """One run, from `start` to its end. Its methods are for the main thread.
 
-    cell: what it is the run of.  began_at: by the clock on the wall, "14:02:11".
-    was_interrupted: before it had begun.  times: how often it was asked to end, by whomever.
+    cell: the cell of the run.  began_at: by local time, "14:02:11".
+    was_interrupted: before it had begun.  times: number of requests to end it, by anyone.
     """
 
     def __init__(self, run: CellRun) -> None:
@@ -43,7 +43,7 @@ class BackgroundRun(Beside):
         self._has_begun = threading.Event()
         self._is_over = threading.Event()
         self._trouble: BaseException | None = None
-        self._presses = 0  # before the ranks could be told
+        self._presses = 0  # before the ranks could be asked to end
         self._press = self._count_press
         self._end_packing: Callable[[], None] = lambda: None
         self._shown_at: list[Screen] = []
@@ -51,10 +51,10 @@ class BackgroundRun(Beside):
     # --- in the main thread ------------------------------------------------------------------------------------
 
     def start(self, host: Host, listeners: Sequence[Listener], beside: Sequence[Beside]) -> None:
-        """Return once the ranks are started. An interrupt meanwhile stops them, and the run is over then.
+        """Start the ranks and return then. An interrupt meanwhile stops them, and the run is over.
 
         Raises:
-            Whatever kept the run from starting.
+            The error that kept the run from starting.
         """
 
         torch_flags = TorchFlags.of_this_thread()
@@ -71,7 +71,7 @@ class BackgroundRun(Beside):
                 self._is_over.set()
                 self._has_begun.set()
 
-        # A copy of the context: ipykernel 7 keeps in it which cell a thread belongs to.
+        # A copy of the context: ipykernel 7 stores in it the cell that a thread belongs to.
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(go,), name="nbaccel-background", daemon=True).start()
         while not self._has_begun.is_set() or (self.was_interrupted and not self.is_over):
@@ -88,11 +88,11 @@ class BackgroundRun(Beside):
 
     @property
     def is_worth_waiting_for(self) -> bool:
-        """Whether it has left something that only `%accelerate wait` brings."""
+        """Return whether the run has left something that only `%accelerate wait` brings back."""
         return self.run.has_left_something or self.run.error is not None or self._trouble is not None
 
     def wait(self) -> bool:
-        """Wait until the run is over; False if an interrupt ended the waiting, which the run does not notice."""
+        """Wait until the run is over; return False if an interrupt ended the wait, which does not affect the run."""
         try:
             self._is_over.wait()
         except KeyboardInterrupt:
@@ -101,15 +101,16 @@ class BackgroundRun(Beside):
         return True
 
     def check(self) -> None:
-        """
+        """Raise the error that kept the run from ending in order, if there is one.
+
         Raises:
-            Whatever kept the run from coming to its end in order.
+            That error.
         """
         if self._trouble is not None:
             raise self._trouble
 
     def stop(self) -> None:
-        """Finish the step; the second time, end now."""
+        """Finish the step; a second call ends the run now."""
         self._press()
         self._end_packing()
 
@@ -117,14 +118,14 @@ class BackgroundRun(Beside):
         self._presses += 1
 
     def show_at(self, screen: Screen) -> None:
-        """Show its panel there, too."""
+        """Show the panel on `screen`, too."""
         if self.is_over:
             self.run.shown.show_too(screen)
         else:
             self._shown_at.append(screen)
 
     def __str__(self) -> str:
-        """How it goes, or went, in half a sentence."""
+        """Return how the run goes, or went, in half a sentence."""
         if not self.is_over:
             return f"{self.cell} has been running in the background since {self.began_at} ({self._progress()})"
         if self._trouble is not None:
@@ -133,7 +134,7 @@ class BackgroundRun(Beside):
 
     @property
     def what_waits(self) -> str:
-        """What `%accelerate wait` would bring, in words."""
+        """Return what `%accelerate wait` would bring back, in words."""
         whatever = ["what it left"] if self.run.task.leaves_all and self.run.has_left_something else self.run.task.out
         return ", ".join([*whatever, *([] if self.run.error is None else ["its error"])]) or "no value"
 
@@ -167,8 +168,11 @@ class BackgroundRun(Beside):
         self.times = times
 
     def _show_where_asked(self) -> None:
-        """In the thread that watches, and once more in the main thread when the run is over: it may have ended just
-        before it would have looked."""
+        """Show the panel on the screens that were asked for.
+
+        It runs in the watching thread, and once more in the main thread when the run is over: the thread may have ended
+        just before it would have looked.
+        """
         while self._shown_at:
             self.run.shown.show_too(self._shown_at.pop())
 
@@ -180,10 +184,10 @@ class BackgroundRun(Beside):
 
 
 class Background:
-    """The one run that a notebook may have there, and what `%accelerate` does with it. For the main thread.
+    """The one run that a notebook may have in the background, and the commands on it. For the main thread.
 
-    say: prints a line.  conclude: brings what a run that is over has left into the notebook, and its error.
-    current: the run, until what it left has been brought; None without one.
+    say: prints a line.  conclude: brings what a finished run has left into the notebook, and raises its error.
+    current: the run, until its results have been brought back; None without one.
     """
 
     def __init__(self, say: Callable[[str], None], conclude: Callable[[CellRun], Any]) -> None:
@@ -192,10 +196,10 @@ class Background:
         self.current: BackgroundRun | None = None
 
     def make_room(self, *, for_another: bool = False) -> None:
-        """Ranks are about to be used, in the background too if `for_another`.
+        """Check that ranks can be used now, in the background too if `for_another`.
 
         Raises:
-            LaunchRefused: one is running, or has left what `for_another` would displace.
+            LaunchRefused: a run is going on, or has left results that `for_another` would displace.
         """
         current = self.current
         if current is None:
@@ -216,7 +220,9 @@ class Background:
             self._say(f"{current}: %accelerate wait brings {current.what_waits}")
 
     def begin(self, run: CellRun, host: Host, listeners: Sequence[Listener], beside: Sequence[Beside]) -> BackgroundRun:
-        """Start `run`. One that was interrupted before it had begun is over, and concluded like one in the foreground.
+        """Start `run`.
+
+        A run that was interrupted before it had begun is over, and concluded like one in the foreground.
 
         Raises:
             LaunchRefused: nothing was started.
@@ -229,10 +235,10 @@ class Background:
         return current
 
     def wait(self) -> Any:
-        """The value of the cell's last expression; what came is in the notebook.
+        """Wait for the run; return the value of the cell's last expression, after its results are in the notebook.
 
         Raises:
-            The run's error; KeyboardInterrupt: the waiting was interrupted, and the run goes on.
+            The run's error; KeyboardInterrupt: the wait was interrupted, and the run goes on.
         """
         current = self._running_or_over()
         if current is None:
@@ -256,7 +262,7 @@ class Background:
         return self._fetch(current)
 
     def stop(self) -> bool:
-        """Ask the run to end; False if none is running."""
+        """Ask the run to end; return False if none is running."""
         current = self.current
         if current is None or current.is_over:
             return False
@@ -270,7 +276,7 @@ class Background:
         return True
 
     def close(self) -> None:
-        """End what runs, at once and without a word."""
+        """End a running run at once, without a message."""
         current, self.current = self.current, None
         if current is not None and not current.is_over:
             current.stop()
@@ -279,12 +285,12 @@ class Background:
 
     @property
     def is_running(self) -> bool:
-        """Whether a run goes on now."""
+        """Return whether a run goes on now."""
         return self.current is not None and not self.current.is_over
 
     @property
     def status(self) -> str:
-        """A line; empty if there is nothing to say."""
+        """Return a line on the run; empty if there is nothing to say."""
         current = self.current
         if current is None:
             return ""

@@ -1,4 +1,4 @@
-"""`%accelerate wait|attach|stop|last`: back to a run in the background, or to the one before. Runs in the kernel.
+"""`%accelerate wait|attach|stop|last`: commands on a run in the background, or on the last run. Runs in the kernel.
 
 `Background` and `Session` do the work.
 """
@@ -17,7 +17,7 @@ __all__ = ["background_commands"]
 
 
 def background_commands(session: Session) -> list[Command]:
-    """The commands of one notebook."""
+    """Return the commands of one notebook."""
 
     def attach() -> Any:
         if session.background.current is None and session.launcher.last_run is not None:

@@ -1,6 +1,6 @@
-"""write_basic_config: the line that notebooks written for Accelerate begin with. Runs in the kernel, or in a script.
+"""write_basic_config: the first line of notebooks written for Accelerate. Runs in the kernel, or in a script.
 
-It chooses for the notebooks of the folder what `%accelerate config mixed-precision=...` and `save` would.
+It makes the same choice for the notebooks of the folder as `%accelerate config mixed-precision=...` with `--save`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["write_basic_config"]
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
-    """Write a configuration file, unless there is one; returns its path, or False where it stays as it was.
+    """Write a configuration file, unless there is one; return its path, or False if it exists already.
 
     mixed_precision: "no", "fp16" or "bf16". The number of devices is not written: every run counts those that it sees.
     save_location: by default `nbaccel.toml` in the working directory, which is what notebooks in it read.

@@ -1,11 +1,12 @@
-"""CellRun: one cell's run in ranks, in acts that may be far apart in time. Runs in the kernel.
+"""CellRun: one cell's run in ranks, in four parts that may be far apart in time. Runs in the kernel.
 
     CellRun(...)   in the main thread: everything is settled, nothing has begun
     go             in any thread: from the first rank to the end of the last one
     show_end       in any thread: what stays on the screen
     conclude       in the main thread: values into the notebook, and the run's error, if it had one
 
-A cell in the foreground does them one after the other; between the last two of one in the background, other cells run.
+A cell in the foreground does them one after the other; for a cell in the background, other cells run between the last
+two.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["CellRun", "Host", "Shown", "briefly", "interrupts_in_one_line", "rai
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Stands for a last expression whose value stayed in the rank: shows what the rank's notebook would have."""
+    """Replaces the value of a last expression that stayed in the rank: it has the display of the rank's value."""
 
     data: Mapping[str, Any]
     metadata: Mapping[str, Any]
@@ -50,19 +51,19 @@ class Shown:
 
 
 class Host(Protocol):
-    """Who has a spec run by ranks: a `Launcher`, or ranks that stay."""
+    """Runs a spec by ranks: a `Launcher`, or persistent ranks."""
 
     def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
-        """See `Launcher.run`."""
+        """Run the spec, see `Launcher.run`."""
 
 
 class CellRun:
-    """The run of `source` as `plan` has it.
+    """The run of `source` according to `plan`.
 
-    shown: what is seen of it.  error, end, seconds: what it raises, its end in a word, and how long all its attempts
-        took together; valid after `go`.
+    shown: the view of the run.  error, end, seconds: its exception, its end in one word, and the duration of all its
+    attempts together; valid after `go`.
     told: see `LeftByCell`.
-    remember: gets what becomes `nbaccel.last_run`, once the ranks have ended; its value comes with `conclude`.
+    remember: gets the run that becomes `nbaccel.last_run`, once the ranks have ended; its value comes with `conclude`.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class CellRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is an outcome."""
+        """Return whether there is an outcome."""
         return bool(self.end)
 
     @property
@@ -99,7 +100,7 @@ class CellRun:
         return self._outcome
 
     def go(self, host: Host, *, listeners: Sequence[Listener] = (), beside: Sequence[Beside] = ()) -> None:
-        """Run to the end, by `host`; no process of it is left but ranks that stay.
+        """Run to the end, by `host`; no process of the run is left except persistent ranks.
 
         Raises:
             LaunchRefused: nothing was started. The run's own error is not raised, but kept.
@@ -115,7 +116,7 @@ class CellRun:
 
     @property
     def has_left_something(self) -> bool:
-        """Whether names or changes wait for `conclude`; leftovers of loops do not count."""
+        """Return whether names or changes wait for `conclude`; leftovers of loops do not count."""
         report = self.outcome.ended.reports[self.task.speaker]
         return bool(self.task.out) or (report is not None and bool(report.facts.get("leaves")))
 
@@ -127,10 +128,10 @@ class CellRun:
             self._kept.state = self.shown.state
 
     def conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
-        """Bring values into `namespace`, `say` what there is to say, and return the last expression's value; once.
+        """Bring values into `namespace`, pass messages to `say`, and return the last expression's value; called once.
 
         Raises:
-            The run's error, after whatever came is in the notebook.
+            The run's error, after all values that came are in the notebook.
             ResultsMissing: it ended well, but a name of `--out` did not come.
         """
         try:
@@ -139,7 +140,7 @@ class CellRun:
             self.outcome.close()
 
     def _as_run(self, outcome: Outcome) -> Run:
-        """The run as `launch` would return it, without values yet."""
+        """Return the run as `launch` would return it, without values yet."""
         ended = outcome.ended
         return Run(
             values=[None] * self.spec.world_size,
@@ -197,7 +198,7 @@ class CellRun:
         say: Callable[[str], None],
         whence: str,
     ) -> None:
-        """Make the notebook what the same cell would have left; where ranks trained apart, write over nothing."""
+        """Change the notebook as the same cell would have; if ranks trained separately, overwrite nothing."""
         is_meant = bool(self.plan.settings.independent)
         only_new = not is_meant and (bool(left.apart) or isinstance(self.error, NotPrepared))
         new = [name for name in returned.values if name not in namespace]
@@ -221,7 +222,7 @@ class CellRun:
         say: Callable[[str], None],
         whence: str,
     ) -> None:
-        """What `--out` names, and what there is to say about the rest."""
+        """Bring back the names in `--out`, and report on the rest."""
         values, error, ended = returned.values, self.error, self.outcome.ended
         if (states := values.pop(RANDOM, None)) is not None:
             set_random_states(states)
@@ -236,21 +237,21 @@ class CellRun:
             if missing:
                 say(f"not brought back: {with_reasons(missing)}")
             raise error
-        if self.plan.options.out != ():  # who says `--out none` knows
+        if self.plan.options.out != ():  # a user who writes `--out none` knows
             for line in left.not_brought_back(values):
                 say(line)
         if names := facts.get("stays"):
             say(
                 f"{listed(names)} {'stays' if len(names) == 1 else 'stay'} in the ranks: %accelerate pull brings a copy"
             )
-        if not ended.is_timed_out:  # a run that was planned to end somewhere may not have got to the name
+        if not ended.is_timed_out:  # a run with a planned end may not have reached the name
             raise_if_missing(missing, self.task.out)
         elif missing:
             say(f"not brought back: {with_reasons(missing)}")
 
 
 def briefly(error: BaseException) -> BaseException:
-    """Let a notebook show `error` as one sentence: our own frames explain nothing to its reader."""
+    """Make a notebook show `error` as one sentence: the project's own frames explain nothing to its reader."""
     if not hasattr(error, "_render_traceback_"):
         text = f"{type(error).__name__}: {error}"
         error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
@@ -259,9 +260,9 @@ def briefly(error: BaseException) -> BaseException:
 
 @contextmanager
 def interrupts_in_one_line() -> Iterator[None]:
-    """Let a notebook show an interrupt of the block, in which no code of the cell runs, as one sentence.
+    """Make a notebook show an interrupt of the block, in which no code of the cell runs, as one sentence.
 
-    IPython cannot show where it was: in Python 3.11 a generator that is interrupted before its first line has none.
+    IPython cannot show its place: in Python 3.11 a generator that is interrupted before its first line has none.
     """
     try:
         yield
@@ -270,9 +271,9 @@ def interrupts_in_one_line() -> Iterator[None]:
 
 
 def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int) -> tuple[BaseException | None, str]:
-    """What the cell raises, and the run's end in one word.
+    """Return the exception that the cell raises, and the run's end in one word.
 
-    seconds: of all its attempts.  first_step: steps that the program had behind it when the run began.
+    seconds: of all its attempts.  first_step: steps that the program had done when the run began.
     """
     ended = outcome.ended
     limit = plan.options.limit
@@ -282,7 +283,7 @@ def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int)
         text = f"the run was stopped at its time limit of {limit.seconds:g} s ({limit.flag})."
         return briefly(TimeoutError(text)), "stopped"
     has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
-    # Peers of a rank that failed are interrupted too: they say nothing about how the run ended.
+    # Peers of a failed rank are interrupted too: their state does not show how the run ended.
     if ended.is_interrupted or (has_stopped and ended.first_failed is None):
         steps = "" if ended.steps is None else f"; every rank had done {max(0, ended.steps - first_step)} steps"
         return briefly(KeyboardInterrupt(f"the run was interrupted after {seconds:.1f} s{steps}.")), "stopped"
@@ -292,7 +293,7 @@ def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int)
 def _returned(outcome: Outcome) -> Returned:
     try:
         return outcome.returned()
-    except Exception as error:  # whatever a foreign class does when it is rebuilt
+    except Exception as error:  # a user's class may raise anything when it is rebuilt
         raise ResultsMissing(
             f"rank {outcome.task.speaker} sent its results, but they cannot be rebuilt in the notebook "
             f"({type(error).__name__}: {error}): import what they need in a cell before this one.",

@@ -1,7 +1,7 @@
-"""CellScreen: the output of one cell, also after it has ended and while others run. Runs in the kernel, in any thread.
+"""CellScreen: the output of one cell, also after its end and while others run. Runs in the kernel, in any thread.
 
-Kernels send what is printed to the cell that runs now, each ipykernel by other rules where threads are concerned. Here
-every message names its cell itself.
+Kernels send output to the cell that runs now, and each ipykernel has other rules for threads. Here every message names
+its cell itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["CellScreen"]
 
 
 class CellScreen(ConsoleScreen):
-    """The cell that runs when this is made."""
+    """The screen of the cell that runs when this is made."""
 
     def __init__(self, kernel: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Choices: what a person can choose for the next cells, what speaks against it here, and what it comes to.
+"""Choices: the possible choices for the next cells, the reasons against some, and their effect.
 
-Pure functions of options and a survey, in the kernel; the form shows what they answer, and `%accelerate config` prints
-it where there is no form.
+Pure functions of options and a survey, in the kernel; the form shows their results, and `%accelerate config` prints
+them where there is no form.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
 
 _USUAL_BATCH_SIZE = 32
 _MOST_CPU_RANKS = 8
-"""The form offers no more ranks on a CPU; a flag takes any number."""
+"""Largest number of ranks on a CPU that the form offers; a flag takes any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A value that a setting may take.
 
-    note: what it means here or speaks against it, half a sentence.  is_refused: the next cell would not start.
+    note: its meaning here or the reason against it, half a sentence.  is_refused: the next cell would not start.
 
     >>> str(Offer("bf16", "Tesla T4 has no bf16 units", is_refused=True))
     'bf16 (not here: Tesla T4 has no bf16 units)'
@@ -58,7 +58,7 @@ class Offer:
 
 
 def precisions(options: Options, survey: Survey) -> list[Offer]:
-    """Every precision, and why those that do not suit the devices of `options` do not."""
+    """Return every precision, with the reason against those that do not suit the devices of `options`."""
     devices = _devices(options, survey)
     best, reason = best_precision(devices.weakest_gpu)
     offers = [Offer(AUTO, f"{best}: {reason}")]
@@ -69,7 +69,7 @@ def precisions(options: Options, survey: Survey) -> list[Offer]:
 
 
 def process_counts(options: Options, survey: Survey) -> list[Offer]:
-    """As many ranks as there are devices, and every smaller number; on the CPU, as many as there are cores."""
+    """Return as many ranks as there are devices, and every smaller number; on the CPU, as many as there are cores."""
     automatic = _devices(Options(devices=options.devices, cpu=options.cpu), survey)
     most = len(automatic.gpus) or min(survey.cpu_count, _MOST_CPU_RANKS)
     counts = {*range(1, most + 1), *([options.world_size] if options.world_size else [])}
@@ -77,27 +77,27 @@ def process_counts(options: Options, survey: Survey) -> list[Offer]:
 
 
 def memory_policies(options: Options, survey: Survey) -> list[Offer]:
-    """What may follow when a rank dies of memory; the default comes first."""
+    """Return the possible reactions when a rank dies of memory; the default comes first."""
     return [Offer(SHRINK, "start again with smaller batches"), Offer(STOP, "end with the error")]
 
 
 def seeds(options: Options, survey: Survey) -> list[Offer]:
-    """None is better than another; the default is drawn."""
+    """Return the drawn seed, the default; no seed is better than another."""
     return [Offer("drawn for each run")]
 
 
 def checkpoint_intervals(options: Options, survey: Survey) -> list[Offer]:
-    """How often a training saves itself, by time or by steps; the default comes first."""
+    """Return intervals at which a training saves itself, by time or by steps; the default comes first."""
     return [Offer("never"), Offer("10min"), Offer("30min"), Offer("500steps")]
 
 
 def world_size(options: Options, survey: Survey) -> int:
-    """How many ranks the next cell would have."""
+    """Return the number of ranks that the next cell would have."""
     return _devices(options, survey).num_processes
 
 
 def effective_batch_size(batch_size: int, world_size: int, accumulate: int) -> str:
-    """How many samples one optimizer step learns from: per device x devices x batches per step.
+    """Return the number of samples of one optimizer step: per device x devices x batches per step.
 
     >>> effective_batch_size(32, 2, 4)
     '32 x 2 x 4 = 256'
@@ -106,7 +106,7 @@ def effective_batch_size(batch_size: int, world_size: int, accumulate: int) -> s
 
 
 def batch_size_of(namespace: Mapping[str, Any]) -> int:
-    """The batch size of the notebook's data loaders, if they agree on one; else a usual one, 32."""
+    """Return the batch size of the notebook's data loaders, if they agree on one; else a usual one, 32."""
     data = sys.modules.get("torch.utils.data")
     if data is None:  # then the notebook has no loader either
         return _USUAL_BATCH_SIZE
@@ -116,7 +116,7 @@ def batch_size_of(namespace: Mapping[str, Any]) -> int:
 
 
 def overview(configuration: Configuration, survey: Survey, batch_size: int) -> str:
-    """The form as text: what is chosen, what else there is, what it comes to, and how flags would say it."""
+    """Return the form as text: the choices, the alternatives, their effect, and the equivalent flags."""
     options = configuration.options
     accumulate = options.accumulate or 1
     settings = {
@@ -141,13 +141,13 @@ def overview(configuration: Configuration, survey: Survey, batch_size: int) -> s
 
 
 def _in_words(offers: list[Offer], value: int | str | None) -> str:
-    """The offer that holds, by default the first, and those that could not."""
+    """Return the chosen offer, by default the first, and those that are refused."""
     holds = next(offer for offer in offers if offer.value == str(value or offers[0].value))
     return "; ".join(map(str, [holds, *(offer for offer in offers if offer.is_refused and offer is not holds)]))
 
 
 def _devices(options: Options, survey: Survey) -> Devices:
-    """Where the next cell would compute; where it would be refused, what the machine has."""
+    """Return the devices of the next cell; if it would be refused, those of the machine."""
     try:
         return choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
     except LaunchRefused:

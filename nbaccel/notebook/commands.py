@@ -1,4 +1,7 @@
-"""Commands: what may follow `%accelerate`, one object each. Runs in the kernel; what they do is elsewhere."""
+"""Commands: one object for each command that may follow `%accelerate`.
+
+Runs in the kernel; the work is done elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ __all__ = ["Command", "Commands", "bare"]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One word behind `%accelerate`.  run: gets the rest of the line."""
+    """One word after `%accelerate`.  run: gets the rest of the line."""
 
     name: str
     run: Callable[[str], Any]
 
 
 def bare(name: str, act: Callable[[], Any]) -> Command:
-    """A command that takes nothing behind it."""
+    """Return a command that takes no further words."""
 
     def run(rest: str) -> Any:
         if rest:
@@ -48,10 +51,10 @@ class Commands:
         return tuple(self._commands)
 
     def run(self, line: str) -> Any:
-        """Follow the line behind `%accelerate`; what it comes to.
+        """Run the line after `%accelerate`; return its result.
 
         Raises:
-            UsageError: it begins with no command, or its command cannot be followed.
+            UsageError: it begins with no command, or its command cannot be carried out.
         """
         word, _, rest = line.strip().partition(" ")
         if not word:
@@ -65,7 +68,8 @@ class Commands:
 
 
 def _either(words: Sequence[str]) -> str:
-    """
+    """Join words by commas and a final "or".
+
     >>> _either(["config", "doctor", "memory"])
     'config, doctor or memory'
     """

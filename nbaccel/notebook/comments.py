@@ -1,4 +1,4 @@
-"""Comments: what may stand above `%%accelerate`. Runs in the kernel, on every cell before IPython reads it."""
+"""Comments: allows comments above `%%accelerate`. Runs in the kernel, on every cell before IPython reads it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ MAGIC = "%%accelerate"
 
 
 def comments_below_magic(lines: list[str]) -> list[str]:
-    """An input transformer: lets comments such as `#@title` stand above `%%accelerate`.
+    """Move comments such as `#@title` from above `%%accelerate` to below it; an input transformer.
 
-    IPython knows a cell magic only in the first line, so the comments move below it. No line is lost.
+    IPython recognises a cell magic only in the first line. No line is lost.
 
     >>> comments_below_magic(["#@title Training\\n", "%%accelerate -n 2\\n", "x = 1\\n"])
     ['%%accelerate -n 2\\n', '#@title Training\\n', 'x = 1\\n']
@@ -22,6 +22,6 @@ def comments_below_magic(lines: list[str]) -> list[str]:
 
 
 def is_code(line: str) -> bool:
-    """Whether a line is more than blanks and a comment."""
+    """Return whether a line is more than blanks and a comment."""
     text = line.strip()
     return bool(text) and not text.startswith("#")

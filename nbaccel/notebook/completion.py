@@ -1,10 +1,10 @@
-"""Completion: what Tab offers on the line of a magic, and behind `accelerator.` in a cell of ranks. Runs in the kernel.
+"""Completion: what Tab offers on the line of a magic, and after `accelerator.` in a cell of ranks. Runs in the kernel.
 
-On the line these are flags, their choices and names of variables, and nothing else: IPython's own completers, to which
-`--` is Python, are not heard. The kernel has no `accelerator`; what ranks will have under that name is looked up in its
-class, and nothing is added to the notebook's names.
+On the line it offers flags, their choices and names of variables, and nothing else: IPython's own completers, which
+take `--` for Python, are suppressed. The kernel has no `accelerator`; the names that ranks will have under it are read
+from its class, and nothing is added to the notebook's names.
 
-IPython replaces the text since the last delimiter, and `,` and `=` delimit; so does what is offered here.
+IPython replaces the text since the last delimiter, and `,` and `=` are delimiters, so the offers replace the same text.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Completer", "candidates"]
 _MAGICS = ("%accelerate", "%%accelerate")
 _HOOK = "complete_command"
 _PRIORITY = 1000
-"""Before all of IPython's, so that none of them works in vain."""
+"""Priority before all of IPython's completers, so that none of them works in vain."""
 _HAS_MATCHERS = IPython.version_info >= (8, 6)
-"""From then on a completer may silence others; before, IPython adds what jedi finds to all that is offered."""
+"""From this version on a completer may suppress others; before, IPython adds jedi's results to all offers."""
 _MEMBER = re.compile(rf"(?:.*[^\w.])?{ACCELERATOR}\.(\w*)\Z", re.DOTALL)
 
 
 def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: Iterable[str]) -> list[str]:
-    """What may stand for `symbol`, the unfinished end of `line`.
+    """Return the completions of `symbol`, the unfinished end of `line`.
 
     names: the variables of the notebook.
     """
@@ -58,7 +58,7 @@ def _variables(names: Iterable[str], symbol: str) -> list[str]:
 
 
 def _flags(parser: argparse.ArgumentParser, words: list[str], symbol: str, names: Iterable[str]) -> list[str]:
-    """A flag, or what may follow the one that was written."""
+    """Return flags, or values of the flag that was written."""
     action = _open_flag(parser, words)
     if action is not None:
         variables = _variables(names, symbol) if action.metavar == "NAMES" else []
@@ -67,7 +67,7 @@ def _flags(parser: argparse.ArgumentParser, words: list[str], symbol: str, names
 
 
 def _settings(parser: argparse.ArgumentParser, before: str, symbol: str) -> list[str]:
-    """What may follow in a `%accelerate config`: a key, or behind `=` one of its values."""
+    """Return completions of `%accelerate config`: a key, or after `=` one of its values."""
     if not before.endswith("="):
         return sorted(word for word in (*(f"{key}=" for key in keys(parser)), SAVE) if word.startswith(symbol))
     key = before.split()[-1].removesuffix("=")
@@ -85,7 +85,7 @@ def _values(action: argparse.Action, symbol: str) -> list[str]:
 
 
 def _open_flag(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Action | None:
-    """The flag whose value is being written, or could go on after a comma."""
+    """Return the flag whose value is being written, or could go on after a comma."""
     for back, word in enumerate(reversed(words)):
         action = next((action for action in parser._actions if word in action.option_strings), None)
         if action is not None:
@@ -112,7 +112,7 @@ class Completer:
             self._matcher.matcher_priority = _PRIORITY  # type: ignore[attr-defined]
             self._shell.Completer.custom_matchers.append(self._matcher)
             return
-        # IPython binds what it is given to the shell, which only a plain function lets it do.
+        # IPython binds the given function to the shell, which works only with a plain function.
         self._hook: Callable[..., Any] = lambda shell, event: self._complete(event)
         for magic in _MAGICS:
             self._shell.set_hook(_HOOK, self._hook, str_key=magic)
@@ -123,7 +123,7 @@ class Completer:
         if _HAS_MATCHERS:
             self._shell.Completer.custom_matchers.remove(self._matcher)
             return
-        # IPython has no opposite of `set_hook`: take ours out of its chains.
+        # IPython has no opposite of `set_hook`: remove the hooks from its chains.
         hooks = self._shell.strdispatchers[_HOOK]
         for magic in _MAGICS:
             chain = hooks.strs[magic].chain
@@ -155,7 +155,9 @@ class Completer:
         }
 
     def _member(self, line: str, cell: str) -> re.Match[str] | None:
-        """`accelerator.` and what follows at the end of `line`, where that is what ranks will have by that name."""
+        """Return the match of `accelerator.` and the text after it at the end of `line`, if the name is that of the
+        ranks.
+        """
         first = next(filter(is_code, cell.splitlines()), "")
         if not first.startswith("%%accelerate") or ACCELERATOR in self._shell.user_ns:
             return None
@@ -167,21 +169,21 @@ class Completer:
         return candidates(self._parser, event.text_until_cursor, event.symbol, self._shell.user_ns)
 
     def _complete_member(self, event: Any) -> list[str]:
-        """IPython says nothing of the cell, so in every one: no cell has that name but those of ranks."""
+        """Complete in every cell, since IPython does not pass the cell: no other cell has that name."""
         if ACCELERATOR in self._shell.user_ns or _MEMBER.match(event.text_until_cursor) is None:
             return []
         return [f"{ACCELERATOR}.{member.name}" for member in public_members()]
 
 
 class _Nothing(list[Any]):
-    """An answer without a completion that IPython takes for one: it would hear others where a list has no length."""
+    """An empty answer that IPython does not ignore: for a list without length it would ask other completers."""
 
     def __len__(self) -> int:
         return 1
 
 
 def _unfinished(line: str) -> str:
-    """The end of `line` that a completion takes the place of.
+    """Return the end of `line` that a completion replaces.
 
     >>> [_unfinished(line) for line in ("%%accelerate --ch", "%%accelerate --out a,b", "%%accelerate -n ")]
     ['--ch', 'b', '']
@@ -190,7 +192,7 @@ def _unfinished(line: str) -> str:
 
 
 def _kind(text: str, line: str) -> str:
-    """What a front end writes beside a completion of `line`."""
+    """Return the kind that a front end shows beside a completion of `line`."""
     if text.startswith("-"):
         return "flag"
     is_first = len(line.removesuffix(_unfinished(line)).split()) == 1

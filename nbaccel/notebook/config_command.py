@@ -1,6 +1,6 @@
-"""`%accelerate config`: shows the notebook's choices, changes them, keeps them. Runs in the kernel.
+"""`%accelerate config`: shows the notebook's choices, changes them, saves them. Runs in the kernel.
 
-Without arguments it shows a form where there is a front end and ipywidgets, and the same as text elsewhere.
+Without arguments it shows a form if there is a front end and ipywidgets, otherwise the same as text.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["ConfigCommand"]
 
 
 class ConfigCommand:
-    """The command of one notebook, and its form once that was shown."""
+    """The command of one notebook, and its form once it was shown."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._form: Form | None = None
 
     def run(self, words: Sequence[str]) -> None:
-        """Follow KEY=VALUE …, `--save`, both or nothing, which shows what is chosen.
+        """Carry out KEY=VALUE …, `--save`, or both; without words show the present choices.
 
         Raises:
             UsageError: one of them is wrong, and nothing was changed; the file cannot be read or written; or this
@@ -49,9 +49,9 @@ class ConfigCommand:
             self._form.follow()
 
     def _show(self) -> None:
-        """Display the form, or say the same."""
+        """Display the form, or print the same as text."""
         session = self._session
-        session.configured()  # says what the file brought, or why it cannot be followed
+        session.configured()  # prints the choices of the file, or raises if it is wrong
         batch_size = batch_size_of(session.shell.user_ns)
         missing = ""
         if is_notebook_kernel():

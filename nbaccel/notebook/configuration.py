@@ -1,7 +1,7 @@
-"""Configuration: the choices of a notebook that are not a cell's own. Runs in the kernel, and in `nbaccel config`.
+"""Configuration: the choices of a notebook for all its cells. Runs in the kernel, and in `nbaccel config`.
 
-They begin with what nbaccel.toml says, if the folder has one; the form and `%accelerate config` change them, and
-`save` writes them back. A cell's own flags win over them, which is `Options.over`.
+They begin with those of nbaccel.toml, if the folder has one; the form and `%accelerate config` change them, and `save`
+writes them back. A cell's own flags override them, which is `Options.over`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["Configuration"]
 
 
 class Configuration:
-    """What one notebook has chosen.
+    """The choices of one notebook.
 
-    file: where choices are kept; read when they are first asked for, in the folder that the notebook is in then.
+    file: stores the choices; read when they are first asked for, in the notebook's working directory at that time.
     """
 
     def __init__(self, file: ConfigFile = ConfigFile()) -> None:  # noqa: B008  # a value
@@ -32,10 +32,10 @@ class Configuration:
 
     @property
     def options(self) -> Options:
-        """The choices as they are now.
+        """Return the present choices.
 
         Raises:
-            UsageError: the file is there and cannot be followed.
+            UsageError: the file exists and is wrong.
         """
         if self._options is None:
             self._options = self._read()
@@ -53,24 +53,26 @@ class Configuration:
             raise UsageError(f"{self._file.path}: {error}") from None
 
     def news(self) -> str:
-        """What the file brought, for the first who asks after it was read; then, and without a file, nothing."""
+        """Return a line on the choices of the file, once after it was read; otherwise, and without a file, an empty
+        text.
+        """
         news, self._news = self._news, ""
         return news
 
     def change(self, settings: Iterable[str]) -> None:
-        """Choose by KEY=VALUE; `KEY=` goes back to the default. Nothing changes if one of them is wrong.
+        """Choose by KEY=VALUE; `KEY=` returns to the default. Nothing changes if one of them is wrong.
 
         Raises:
-            UsageError: an unknown key or a wrong value, or a file that cannot be followed.
+            UsageError: an unknown key or a wrong value, or a wrong file.
         """
         self._options = configured(self.parser, settings, self.options)
 
     def reset(self) -> None:
-        """Choose nothing; the file stays as it is until the next `save`."""
+        """Drop all choices; the file stays as it is until the next `save`."""
         self._options = Options()
 
     def save(self) -> str:
-        """Write the choices into the file, in place of what it says; returns one line on that.
+        """Write the choices into the file, replacing its contents; return one line on that.
 
         Raises:
             UsageError: the file cannot be written.
@@ -83,7 +85,7 @@ class Configuration:
         return f"saved to {self._file.path.absolute()}: {self}"
 
     def __str__(self) -> str:
-        """As `%accelerate config` would take it."""
+        """Return the choices as arguments of `%accelerate config`."""
         return described(self.parser, self.options) or "nothing is set"
 
     @property

@@ -1,4 +1,4 @@
-"""CudaWatch: which cell it was after which forks fail. Runs in the kernel after every cell; never touches CUDA."""
+"""CudaWatch: finds the cell after which forks fail. Runs in the kernel after every cell; never touches CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CudaWatch"]
 
 
 class CudaWatch:
-    """Remembers after which cell each reason why forks fail was there for the first time."""
+    """Records after which cell each reason why forks fail was present for the first time."""
 
     def __init__(self) -> None:
         self._cells: dict[str, str | None] = {}
@@ -18,13 +18,13 @@ class CudaWatch:
         self._last_cell: str | None = None
 
     def cell_of(self, why: str | None) -> str | None:
-        """Return "cell [7]"; None if `why` is none, or older than the watch."""
+        """Return "cell [7]"; None if `why` is None, or older than the watch."""
         if why is None:
             return None
-        return self._cells.setdefault(why, self._last_cell)  # what the last cell began may show a moment after its end
+        return self._cells.setdefault(why, self._last_cell)  # a change by the last cell may appear a moment later
 
     def after_cell(self, result: Any) -> None:
-        """IPython's `post_run_cell`."""
+        """Check after a cell; handler of IPython's `post_run_cell`."""
         if CUDA_IS_INITIALISED in self._cells:  # it is named before all others
             return
         self._last_cell = None if result.execution_count is None else f"cell [{result.execution_count}]"

@@ -1,7 +1,7 @@
-"""Differences: the names that ranks of one run had in common, and what was not alike. Pure; runs in the kernel.
+"""Differences: the names that ranks of one run had in common, and the differences between them. Pure; in the kernel.
 
-Ranks run one program. So what differs between them at the moment of a failure is suspect, and most of all what stands
-on the line that failed: first what differs or is not finite there, last plain numbers, which may well differ.
+Ranks run one program. So a difference between them at the moment of a failure is suspect, most of all on the line that
+failed: first come names there that differ or are not finite, last plain numbers, which may rightly differ.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Difference", "differences", "last_line"]
 _Key = tuple[str, str, str]  # file, function, name
 
 _OWN = re.compile(r"(^|_)(rank|process_index|seed)$")
-"""Names that are made to differ."""
+"""Names that are meant to differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """One name.
 
-    name: as in the program.  scene: where the rank had it that is to be looked at first.
+    name: as in the program.  scene: the frame of the rank that is shown first.
     values: by rank, for the ranks that had it.  weight: the order, lightest first.
     """
 
@@ -35,7 +35,7 @@ class Difference:
 
 
 def differences(snapshots: Mapping[int, Snapshot], first: int | None) -> list[Difference]:
-    """What is worth a look, the most suspect first; only names that differ, are not finite or stand on failing lines.
+    """Return the suspect names, most suspect first: those that differ, are not finite or are on failing lines.
 
     first: the rank that failed first; None if none did.
     """
@@ -60,12 +60,12 @@ def differences(snapshots: Mapping[int, Snapshot], first: int | None) -> list[Di
 
 
 def last_line(snapshot: Snapshot) -> Scene | None:
-    """The innermost line of the user's."""
+    """Return the innermost line of the user's."""
     return next((scene for scene in reversed(snapshot.scenes) if scene.is_users), None)
 
 
 def _weight(values: Sequence[Value], is_on_line: bool, is_own: bool) -> int | None:
-    """None for what need not be looked at."""
+    """Return the weight of a name; None if it is not suspect."""
     has_flaw = any(value.flaw for value in values)
     differs = len({value.form for value in values}) > 1
     reasons: Iterator[bool] = iter([

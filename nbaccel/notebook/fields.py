@@ -1,7 +1,7 @@
-"""The fields of the form: a widget for each setting that a person chooses often. Runs in the kernel.
+"""The fields of the form: a widget for each setting that is often chosen. Runs in the kernel.
 
-A field translates between its widget and the text behind KEY= in `%accelerate config`; whether that text is right is
-decided there. Core ipywidgets only, 7.7.1 or 8: native inputs with labels, which a keyboard and a screen reader know.
+A field translates between its widget and the text after KEY= in `%accelerate config`, which decides whether that text
+is right. It uses core ipywidgets only, 7.7.1 or 8: native inputs with labels, usable by keyboard and screen reader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["INDENT", "LABEL_WIDTH", "RANKS", "Field", "make_fields", "number"]
 
 LABEL_WIDTH = "15em"
 INDENT = f"calc({LABEL_WIDTH} + 8px)"
-"""Where what belongs to a field begins: below it, beside the labels."""
+"""Left margin of the text below a field: beside the labels."""
 
 RANKS = "num-processes"
 """The key of the number of ranks."""
@@ -34,7 +34,7 @@ Offers = Callable[[Options, Survey], Sequence[Offer]]
 
 
 class Field:
-    """One setting: its key in `%accelerate config`, its widget, and what the widget shows when nothing is chosen."""
+    """One setting: its key in `%accelerate config`, its widget, and the widget's content when nothing is chosen."""
 
     def __init__(self, key: str, widget: Any, default: str = "") -> None:
         self.key = key
@@ -44,23 +44,23 @@ class Field:
 
     @property
     def widgets(self) -> list[Any]:
-        """What belongs into the form, from above."""
+        """Return the widgets of the field, from top to bottom."""
         return [self.widget, self._trouble]
 
     def complain(self, trouble: str) -> None:
-        """Say below the field why its value was not taken; empty text for nothing."""
+        """Show below the field why its value was refused; empty text for nothing."""
         style = f"margin-left: {INDENT}; line-height: 1.4; color: var(--jp-error-color1, #b3261e)"
         self._trouble.value = f'<div role="alert" style="{style}">{html.escape(trouble)}</div>' if trouble else ""
         self._trouble.layout.display = None if trouble else "none"
 
     @property
     def text(self) -> str:
-        """What is chosen, as it is written behind KEY=; empty for the default."""
+        """Return the choice, as it is written after KEY=; empty for the default."""
         text = str(self.widget.value).strip()
         return "" if text == self._default else text
 
     def show(self, text: str | None, options: Options, machine: Survey) -> None:
-        """Follow a choice that was made elsewhere; None for the default."""
+        """Show a choice that was made elsewhere; None for the default."""
         self.widget.value = self._default if text is None else text
 
 
@@ -72,7 +72,7 @@ class Number(Field):
 class Entry(Field):
     """A text that a person types; empty for the default, which the placeholder names.
 
-    offers: the first is the default, the others are proposed while one types.
+    offers: the first is the default, the others are proposed during typing.
     """
 
     def __init__(self, key: str, label: str, offers: Offers) -> None:
@@ -88,11 +88,11 @@ class Entry(Field):
 
 
 class Choice(Field):
-    """One of some values, which depend on the machine and on what else is chosen.
+    """One of several values, which depend on the machine and on the other choices.
 
-    Values that the next cell would refuse cannot be taken; they are listed below, greyed, with the reason.
-    Radio buttons, because JupyterLab takes the arrow keys and letters of a drop-down list for itself, and with them
-    moves to another cell; it leaves Tab and Space.
+    Values that the next cell would refuse cannot be chosen; they are listed below in grey, with the reason.
+    They are radio buttons, because JupyterLab uses the arrow keys and letters of a drop-down list itself to move to
+    another cell; it does not use Tab and Space.
     """
 
     def __init__(self, key: str, label: str, offers: Offers, default: str) -> None:
@@ -110,7 +110,7 @@ class Choice(Field):
     def show(self, text: str | None, options: Options, machine: Survey) -> None:
         value = self._default if text is None else text
         offers = self._offers(options, machine)
-        # One that was chosen all the same, by a flag or the file, stays to be seen: the form says what becomes of it.
+        # A refused value that was chosen by a flag or the file stays visible: the form says what follows from it.
         greyed = [offer for offer in offers if offer.is_refused and offer.value != value]
         labels = tuple((str(offer), offer.value) for offer in offers if offer not in greyed)
         if self.widget.options != labels:
@@ -121,7 +121,7 @@ class Choice(Field):
 
 
 def make_fields() -> list[Field]:
-    """A field for each setting that has one, in the order of the form and of the Tab key."""
+    """Return a field for each setting that has one, in the order of the form and of the Tab key."""
     return [
         Entry(RANKS, "Ranks", process_counts),
         Choice("mixed-precision", "Precision", precisions, AUTO),
@@ -133,7 +133,7 @@ def make_fields() -> list[Field]:
 
 
 def number(label: str, value: int) -> Any:
-    """An entry for a number from 1 on."""
+    """Return an entry for a number from 1 on."""
     return widgets.BoundedIntText(value, 1, _LARGEST_NUMBER, **_labelled(label, _NUMBER_WIDTH))
 
 

@@ -1,7 +1,7 @@
-"""Flags: the table of what `%%accelerate` takes, which serves parsing, help, completion and the configuration.
+"""Flags: the table of the flags of `%%accelerate`, used for parsing, help, completion and the configuration.
 
-Runs in the kernel, and in the command line. A flag is one row here, one field of `Options`, and where its text has to
-be looked at, a reader in `values`; nothing else has to be told.
+Runs in the kernel, and in the command line. A flag is one row here, one field of `Options`, and if its text has to be
+checked, a reader in `values`; nothing else has to change.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ _SETTINGS = (
     _flag("--time-limit", metavar="T", type=checked(parse_seconds),
           help="end well after 11h30m: finish the step, save, bring back what there is; default never"),
 )  # fmt: skip
-"""Flags that a notebook can choose for all its cells: `%accelerate config` and nbaccel.toml know them by their long
-names."""
+"""Flags that a notebook can choose for all its cells; `%accelerate config` and nbaccel.toml use their long names."""
 
 _OF_ONE_CELL = (
     _flag("--pdb", metavar="RANK", type=read_rank,
@@ -104,7 +103,7 @@ _OF_ONE_CELL = (
     _flag("--bg", action="store_true", default=None,
           help="return at once, the run goes on: %%accelerate wait, status, attach, stop; default off"),
 )  # fmt: skip
-"""Flags that mean one cell and nothing beyond it."""
+"""Flags that apply to one cell only."""
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "num_processes": (AUTO, "1", "2", "4", "8"),
@@ -124,13 +123,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "pdb": ("0", "1"),
     "only": ("0", "0,1"),
 }
-"""What completion offers behind a flag that takes more than can be listed, by its name in `Options`."""
+"""Examples that completion offers after a flag with too many possible values, by its name in `Options`."""
 
 _HELP_WIDTH, _HELP_COLUMN = 120, 32
 
 
 def flags(function: Function) -> Function:
-    """Give a magic all flags; goes below `magic_arguments`."""
+    """Give a magic all flags; placed below `magic_arguments`."""
     for flag in reversed(_SETTINGS + _OF_ONE_CELL):
         function = flag(function)
     wide: Callable[..., Any] = kwds  # one line per flag, whatever the width of the terminal
@@ -139,7 +138,7 @@ def flags(function: Function) -> Function:
 
 
 def flags_parser() -> argparse.ArgumentParser:
-    """The magic's parser, for those who have no magic."""
+    """Return the magic's parser, for code that has no magic."""
 
     @flags
     def accelerate() -> None: ...
@@ -157,11 +156,11 @@ def _plain_formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
-    """A parser of those settings whose long names, without dashes, are in `keys`.
+    """Return a parser of the settings whose long names, without dashes, are in `keys`.
 
-    about: what else an `ArgumentParser` is told.
+    about: further arguments of `ArgumentParser`.
     """
-    make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # which says what is wrong by UsageError
+    make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # it reports mistakes by UsageError
     parser = make(formatter_class=_plain_formatter, **about)
     for flag in _SETTINGS:
         if {name.removeprefix("--") for name in flag.args} & {*keys}:
@@ -170,5 +169,5 @@ def some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
 
 
 def settings(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Of a parser that has all flags, those that `%accelerate config` can set."""
+    """Return the flags of a full parser that `%accelerate config` can set."""
     return parser._actions[: len(_SETTINGS)]

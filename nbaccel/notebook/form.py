@@ -1,7 +1,7 @@
 """The form of `%accelerate config`: the notebook's choices as widgets. Runs in the kernel, between cells.
 
-A change holds at once, for the next cell; the file is written by the button. What can be chosen is decided in
-`choices`, what is wrong in `configuration`; what the form states of the next cell is what the cell will print.
+A change takes effect at once, for the next cell; the button writes the file. `choices` decides what can be chosen,
+`configuration` what is wrong; the form shows the same line for the next cell as the cell will print.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbaccel.notebook.status import next_cell
 __all__ = ["Form"]
 
 CSS_CLASS = "nbaccel-form"
-"""By which a style sheet, or a test, finds it in the page."""
+"""CSS class by which a style sheet, or a test, finds the form in the page."""
 
 _CALCULATOR = (
     "<strong>Calculator</strong>: samples per optimizer step. It sets nothing; the batch size is your DataLoader's."
@@ -37,11 +37,11 @@ _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 class Form:
-    """One for a notebook, displayed as often as it likes; all its displays show the same.
+    """The form of a notebook, which can be displayed several times; all its displays show the same.
 
-    widget: all of it.
-    survey: looks at the machine, each time the form is displayed.
-    batch_size: what the formula begins with, samples per device and batch.
+    widget: the whole form.
+    survey: examines the machine, each time the form is displayed.
+    batch_size: initial value of the formula, samples per device and batch.
     """
 
     def __init__(self, configuration: Configuration, survey: Callable[[], Survey], batch_size: int) -> None:
@@ -75,7 +75,7 @@ class Form:
         reset.on_click(lambda button: self._attempt(self._configuration.reset))
 
     def show(self) -> None:
-        """Display it; where no widgets are shown, as in a saved notebook, the same as text."""
+        """Display the form; if no widgets are shown, as in a saved notebook, the same as text."""
         self._machine = self._survey()
         self.follow()
         text = overview(self._configuration, self._machine, self._batch_size.value)
@@ -83,7 +83,7 @@ class Form:
         display({"text/plain": text, _WIDGET_MIME: view}, raw=True)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        """Show what is chosen now, whoever chose it."""
+        """Show the present choices, from any source."""
         configuration = self._configuration
         texts = {key: text_of(value) for key, value in chosen(configuration.parser, configuration.options).items()}
         with self._following():
@@ -93,7 +93,7 @@ class Form:
 
     @contextmanager
     def _following(self) -> Iterator[None]:
-        """What the widgets report meanwhile is our own doing."""
+        """Ignore reports of the widgets meanwhile: the form itself changes them."""
         self._is_following = True
         try:
             yield
@@ -113,9 +113,9 @@ class Form:
         self._configuration.change([f"{field.key}={field.text}"])
 
     def _attempt(self, action: Callable[[], str | None], field: Field | None = None) -> None:
-        """Do what was asked; say what came of it, in particular why it could not be.
+        """Run `action`; show its result, or why it failed.
 
-        field: whose value it is about, and where it is said then.
+        field: the field whose value is concerned, below which the message is shown.
         """
         trouble = answer = ""
         try:
@@ -135,7 +135,7 @@ class Form:
         self._answer.value = f'<div role="status" style="{style}">{html.escape(answer)}</div>'
 
     def _state_facts(self) -> None:
-        """What the choices come to."""
+        """Show the effect of the choices."""
         options, machine = self._configuration.options, self._machine
         formula = effective_batch_size(self._batch_size.value, world_size(options, machine), options.accumulate or 1)
         facts = {

@@ -1,7 +1,7 @@
-"""LeftByCell: what a cell has left in the rank that speaks becomes the notebook's. Runs in the kernel.
+"""LeftByCell: brings the changes that a cell left in the result rank into the notebook. Runs in the kernel.
 
-Everything has arrived and is prepared before the first object is touched; then all is written in one go, which an
-interrupt waits for. Then it is said in words what the notebook has now, and what it has not.
+Everything has arrived and is prepared before the first object is changed; then all is written at once, and an interrupt
+waits for that. Then a line says which names the notebook has now, and which not.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _CANNOT = " cannot be sent to another process"
 
 
 class LeftByCell:
-    """What came back from one cell.
+    """The results that came back from one cell.
 
-    facts: of the rank that speaks.  missing: names that could not come, with the reason.
-    told: names of which an earlier cell said that they are too large to be compared; these are added.
-    from_gpus: the ranks computed on GPUs; what is new comes to the CPU, and what is not stays where it is.
+    facts: of the result rank.  missing: names that could not come, with the reason.
+    told: names that an earlier cell reported as too large to be compared; new ones are added.
+    from_gpus: the ranks computed on GPUs; new objects come to the CPU, and others stay where they are.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class LeftByCell:
             **{facts["changed"][number]: why for number, why in returned.lost.items()},
         }
         self._from_gpus = from_gpus
-        self._trained: dict[str, Any] = {}  # models, by where they are
-        self._others: dict[str, Any] = {}  # names of what else is in the notebook now, and the models that are new
+        self._trained: dict[str, Any] = {}  # models, by their place
+        self._others: dict[str, Any] = {}  # other names in the notebook now, and new models
 
     def enter(self, *, only_new: bool = False) -> None:
-        """Make it the notebook's.
+        """Bring everything into the notebook.
 
-        only_new: leave all that the notebook has already as it is: ranks differ on it.
+        only_new: leave everything that the notebook has already as it is: ranks differ on it.
 
         Raises:
-            KeyboardInterrupt: once it is there.
+            KeyboardInterrupt: raised once everything is there.
         """
         namespace, values = self._namespace, self._returned.values
         places = {key: Place(*change.token) for key, change in self._returned.changes.items()}
@@ -88,7 +88,7 @@ class LeftByCell:
             for write in [] if only_new else writes:
                 try:
                     write()
-                except Exception as error:  # no memory for it on a device, say
+                except Exception as error:  # for example no memory on a device
                     self._not_come.setdefault("a part", str(error))
             namespace.update(bound)
             if random_states is not None and not only_new:
@@ -98,16 +98,17 @@ class LeftByCell:
         if only_new:
             named = [*self._trained, *self._others, *(name for name in values if name not in bound)]
             stay = {name: _DIFFERS for name in named if not name.startswith("_")}
-            parts = tuple(f"{name}{step}" for name in stay for step in ".[")  # stay with what they are in
+            parts = tuple(f"{name}{step}" for name in stay for step in ".[")  # parts of these names stay too
             besides = {name: why for name, why in self._not_come.items() if not name.startswith(parts)}
             self._not_come = {**stay, **{name: why for name, why in besides.items() if name not in stay}}
             self._trained, self._others = {}, {}
-        trained = set(map(id, self._trained.values()))  # another name for one of them is no news
+        trained = set(map(id, self._trained.values()))  # another name for one of them is not listed
         others = {name: value for name, value in bound.items() if id(value) not in trained}
         self._others |= {name: value for name, value in others.items() if self._is_worth_a_word(name, value)}
 
     def line(self, whence: str = "") -> str:
-        """What the notebook has now, and what it has not; "" where nothing is worth a word.
+        """Return the line on the names that the notebook has now, and those it has not; "" if there is nothing to
+        report.
 
         whence: " from the failed run".
         """
@@ -130,7 +131,7 @@ class LeftByCell:
         return "; ".join([*said, *without[:_MOST_REASONS]])
 
     def _note(self, places: Mapping[str, Place]) -> None:
-        """Note whose what changes are: models by themselves, and all else by the name that leads there."""
+        """Record to which names changes belong: models by themselves, and all others by the name that leads there."""
         namespace, changes = self._namespace, self._returned.changes
         objects = {key: self._task.placed(changes[key].token) for key in places}
         stepped = {key for key in places if _has_stepped(objects[key], changes[key].content)}
@@ -148,7 +149,8 @@ class LeftByCell:
                 self._others.setdefault(place.name, None)
 
     def _models(self, places: Collection[Place]) -> list[tuple[str, Any]]:
-        """The models that names have, then attributes of objects, then those on the ways; of nested ones the outermost.
+        """Return the models: first those of names, then of attributes, then those on the paths; of nested ones the
+        outermost.
 
         places: of parameters.
         """
@@ -195,7 +197,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _has_stepped(value: Any, content: Any) -> bool:
-    """Whether it is a parameter with other values than before, and not only with a gradient."""
+    """Return whether it is a parameter whose values have changed, and not only its gradient."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(type(value), torch.nn.Parameter) and content.values is not None
 
@@ -210,7 +212,7 @@ def _is_loader(value: Any) -> bool:
 
 
 def _size(module: Any) -> str:
-    """How many parameters it has.
+    """Return the number of parameters in words.
 
     >>> _size(__import__("torch").nn.Linear(1000, 1200))
     '1.2 M parameters'

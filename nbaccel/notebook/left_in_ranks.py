@@ -1,7 +1,9 @@
-"""LeftInRanks: what the ranks of a cell trained, made or changed, and the notebook does not have. Runs in the kernel.
+"""LeftInRanks: finds what the ranks of a cell trained, made or changed, and the notebook does not have.
 
-Judged by what is there, not by what the cell's text promises: a rank tells the numbers of the parameters that its cell
-mentions, and the notebook lays its own beside them; and which containers and objects its cell has changed.
+Runs in the kernel.
+
+It judges by the results, not by the cell's text: a rank reports numbers for the parameters that its cell mentions,
+which are compared with those of the notebook; and the containers and objects that its cell has changed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ __all__ = ["LeftInRanks"]
 
 
 class LeftInRanks:
-    """The ends of a cell's ranks beside the notebook; made before anything comes back.
+    """The results of a cell's ranks, compared with the notebook; made before anything comes back.
 
     reports: of the ranks; None for one that gave none.  speaker: the rank whose values go back.
     """
@@ -36,12 +38,12 @@ class LeftInRanks:
 
     @cached_property
     def trained(self) -> list[str]:
-        """Names whose parameters are not the notebook's, as these are when this is asked first."""
+        """Return names whose parameters differ from the notebook's, compared when this is read first."""
         return [name for name, number in self._sums.items() if _checksum(self._namespace.get(name)) != number]
 
     @property
     def apart(self) -> list[str]:
-        """Names whose parameters the ranks left different from each other, though they are not of one batch."""
+        """Return names whose parameters differ between the ranks, though they are not of one batch."""
         return [
             name
             for name, number in self._sums.items()
@@ -51,7 +53,7 @@ class LeftInRanks:
         ]
 
     def not_one_training(self, came: Collection[str]) -> str:
-        """What to say where ranks trained apart, or all did the same; "" where they trained together.
+        """Return a warning if ranks trained separately, or all did the same; "" if they trained together.
 
         came: names that have been brought back.
         """
@@ -76,7 +78,7 @@ class LeftInRanks:
         return f"{found}: -n 1 does the work once"
 
     def not_brought_back(self, came: Collection[str]) -> Iterator[str]:
-        """The lines that say what stayed in the ranks: what was trained first, each with what keeps it."""
+        """Yield the lines on what stayed in the ranks: trained objects first, each with the way to bring it back."""
         namespace = self._namespace
         stale = [
             name
@@ -84,7 +86,7 @@ class LeftInRanks:
             if name not in came and name in namespace and _checksum(namespace[name]) != self._sums[name]
         ]
         trained = [name for name in stale if name not in self._holders]
-        if not trained and stale:  # what they hold came under another name, as a new object
+        if not trained and stale:  # their contents came under another name, as a new object
             yield f"{listed(stale)} still {'holds' if len(stale) == 1 else 'hold'} what was there before the cell"
         if trained:
             how = self._how_to_bring(trained)
@@ -98,7 +100,7 @@ class LeftInRanks:
         changed = [name for name in self._changed if name not in asked]
         made = [name for name in self._own.get("not_asked", ()) if name not in asked and name not in changed]
         bound = [name for name in (*changed, *made) if name in self._own.get("bound", ())]
-        if not any(name in self._sums for name in came):  # else what they hold has come
+        if not any(name in self._sums for name in came):  # otherwise their contents have come
             stays = [name for name in bound if not self._inner(name)]
             yield from (f"{name} cannot leave its process{self._inner(name)}" for name in bound if name not in stays)
             if stays:
@@ -110,8 +112,10 @@ class LeftInRanks:
             yield f"not brought back: {listed(names)}; add {_them(names)} to --out"
 
     def _how_to_bring(self, names: Sequence[str]) -> str:
-        """--out takes a model, and not what holds one: a Trainer has locks and functions that cannot travel."""
-        advice: dict[str, None] = {}  # in order, and each once
+        """Return advice: --out takes a model, not an object that holds one; a Trainer has locks and functions that
+        cannot be sent.
+        """
+        advice: dict[str, None] = {}  # an ordered set
         to_add: dict[str, None] = {}
         for name in names:
             value = plain(self._namespace[name])
@@ -128,7 +132,9 @@ class LeftInRanks:
         return "; ".join(advice)
 
     def _model_of(self, value: Any) -> str:
-        """The notebook's name for the model that `value` holds, or for the part of it that does; "" without one."""
+        """Return the notebook's name for the model that `value` holds, or for the part of it that does; "" without
+        one.
+        """
         inner, parts = _ids(value), set(map(id, parts_of(value)))
         found = [
             name
@@ -139,7 +145,7 @@ class LeftInRanks:
         return next(iter([*models, *(name for name in found if id(self._namespace[name]) in parts)]), "")
 
     def _inner(self, name: str) -> str:
-        """How to bring the model that the value of `name` has in the rank; "" where it has none."""
+        """Return the way to bring the model that the value of `name` has in the rank; "" if it has none."""
         part = self._own.get("models", {}).get(name)
         return f": {part} = {name}.{part} as the cell's last line, and --out {part}" if part else ""
 
@@ -156,7 +162,7 @@ class LeftInRanks:
 def _checksum(value: Any) -> int | None:
     try:
         return checksum(plain(value))
-    except Exception:  # a class of the user's that answers in a way of its own
+    except Exception:  # a class of the user's may raise anything
         return None
 
 
@@ -173,7 +179,9 @@ def _is_model(value: Any) -> bool:
 
 
 def _can_be_trained(value: Any) -> bool:
-    """Whether it is an estimator, a sampler ... and not one of the many objects that a look changes, too."""
+    """Return whether it is an estimator, a sampler ... and not one of the many objects that change when they are
+    read.
+    """
     return any(hasattr(type(value), method) for method in ("fit", "train", "learn", "run"))
 
 

@@ -1,4 +1,4 @@
-"""Lodging: where one cell runs among ranks that stay. Runs in the kernel; the ranks themselves are `Residents`."""
+"""Lodging: the persistent ranks that run one cell. Runs in the kernel; the ranks themselves are `Residents`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Lodging", "clock", "number_of_ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Lodging:
-    """Where one cell runs: all the ranks that stay, or some of them. Runs a spec as a `Launcher` would.
+    """The persistent ranks of one cell: all of them, or some. It runs a spec as a `Launcher` would.
 
     title: the cell in words.  outsiders: ranks that take no part.
     """
@@ -31,7 +31,7 @@ class Lodging:
         return [rank for rank in range(self.residents.spec.world_size) if rank not in self.outsiders]
 
     def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
-        """See `Residents.run`."""
+        """Run the spec, see `Residents.run`."""
         return self.residents.run(
             spec.task,
             watching,
@@ -42,19 +42,20 @@ class Lodging:
         )
 
     def __str__(self) -> str:
-        """The line that is printed before the run."""
+        """Return the line that is printed before the run."""
         size = self.residents.spec.world_size
         who = f"{ranks_in_words(self.ranks)} of {size}" if self.outsiders else number_of_ranks(size)
         return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {clock(self.residents.since)}"
 
 
 def clock(at: float) -> str:
-    """The time of day, of a time as `time.time` counts."""
+    """Format a time of `time.time` as the time of day."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def number_of_ranks(count: int) -> str:
-    """
+    """Format a number of ranks.
+
     >>> number_of_ranks(1), number_of_ranks(2)
     ('1 rank', '2 ranks')
     """

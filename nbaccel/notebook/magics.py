@@ -1,9 +1,9 @@
 """The magics: `%%accelerate` runs a cell in ranks, `%accelerate` asks and configures. Runs in the kernel.
 
-`register` is `%load_ext nbaccel`, `unregister` takes all of it back. Registering costs some milliseconds, opens no
-socket and prints nothing: the session, and all that it stands on, is imported with the first magic that is used (or at
-once where there may be a GPU, whose zygote is to be ready). Neither keeps state in a module: the shell holds the
-magics, and they hold the session.
+`register` is `%load_ext nbaccel`, `unregister` undoes it. Registering takes some milliseconds, opens no socket and
+prints nothing: the session, and everything that it needs, is imported with the first magic that is used (or at once if
+there may be a GPU, for which the zygote is to be ready). Neither keeps state in a module: the shell holds the magics,
+and they hold the session.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from nbaccel.notebook.cuda_watch import CudaWatch
 from nbaccel.notebook.flags import flags
 from nbaccel.notebook.parsing import asks_for_help, joined, parse
 
-if TYPE_CHECKING:  # they stand on the whole room of launches
+if TYPE_CHECKING:  # they import the whole package `launch`
     from nbaccel.notebook.commands import Commands
     from nbaccel.notebook.session import Session
 
 __all__ = ["AccelerateMagics", "panel", "register", "unregister"]
 
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""With it `torch.cuda.is_available()` asks NVML, and the notebook can still be forked afterwards."""
+"""With this variable `torch.cuda.is_available()` asks NVML, and the notebook can still be forked afterwards."""
 
 
 @magics_class
 class AccelerateMagics(Magics):
-    """The magics of one shell, and what else the extension changes there.
+    """The magics of one shell, and the other changes of the extension to it.
 
-    session: None for one of its own.  may_have_gpus: whether to look for GPUs when the extension is loaded.
+    session: None to make one.  may_have_gpus: returns whether to look for GPUs when the extension is loaded.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class AccelerateMagics(Magics):
         self._completer = Completer(shell, self._parser)
         self._help = AcceleratorHelp(shell)
         self._cuda = CudaWatch() if session is None else session.cuda
-        self._after_cell = self._cuda.after_cell  # one object, so that it can be taken back
+        self._after_cell = self._cuda.after_cell  # one object, so that it can be unregistered
         self._has_set_cuda_check = False
 
     @property
     def session(self) -> Session:
-        """Made when it is first asked for."""
+        """Return the session, made at its first use."""
         if self._session is None:
             from nbaccel.notebook.session import Session
 
@@ -120,7 +120,7 @@ class AccelerateMagics(Magics):
 
     @line_magic("%accelerate")  # type: ignore[arg-type]
     def misplaced(self, line: str) -> None:
-        """What IPython makes of a `%%accelerate` below code: a line magic whose name begins with `%`."""
+        """Refuse a `%%accelerate` below code, which IPython takes for a line magic whose name begins with `%`."""
         raise UsageError(
             "%%accelerate has to be the first line of its cell, below comments at most: the lines above it ran in "
             "the notebook, no rank was started, and nothing below it ran."
@@ -141,7 +141,10 @@ class AccelerateMagics(Magics):
             self.session.start_zygote()
 
     def remove(self) -> None:
-        """Ranks that stay end. The zygote does not: it is the process's, and a launch from a function may use it."""
+        """Undo `install`.
+
+        Persistent ranks end; the zygote belongs to the process, and a launch from a function may use it.
+        """
         if self._session is not None:
             self._session.close()
         shell = self._shell
@@ -159,13 +162,13 @@ class AccelerateMagics(Magics):
 
 
 def register(shell: Any) -> None:
-    """Give `shell` the magics; a second time changes nothing."""
+    """Give `shell` the magics; a second call changes nothing."""
     if _registered(shell) is None:
         AccelerateMagics(shell).install()
 
 
 def panel() -> None:
-    """Show the form of `%accelerate config` in this notebook; loads the extension if that was not done yet.
+    """Show the form of `%accelerate config` in this notebook; load the extension if that was not done yet.
 
     Raises:
         RuntimeError: there is no notebook.
@@ -181,7 +184,7 @@ def panel() -> None:
 
 
 def unregister(shell: Any) -> None:
-    """Leave `shell` as it was before `register`."""
+    """Restore `shell` to its state before `register`."""
     magics = _registered(shell)
     if magics is not None:
         magics.remove()
@@ -193,9 +196,10 @@ def _registered(shell: Any) -> AccelerateMagics | None:
 
 
 def _show_as_of_a_cell(shell: Any, error: SyntaxError) -> None:
-    """Let IPython show `error` as it shows that of a cell without a magic: no call led to it.
+    """Make IPython show `error` as in a cell without a magic: no call led to it.
 
-    It asks no `_render_traceback_` of a SyntaxError, and shows its own frames where compiled code has raised one.
+    IPython does not use `_render_traceback_` for a SyntaxError, and shows its own frames if compiled code has raised
+    one.
     """
     show = shell.showsyntaxerror
 
@@ -207,7 +211,7 @@ def _show_as_of_a_cell(shell: Any, error: SyntaxError) -> None:
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the first line of the user's on; what the magic did before explains nothing to its reader."""
+    """Return the traceback from the user's first line on; the magic's own frames explain nothing to its reader."""
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("nbaccel."):
         trace = trace.tb_next
     return trace

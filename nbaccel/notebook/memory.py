@@ -1,7 +1,7 @@
-"""Memory: the answer of `%accelerate memory`. Runs in the kernel; looks, and changes nothing.
+"""Memory: the answer of `%accelerate memory`. Runs in the kernel; reads, and changes nothing.
 
-A table of processes by host and device memory, and the notebook's own names with what they keep alive. It imports no
-torch and makes no CUDA context: without torch no name holds a tensor.
+It is a table of processes by host and device memory, and the notebook's own names with the memory they keep alive. It
+imports no torch and makes no CUDA context: without torch no name holds a tensor.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST_NAMES = 12
 
 
 class RankMemory(Listener):
-    """What each rank of the present run, or else of the last one, said of its memory last."""
+    """The latest memory report of each rank of the present run, or else of the last one."""
 
     def __init__(self) -> None:
         self.latest: dict[int, Memory] = {}
         self.cell = ""
 
     def begin(self, cell: str) -> None:
-        """A new run, of `cell`: the ranks of the one before do not count any more."""
+        """Begin a new run, of `cell`: the ranks of the previous one do not count any more."""
         self.latest = {}
         self.cell = cell
 
@@ -42,15 +42,15 @@ class RankMemory(Listener):
             self.latest[rank] = event
 
     def tick(self, now: float) -> None:
-        """There is nothing to do at any time."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Bytes that the kernel and what it started hold.
+    """Bytes that the kernel and the processes started by it hold.
 
-    kernel_bytes, started_bytes: resident memory.  started: how many processes, without those in `helpers`.
-    helpers: resident memory of our own processes, by what they are for.
+    kernel_bytes, started_bytes: resident memory.  started: number of processes, without those in `helpers`.
+    helpers: resident memory of the project's own processes, by their purpose.
     devices: bytes of the kernel's tensors by device, without those of the host.
     """
 
@@ -63,7 +63,7 @@ class Processes:
 
     @classmethod
     def now(cls, helpers: Mapping[int, str] = MappingProxyType({})) -> Processes:
-        """helpers: what processes of ours are for, by process id."""
+        """Measure these processes.  helpers: purposes of the project's processes, by process id."""
         import psutil
 
         kernel = psutil.Process()
@@ -76,7 +76,7 @@ class Processes:
 def memory_report(
     survey: Survey, processes: Processes, ranks: RankMemory, held: Sequence[Holding], *, are_gone: bool = False
 ) -> str:
-    """The table, the machine's memory, and the names in `held`.
+    """Return the table, the machine's memory, and the names in `held`.
 
     are_gone: the run of `ranks` is over, and no process of it is left.
     """
@@ -87,7 +87,7 @@ def memory_report(
 
 
 def held_by_names() -> list[Holding]:
-    """What the notebook's names and outputs keep alive; empty while nobody has imported torch."""
+    """Return what the notebook's names and outputs keep alive; empty while torch is not imported."""
     if "torch" not in sys.modules:
         return []
     from nbaccel.train.memory import named_holdings
@@ -124,7 +124,7 @@ def _machine(survey: Survey, pid: int) -> Iterator[str]:
 
 
 def _own(gpu: Gpu, pid: int) -> str:
-    """This kernel's part as the driver counts it: with the CUDA context, which no allocator knows."""
+    """Return this kernel's part as the driver counts it: with the CUDA context, which no allocator includes."""
     own = [count for holder, count in gpu.processes if holder == pid and count and is_holder(pid)]
     return f", {amount(sum(own))} of it by this kernel" if own else ""
 
@@ -145,7 +145,8 @@ def _names(held: Sequence[Holding]) -> Iterator[str]:
 
 
 def _is_output(name: str) -> bool:
-    """
+    """Return whether a name is one of IPython's outputs.
+
     >>> [_is_output(name) for name in ("Out[7]", "_7", "_", "_mine")]
     [True, True, True, False]
     """

@@ -1,6 +1,6 @@
-"""Mistakes on the line of a magic, each answered in one sentence that says what to write instead. Runs in the kernel.
+"""Mistakes on the line of a magic, each answered in one sentence with the right form. Runs in the kernel.
 
-What is right is decided in `flags` and `values`; this file only words what is wrong.
+`flags` and `values` decide what is right; this file only words what is wrong.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ COMMANDS = (
     "pull",
     "restart",
 )
-"""What follows `%accelerate`."""
+"""Words that follow `%accelerate`."""
 
 _DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 
 _OF_OTHERS = {"--nproc-per-node": "-n", "--num-gpus": "-n"}
-"""Flags of other launchers, and ours that say the same."""
+"""Flags of other launchers, and the project's flags with the same meaning."""
 
 _HELP = "%accelerate? lists every flag."
 
@@ -42,11 +42,11 @@ _ARGPARSE = {
     r"^argument (\S+): (.*)$": r"\1: \2.",
     r"^ambiguous option: (.*)$": r"\1; write it out.",
 }
-"""What argparse says, and how we do."""
+"""Messages of argparse, and the project's wording."""
 
 
 def in_our_words(message: str, where_to_look: str = _HELP) -> str:
-    """A sentence of argparse's, as one of ours.
+    """Return a message of argparse in the project's wording.
 
     >>> in_our_words("argument -n/--num-processes: expected one argument")
     '-n/--num-processes needs a value. %accelerate? lists every flag.'
@@ -59,7 +59,7 @@ def in_our_words(message: str, where_to_look: str = _HELP) -> str:
 
 
 def near(key: str, keys: Iterable[str]) -> str:
-    """The setting that was meant, perhaps.
+    """Return a suggestion of the setting that was probably meant.
 
     >>> near("sed", ["seed", "out"])
     ' (did you mean seed=…?)'
@@ -69,7 +69,7 @@ def near(key: str, keys: Iterable[str]) -> str:
 
 
 def what_is_unknown(parser: argparse.ArgumentParser, word: str, following: str = "") -> str:
-    """About the first word that argparse could not place.  following: the word behind it."""
+    """Return a sentence on the first word that argparse could not place.  following: the word after it."""
     flag, _, value = word.partition("=")
     if (meant := _OF_OTHERS.get(flag.replace("_", "-"))) is not None:
         return f"there is no flag {flag}; did you mean {' '.join([meant, *(value or following).split()[:1]])}?"

@@ -1,6 +1,6 @@
-"""Options: the choices of one cell, or of a notebook, and which one wins. Values of the kernel; they read no text.
+"""Options: the choices of one cell, or of a notebook, and their precedence. Values of the kernel; they read no text.
 
-A value is checked where it is read, in `values`; what it means on this machine is decided later, in `plan`.
+A value is checked where it is read, in `values`; its meaning on this machine is decided later, in `plan`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["AUTO", "CELL", "NAMED", "Limit", "Options", "expanded"]
 
 AUTO = "auto"
 CELL, NAMED = "cell", "named"
-"""What a cell leaves in the notebook: all that it would without ranks, or what `--out` names."""
+"""Names that a cell leaves in the notebook: all that it would leave without ranks, or those in `--out`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How long a run may take.
+    """Time limit of a run.
 
-    flag: which said so.  ends_well: the run was planned to end here, so the cell does not fail.
+    flag: the flag that set it.  ends_well: the run was planned to end here, so the cell does not fail.
     """
 
     seconds: float
@@ -33,14 +33,14 @@ class Limit:
 class Options:
     """The choices of one cell, or of `%accelerate config`. None: not chosen.
 
-    num_processes: a number or "auto".  mixed_precision: as flagged, "auto" too.
-    out: names of `--out`, or `CELL`, which None means, too, or `NAMED` without any.
-    inputs: names of `--in`.  ranks: whose output is shown, "all" or "0,2-3".
+    num_processes: a number or "auto".  mixed_precision: as in the flag, also "auto".
+    out: names of `--out`; `CELL`, which None means too; or `NAMED` for no names.
+    inputs: names of `--in`.  ranks: ranks whose output is shown, "all" or "0,2-3".
     free_kernel: the notebook's models leave the GPUs for the run.
     timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
     pdb: the rank to debug.  bg: return at once, the run goes on.
-    keep, only: of one cell alone. Ranks stay after it; it runs on some of those that do, "0,2-3".
+    keep, only: for one cell alone. Ranks stay after it; it runs on some of the persistent ranks, "0,2-3".
     """
 
     num_processes: int | str | None = None
@@ -74,23 +74,23 @@ class Options:
     bg: bool | None = None
 
     def over(self, weaker: Options) -> Options:
-        """These choices, and `weaker`'s where these say nothing. "auto" is a choice."""
+        """Return these choices, completed by those of `weaker`. "auto" is a choice."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(weaker, **{name: value for name, value in chosen.items() if value is not None})
 
     @property
     def names_back(self) -> tuple[str, ...] | None:
-        """Names to bring back; None for all that the cell leaves."""
+        """Return the names to bring back; None for everything that the cell leaves."""
         return self.out if isinstance(self.out, tuple) else () if self.out == NAMED else None
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks that was asked for; None for as many as there are devices."""
+        """Return the number of ranks that was asked for; None for as many as there are devices."""
         return self.num_processes if isinstance(self.num_processes, int) else None
 
     @property
     def limit(self) -> Limit | None:
-        """Which of the two limits comes first, if there is one."""
+        """Return the earlier of the two limits, if there is one."""
         limits = [
             Limit(seconds, flag, ends_well)
             for seconds, flag, ends_well in (
@@ -102,7 +102,7 @@ class Options:
         return min(limits, default=None, key=lambda limit: limit.seconds)
 
     def shown_ranks(self, world_size: int) -> frozenset[int] | None:
-        """The ranks whose output is shown, the one to debug among them; None for all.
+        """Return the ranks whose output is shown, the debugged one among them; None for all.
 
         Raises:
             LaunchRefused: a rank that the run does not have.
@@ -122,7 +122,7 @@ def _number_of_ranks(world_size: int) -> str:
 
 
 def expanded(ranks: str) -> Iterator[int]:
-    """Each rank of a list as `--ranks` takes it.
+    """Yield each rank of a list in the form of `--ranks`.
 
     >>> list(expanded("0,2-4"))
     [0, 2, 3, 4]

@@ -1,8 +1,8 @@
-"""Parsing: the text of a magic's line as options, and options as text again. Runs in the kernel; starts nothing.
+"""Parsing: turns the text of a magic's line into options, and options into text. Runs in the kernel; starts nothing.
 
-A cell's line is flags; `%accelerate config` and nbaccel.toml say KEY=VALUE, the keys being the long flags without
-their dashes. What flags there are is in `flags`, how their values are read in `values`, and what is said of a line
-that is wrong in `mistakes`.
+A cell's line has flags; `%accelerate config` and nbaccel.toml have KEY=VALUE, the keys being the long flags without
+their dashes. The flags are in `flags`, the readers of their values in `values`, and the sentences on wrong lines in
+`mistakes`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ __all__ = [
 ]
 
 SAVE = "--save"
-"""What `%accelerate config` takes besides KEY=VALUE."""
+"""Word that `%accelerate config` takes besides KEY=VALUE."""
 
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 def parse(parser: argparse.ArgumentParser, line: str) -> Options:
-    """The options that the rest of a `%%accelerate` line gives.
+    """Return the options of the rest of a `%%accelerate` line.
 
     Raises:
-        UsageError: one sentence on the first thing that is wrong.
+        UsageError: one sentence on the first mistake.
     """
     try:
         arguments = shlex.split(joined(line), comments=True)
@@ -61,7 +61,7 @@ def parse(parser: argparse.ArgumentParser, line: str) -> Options:
 
 
 def _with_keep_told_apart(arguments: list[str]) -> list[str]:
-    """`--keep` alone keeps the ranks; with a number it is `--keep-checkpoints`, as in ``Accelerator(keep=3)``.
+    """Rename `--keep` with a number to `--keep-checkpoints`, as in ``Accelerator(keep=3)``; alone it keeps the ranks.
 
     >>> _with_keep_told_apart(["--keep", "-n", "2", "--keep", "3"])
     ['--keep', '-n', '2', '--keep-checkpoints', '3']
@@ -73,7 +73,7 @@ def _with_keep_told_apart(arguments: list[str]) -> list[str]:
 
 
 def asks_for_help(line: str) -> bool:
-    """Whether a line wants the table of the flags, as terminals know it: `help`, or `-h` or `--help` among the flags.
+    """Return whether a line asks for the table of flags, as in terminals: `help`, or `-h` or `--help` among the flags.
 
     >>> asks_for_help("-n 2 --help"), asks_for_help("help"), asks_for_help("push help")
     (True, True, False)
@@ -83,7 +83,7 @@ def asks_for_help(line: str) -> bool:
 
 
 def joined(line: str) -> str:
-    """A line whose lists have no blanks: `--out model, history` names two.
+    """Return a line whose lists have no blanks: `--out model, history` names two.
 
     >>> joined("--out model, history -n 2")
     '--out model,history -n 2'
@@ -92,7 +92,7 @@ def joined(line: str) -> str:
 
 
 def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before: Options) -> Options:
-    """`before` with each KEY=VALUE of `%accelerate config` set; `KEY=` goes back to the default.
+    """Return `before` with each KEY=VALUE of `%accelerate config` set; `KEY=` returns to the default.
 
     Raises:
         UsageError: an unknown key or a wrong value.
@@ -109,29 +109,29 @@ def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before:
 
 
 def keys(parser: argparse.ArgumentParser) -> list[str]:
-    """The settings of `%accelerate config`: the long flags without their dashes."""
+    """Return the settings of `%accelerate config`: the long flags without their dashes."""
     return [action.option_strings[-1].removeprefix("--") for action in settings(parser)]
 
 
 def chosen(parser: argparse.ArgumentParser, options: Options) -> dict[str, Any]:
-    """Setting to value, as it would be given, for everything that `options` choose."""
+    """Return everything that `options` choose: the value of each setting, as it would be given."""
     values = ((key, _given(action, options)) for key, action in zip(keys(parser), settings(parser), strict=True))
     return {key: value for key, value in values if value is not None}
 
 
 def _given(action: argparse.Action, options: Options) -> Any:
-    """A flag's value as it would be given: a time that is kept in seconds gets its units back."""
+    """Return a flag's value as it would be given: a time that is stored in seconds gets its units back."""
     value = getattr(options, action.dest)
     return said(value).replace(" ", "") if action.dest == "time_limit" and value is not None else value
 
 
 def described(parser: argparse.ArgumentParser, options: Options) -> str:
-    """`options` as `%accelerate config` would take them; empty when nothing is chosen."""
+    """Return `options` as arguments of `%accelerate config`; empty when nothing is chosen."""
     return " ".join(f"{key}={text_of(value)}" for key, value in chosen(parser, options).items())
 
 
 def command_line(parser: argparse.ArgumentParser, options: Options) -> str:
-    """The first line of a cell that chooses `options` by itself."""
+    """Return the first line of a cell that chooses `options` by itself."""
     words = ["%%accelerate"]
     for action in settings(parser):
         value = _given(action, options)
@@ -142,7 +142,7 @@ def command_line(parser: argparse.ArgumentParser, options: Options) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A value as it is written behind KEY=.
+    """Return a value as it is written after KEY=.
 
     >>> text_of(True), text_of(("model", "history")), text_of("GPU-5eA"), text_of(1.5)
     ('true', 'model,history', 'GPU-5eA', '1.5')
@@ -153,7 +153,7 @@ def text_of(value: Any) -> str:
 
 
 def _action(parser: argparse.ArgumentParser, key: str) -> argparse.Action | None:
-    """The setting of this name, long or short, without its dashes."""
+    """Return the setting of this name, long or short, without its dashes."""
     spelled = {f"--{key}", f"-{key}"}
     return next((action for action in settings(parser) if spelled & {*action.option_strings}), None)
 

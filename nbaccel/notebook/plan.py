@@ -1,6 +1,6 @@
-"""Plan: what a cell's run will be, decided before anything starts, and the line that says so. Runs in the kernel.
+"""Plan: the settings of a cell's run, decided before anything starts, and the line about them. Runs in the kernel.
 
-It settles what the flags left open: devices, start, precision, seed. It touches no device and changes nothing.
+It decides what the flags left open: devices, start method, precision, seed. It touches no device and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ _MOST_SECONDS = 0.3
 _DRAWN_SEEDS = 1_000_000
 _BF16_SINCE = (8, 0)
 _RANKS_PER_CORE = 16
-"""More than anybody gains from; each is a process of some 200 MB, and hundreds of them stop the machine."""
+"""Largest number of ranks per core; each is a process of some 200 MB, and hundreds of them stop the machine."""
 _FIRST_LINE = 80
-"""Characters that the line before a run may have: what a notebook shows beside an open side bar without breaking it."""
+"""Characters of the line before a run: the width that a notebook shows beside an open side bar without a line break."""
 _PRECISION_NAMES = {"no": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run to come.
+    """One planned run.
 
-    precision_reason: empty where the user chose.  bytes_to_copy: what travels to ranks that are no copy of the kernel.
-    stays: the ranks are there already, and stay.
-    own_devices: each rank sees its own GPU alone.  first_card: see `Task`.
+    precision_reason: empty if the user chose.  bytes_to_copy: bytes that are sent to ranks that are no copy of the
+    kernel.
+    stays: the ranks exist already, and stay.
+    own_devices: each rank sees only its own GPU.  first_card: see `Task`.
     """
 
     options: Options
@@ -57,12 +58,12 @@ class Plan:
 
     @classmethod
     def of(cls, options: Options, task: Task, survey: Survey, here: ProcessState, since: str | None) -> Plan:
-        """What `options` come to on this machine, in this notebook.
+        """Decide the run of `options` on this machine, in this notebook.
 
         since: the cell from which on forks fail, if they do and it is known.
 
         Raises:
-            LaunchRefused: the machine or the notebook cannot do what was asked; the message says what can be.
+            LaunchRefused: the machine or the notebook cannot do what was asked; the message says what is possible.
         """
         devices = choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
         refuse_a_crowd(devices.num_processes, survey)
@@ -74,7 +75,7 @@ class Plan:
             platform_can_fork=here.can_fork,
             why_forks_fail=here.why_forks_fail,
             since=since,
-            # What is set aside leaves room for the copies.
+            # Models that are moved to the host leave memory for the copies.
             bytes_on_device=_bytes_on_device(names) if here.why_forks_fail and not options.free_kernel else 0,
         )
         limit = options.limit
@@ -101,7 +102,7 @@ class Plan:
         )
 
     def spec(self, task: Task, setup: str | None, wants_results: bool = False) -> LaunchSpec:
-        """wants_results: a failing run waits for what the task sends back."""
+        """Return the spec of the run.  wants_results: a failing run waits for the results of the task."""
         return LaunchSpec(
             task=task,
             world_size=self.devices.num_processes,
@@ -119,7 +120,7 @@ class Plan:
         )
 
     def facts(self, title: str) -> Facts:
-        """What the panel says of the run beside its numbers."""
+        """Return the texts of the panel beside its numbers."""
         accumulate = self.settings.gradient_accumulation_steps or 1
         parts = [
             str(self.devices),
@@ -132,11 +133,11 @@ class Plan:
         return Facts(title, ", ".join(filter(None, parts)), self.devices.names(), plots)
 
     def __str__(self) -> str:
-        """What is printed before the run: one short line, and a line for each thing that is not as usual."""
+        """Return the text printed before the run: one short line, and a line for each unusual fact."""
         return "\n".join([self._first_line(), *self._what_is_unusual()])
 
     def _first_line(self) -> str:
-        """What matters, in at most 80 characters; `explained` has the reasons."""
+        """Return the main facts in at most 80 characters; `explained` has the reasons."""
         accumulate = self.settings.gradient_accumulation_steps or 1
         seed = self.settings.seed
         parts = [
@@ -160,7 +161,7 @@ class Plan:
 
     @property
     def explained(self) -> str:
-        """All that was settled, and why; for those who ask."""
+        """Return all decisions with their reasons, for users who ask."""
         precision = f"default precision {self.settings.mixed_precision}"
         return ", ".join(
             [
@@ -175,7 +176,7 @@ class Plan:
 
     @property
     def _whose_cards(self) -> str:
-        """What "cuda:0" means in the ranks, where that is to be known."""
+        """Return what "cuda:0" means in the ranks, if that matters."""
         if not self.own_devices or self.devices.num_processes == 1:
             return ""
         return f" (each its own as cuda:0{f': {self.first_card}' if self.first_card else ''})"
@@ -187,9 +188,10 @@ class Plan:
 
 
 def refuse_a_crowd(num_processes: int, survey: Survey) -> None:
-    """
+    """Refuse a number of ranks that can only be a mistake.
+
     Raises:
-        LaunchRefused: so many ranks share so few cores that the number can only be a slip.
+        LaunchRefused: so many ranks share so few cores that the number can only be a mistake.
 
     >>> refuse_a_crowd(32, Survey(cpu_count=2))
     """
@@ -207,7 +209,7 @@ def _cores(cores: int) -> str:
 
 
 def choose_precision(options: Options, devices: Devices) -> tuple[str, str]:
-    """The precision of `Accelerator()` in a cell, and why if nobody chose it.
+    """Return the precision of `Accelerator()` in a cell, and the reason if it was not chosen.
 
     Raises:
         LaunchRefused: bf16 on a GPU that only emulates it.
@@ -224,7 +226,7 @@ def choose_precision(options: Options, devices: Devices) -> tuple[str, str]:
 
 
 def settings_of(options: Options, precision: str | None) -> RunSettings:
-    """What `options` choose for every rank.  precision: what theirs comes to on the devices; None: not chosen."""
+    """Return the settings that `options` choose for every rank.  precision: that of the devices; None: not chosen."""
     return RunSettings(
         mixed_precision=precision,
         gradient_accumulation_steps=options.accumulate,
@@ -242,22 +244,22 @@ def settings_of(options: Options, precision: str | None) -> RunSettings:
 
 
 def draws_as_here(options: Options, task: Task) -> bool:
-    """Whether all ranks go on with the notebook's random numbers, as the task would without ranks.
+    """Return whether all ranks continue the notebook's random numbers, as the task would without ranks.
 
-    Not where ranks have to differ: with `--independent`, and with `--strict`, which refuses them if they do.
+    It is False if ranks have to differ: with `--independent`, and with `--strict`, which refuses equal work.
     """
     return options.seed is None and _is_raw(options, task)
 
 
 def _is_raw(options: Options, task: Task) -> bool:
-    """Whether the task is a program of one process, which trains on all ranks as it is."""
+    """Return whether the task is a program of one process, which is trained on all ranks as it is."""
     return not (task.knows_ranks or options.independent or options.strict)
 
 
 def _automatic(devices: Devices, start: Start, draws_seed: bool, is_raw: bool) -> RunSettings:
-    """What is chosen where nobody has.
+    """Return the settings that were not chosen.
 
-    The seed comes from the system's own generator: drawing it must not move the notebook's.
+    The seed comes from the system's own generator: drawing it must not change the notebook's.
     """
     return RunSettings(
         gradient_accumulation_steps=1,
@@ -269,7 +271,8 @@ def _automatic(devices: Devices, start: Start, draws_seed: bool, is_raw: bool) -
 
 
 def amount(nbytes: int) -> str:
-    """
+    """Format a number of bytes.
+
     >>> amount(44_700_000), amount(2_100), amount(12)
     ('44.7 MB', '2 kB', '12 bytes')
     """
@@ -280,7 +283,7 @@ def amount(nbytes: int) -> str:
 
 
 def _bytes_on_device(values: Mapping[str, Any]) -> int:
-    """What the tensors in `values` hold on devices; memory that several share counts once."""
+    """Return the bytes on devices of the tensors in `values`; memory that several share counts once."""
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in _tensors(values)
@@ -291,7 +294,9 @@ def _bytes_on_device(values: Mapping[str, Any]) -> int:
 
 
 def _tensors(values: Mapping[str, Any]) -> Iterator[Any]:
-    """Every tensor in containers, modules and optimizers that 0.3 s are enough for; by true types, as in `weight`."""
+    """Yield the tensors in containers, modules and optimizers that are found within 0.3 s; by true types, as in
+    `weight`.
+    """
     torch = sys.modules["torch"]
     todo, seen = [dict(values)], {}
     until = time.monotonic() + _MOST_SECONDS

@@ -1,11 +1,11 @@
-"""Pump: messages of some widgets reach the kernel while a cell keeps its main thread busy. Runs in that thread.
+"""Pump: passes messages of some widgets to the kernel while a cell keeps its main thread busy. Runs in that thread.
 
 A kernel handles one shell message after the other, so a click waits until the cell is over. ipykernel 7.0 to 7.3 let a
-front end send it past the cell on a thread of its own; others do not, and a front end need not. The pump reads what
-arrives meanwhile where the kernel would: messages of the widgets it was told of are handled, all others (cells, other
-widgets, whose callbacks expect no cell around them) are kept in their order and handed back when the cell ends.
+front end send it on a separate thread; others do not, and a front end need not. The pump reads messages meanwhile where
+the kernel would: those for its widgets are handled, all others (cells, other widgets, whose callbacks expect no running
+cell) are kept in their order and handed back when the cell ends.
 
-It leans on private parts of ipykernel and pyzmq. `Pump.of` returns none where one is missing, and nothing was touched.
+It relies on private parts of ipykernel and pyzmq. If one is missing, `Pump.of` returns None, and nothing was touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = ("comm_msg", "comm_close")
 
 
 class Pump:
-    """Between `with` and its end, `poll` handles the messages for `comm_ids`, a live collection.
+    """Handles, by `poll`, the messages for `comm_ids`, a live collection, between `with` and its end.
 
     `poll`, and the end of `with`, are for the main thread, inside a cell.
     """
@@ -36,7 +36,7 @@ class Pump:
 
     @classmethod
     def of(cls, kernel: Any, comm_ids: Collection[str]) -> Self | None:
-        """None where this kernel has no place to read from; a front end's Stop is the interrupt then."""
+        """Return a pump; None if this kernel has no place to read from: then a front end's Stop is the interrupt."""
         stream = _main_stream(kernel)
         has_all = (
             all(hasattr(stream, name) for name in ("socket", "flush", "io_loop", "_run_callback", "_recv_copy"))
@@ -54,7 +54,7 @@ class Pump:
         self.close()
 
     def poll(self) -> None:
-        """Handle what has arrived; never waits."""
+        """Handle the messages that have arrived; never wait."""
         import zmq
 
         for _ in range(_MOST_AT_ONCE):
@@ -66,29 +66,32 @@ class Pump:
                 self._kept.append(frames)
 
     def close(self) -> None:
-        """Hand back what was kept, in its order and before all that comes later.
+        """Hand back the kept messages, in their order and before all later ones.
 
-        At once, not in a later turn of the event loop: where the cell has failed, the kernel is about to drop the
-        cells that wait behind it, and those that we kept are among them.
+        It does so at once, not in a later turn of the event loop: if the cell has failed, the kernel is about to drop
+        the cells that wait after it, and the kept ones are among them.
         """
         kept, self._kept = self._kept, []
         for frames in kept:
             self._stream._run_callback(self._stream._recv_callback, frames)
-        self._stream.io_loop.add_callback(self._stream.flush)  # we read the socket past the stream: it looks itself
+        self._stream.io_loop.add_callback(self._stream.flush)  # the socket was read past the stream, which rechecks it
 
     def _is_for_us(self, frames: list[Any]) -> bool:
-        """Whether this is a message for one of our widgets. Reads it unchecked, so that the kernel can check it."""
+        """Return whether this is a message for one of the pump's widgets.
+
+        It reads the message unchecked, so that the kernel can check it.
+        """
         try:
             _, parts = self._kernel.session.feed_identities(frames, copy=False)
             header, content = (self._kernel.session.unpack(bytes(parts[at].bytes)) for at in (1, 4))
             return header["msg_type"] in _KINDS and content["comm_id"] in self._comm_ids
-        except Exception:  # whatever it is, the kernel knows how to answer
+        except Exception:  # the kernel handles any other message
             return False
 
     def _handle(self, frames: list[Any]) -> bool:
-        """As the kernel would, with the running cell as the parent of what the callbacks print.
+        """Handle a message as the kernel would, with the running cell as the parent of the callbacks' output.
 
-        False for a message that nobody entitled has signed: the kernel complains of it when it comes to it.
+        It returns False for a message without a valid signature: the kernel reports it when it handles it.
         """
         kernel = self._kernel
         identity, parts = kernel.session.feed_identities(frames, copy=False)
@@ -106,7 +109,7 @@ class Pump:
 
 
 def _main_stream(kernel: Any) -> Any:
-    """The stream that brings shell messages to the main thread; None where it is not found."""
+    """Return the stream that brings shell messages to the main thread; None if it is not found."""
     thread = getattr(kernel, "shell_channel_thread", None)
     if thread is None:  # ipykernel 6
         return getattr(kernel, "shell_stream", None)

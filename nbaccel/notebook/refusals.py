@@ -1,7 +1,7 @@
-"""Refusals: what a cell may not ask for, found before anything starts. Runs in the kernel; changes nothing.
+"""Refusals: finds wrong requests of a cell before anything starts. Runs in the kernel; changes nothing.
 
-Flags that exclude each other, places that are none, and a front end that cannot do what a flag needs. What is wrong
-with one flag by itself is said where its value is read; what the machine cannot do, by the plan.
+It finds flags that exclude each other, places that do not exist, and a front end that cannot do what a flag needs.
+Mistakes in one flag alone are found where its value is read; requests beyond the machine, by the plan.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _GIVEN: dict[str, Callable[[Options], bool]] = {
     "--free-kernel": lambda options: bool(options.free_kernel),
     "--start inline": lambda options: options.start == "inline",
 }
-"""What may exclude something else, and how to know that it was asked for."""
+"""Requests that may exclude others, and the test for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Two flags of which a cell has one at most.  why: half a sentence."""
+    """Two flags of which a cell may have only one.  why: half a sentence."""
 
     flag: str
     other: str
@@ -66,7 +66,8 @@ EXCLUSIONS = (
 
 
 def refuse_contradictions(options: Options) -> None:
-    """
+    """Refuse flags that exclude each other.
+
     Raises:
         UsageError: two of the flags exclude each other.
     """
@@ -76,10 +77,11 @@ def refuse_contradictions(options: Options) -> None:
 
 
 def refuse_wrong_places(options: Options) -> None:
-    """
+    """Refuse places for checkpoints that cannot be right.
+
     Raises:
-        LaunchRefused: checkpoints could not be written where the flags say, or the place to read them from looks
-        like a mistake in typing.
+        LaunchRefused: checkpoints could not be written where the flags say, or the place to read them from looks like a
+        typing mistake.
     """
     folder, source = options.checkpoint_dir, options.resume
     if folder and Path(folder).expanduser().is_file():
@@ -92,10 +94,11 @@ def refuse_wrong_places(options: Options) -> None:
 
 
 def without_a_missing_source(options: Options) -> tuple[Options, str]:
-    """Return the options of a cell whose `--resume PATH` is not there, and a line that says what they are now.
+    """Return the options of a cell whose `--resume PATH` does not exist, and a line that says what they are now.
 
-    A hosted notebook runs the same cells in its first version, which has nothing to go on from yet, and in later ones,
-    to which the output of the last is attached. The line is empty, and the options the same, where the path is there.
+    A hosted notebook runs the same cells in its first version, which has no checkpoint to continue from, and in later
+    ones, to which the output of the last is attached. If the path exists, the line is empty and the options are the
+    same.
     """
     source = options.resume
     if not _is_missing(source):
@@ -114,7 +117,7 @@ def _is_missing(source: str | None) -> TypeGuard[str]:
 
 
 def _alike(path: Path) -> str:
-    """The path that was probably meant, where one part of it is misspelled; empty if none is like it."""
+    """Return the path that was probably meant, if one part of it is misspelled; empty if none is similar."""
     there = next(parent for parent in path.absolute().parents if parent.exists())
     rest = path.absolute().relative_to(there)
     names = difflib.get_close_matches(rest.parts[0], [each.name for each in there.iterdir()], n=1, cutoff=0.8)
@@ -122,9 +125,10 @@ def _alike(path: Path) -> str:
 
 
 def refuse_without_input(options: Options, shell: Any) -> None:
-    """
+    """Refuse a debugger in a front end without input.
+
     Raises:
-        LaunchRefused: a debugger was asked for where nobody can type.
+        LaunchRefused: a debugger was asked for where no input can be typed.
     """
     if options.pdb is None or _takes_input(shell):
         return
@@ -138,4 +142,4 @@ def _takes_input(shell: Any) -> bool:
     kernel = getattr(shell, "kernel", None)
     if kernel is None:
         return sys.stdin is not None and sys.stdin.isatty()
-    return bool(getattr(kernel, "_allow_stdin", True))  # what the front end said with this cell
+    return bool(getattr(kernel, "_allow_stdin", True))  # the front end sets it with each cell

@@ -1,8 +1,8 @@
-"""Results: what a run brought back becomes variables of the notebook. Runs in the kernel, after the ranks are gone.
+"""Results: turns the values that a run brought back into variables of the notebook. Runs in the kernel, after the run.
 
-An object of the same type and structure that the notebook has already is loaded in place, so every other reference
-to it sees the training; anything else replaces the name. Modules are settled first, then optimizers, then the rest:
-an optimizer of the notebook may stay only if its parameters do. Nothing is printed here.
+A value is loaded in place into an object of the same type and structure that the notebook has already, so every other
+reference to it sees the training; any other value replaces the name. Modules are handled first, then optimizers, then
+the rest: an optimizer of the notebook may stay only if its parameters do. Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Arrival:
     nbytes: int
 
     def __str__(self) -> str:
-        """
+        """Return the arrival as one entry of a list.
+
         >>> str(Arrival("model", "updated in place", 44_700_000))
         'model (updated in place, 44.7 MB)'
         """
@@ -38,7 +39,7 @@ class Arrival:
 def install(values: Mapping[str, Any], namespace: dict[str, Any], sizes: Mapping[str, int]) -> list[Arrival]:
     """Bind each of `values` in `namespace`, or load it into the object that has the name; in the order of `values`."""
     moving = _Moving()
-    # Of several names for one object, that under which the notebook has its like decides.
+    # Of several names for one object, the name under which the notebook has a similar object decides.
     in_order = sorted(values, key=lambda name: type(plain(namespace.get(name))) is not type(values[name]))
     how: dict[str, str] = {}
     for kind in (_Module(), _Optimizer(), _Stateful(), _Plain()):
@@ -50,25 +51,25 @@ def install(values: Mapping[str, Any], namespace: dict[str, Any], sizes: Mapping
 
 @dataclass(slots=True)
 class _Moving:
-    """What has been settled so far.
+    """The objects handled so far.
 
-    stays: by the id of an object that came, the notebook's object that took its state (parameters among them).
-    replaces: ids of objects that came and are the notebook's from now on.
+    stays: by the id of a new object, the notebook's object that took its state (parameters among them).
+    replaces: ids of new objects that are the notebook's from now on.
     """
 
     stays: dict[int, Any] = field(default_factory=dict)
     replaces: set[int] = field(default_factory=set)
 
     def home(self, new: Any) -> Any:
-        """The notebook's object for one that came."""
+        """Return the notebook's object for a new one."""
         return self.stays.get(id(new), new)
 
 
 class _Plain:
-    """Any object: it replaces what had its name."""
+    """Any object: it replaces the object that had its name."""
 
     changed = ""
-    """What to say when an object of the same type was there and could not be loaded."""
+    """Text for the case that an object of the same type existed and could not be loaded."""
 
     def handles(self, new: Any) -> bool:
         return True
@@ -80,18 +81,18 @@ class _Plain:
         """Give `old` the state of `new`."""
 
     def load_if_it_fits(self, old: Any, new: Any, moving: _Moving) -> bool:
-        """Whether `old` has the state of `new` now."""
+        """Load `new` into `old` if it fits; return whether it did."""
         if not self.fits(old, new, moving):
             return False
         self.load(old, new, moving)
         return True
 
     def adopt(self, new: Any, moving: _Moving) -> None:
-        """`new` is the notebook's from now on: point it at the notebook's objects."""
+        """Take `new` as the notebook's object: make it refer to the notebook's objects."""
 
 
 class _Stateful(_Plain):
-    """Schedulers, scalers, and whatever else has a state."""
+    """Schedulers, scalers, and other objects with a state."""
 
     changed = "its state did not fit"
 
@@ -114,7 +115,7 @@ class _Stateful(_Plain):
 
 
 class _Module(_Stateful):
-    """Modules fit when their state has the same names, shapes and types."""
+    """Modules; they fit when their state has the same names, shapes and types."""
 
     changed = "its structure changed"
 
@@ -140,7 +141,7 @@ class _Module(_Stateful):
 
 
 class _Optimizer(_Stateful):
-    """Optimizers fit when their groups hold as many parameters of the same shapes, and none of a module that is new."""
+    """Optimizers; they fit if their groups have parameters of the same shapes, and none of a new module."""
 
     changed = "its parameters changed"
 
@@ -153,7 +154,7 @@ class _Optimizer(_Stateful):
         return not is_of_new_module and _shapes(old) == _shapes(new)
 
     def adopt(self, new: Any, moving: _Moving) -> None:
-        """It came with copies of the parameters; it has to step those that the notebook's modules kept."""
+        """Make the new optimizer step the parameters that the notebook's modules kept, in place of its copies."""
         moving.replaces.add(id(new))
         if not any(id(parameter) in moving.stays for parameter in _parameters(new)):
             return
@@ -165,7 +166,7 @@ class _Optimizer(_Stateful):
 
 
 def _settle(kind: _Plain, name: str, new: Any, namespace: dict[str, Any], moving: _Moving) -> str:
-    """Load or bind one value; says how, in words for the user."""
+    """Load or bind one value; return how, in words for the user."""
     if id(new) in moving.stays or id(new) in moving.replaces:  # a second name for an object settled already
         namespace[name] = moving.home(new)
         return "updated in place" if id(new) in moving.stays else ""
@@ -179,10 +180,10 @@ def _settle(kind: _Plain, name: str, new: Any, namespace: dict[str, Any], moving
 
 
 def _succeeds(load: Callable[..., bool], old: Any, new: Any, moving: _Moving) -> bool:
-    """A state that does not fit after all is no error: the object then comes as a new one."""
+    """Return whether loading succeeds. A state that does not fit is no error: the object then comes as a new one."""
     try:
         return load(old, new, moving)
-    except Exception:  # whatever a foreign load_state_dict raises, or a layer that has no shape yet
+    except Exception:  # any error of a user's load_state_dict, or a layer that has no shape yet
         return False
 
 

@@ -1,7 +1,7 @@
-"""Session: one notebook's cells in ranks, from the flags to the variables that come back. Runs in the kernel.
+"""Session: runs the cells of one notebook in ranks, from the flags to the results. Runs in the kernel.
 
-The extension owns one per shell. It remembers what the notebook configured, which cell initialised CUDA, and how the
-last run went, and whether ranks stay (`stay`); it holds no variable of the user's.
+The extension owns one per shell. It stores the configuration of the notebook, the cell that initialised CUDA, how the
+last run went, and whether ranks are persistent (`stay`); it holds no variable of the user's.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ from nbaccel.world import is_notebook_kernel
 __all__ = ["LastRun", "Session"]
 
 SETUP = "nbaccel.train.setup:setup_rank"
-"""Gives every rank its process group and, unless the notebook has the name, `accelerator`."""
+"""Setup that gives every rank its process group and, unless the notebook has the name, `accelerator`."""
 
 _ACCELERATOR = "accelerator"
 
 _MOST_THREADS = 3
-"""Lines about threads of the notebook before a run."""
+"""Number of lines about threads of the notebook before a run."""
 
 _MAY_HAVE_CHANGED = "ranks of a second start would see a notebook that has changed since; without --bg"
 
 
 @dataclass(frozen=True, slots=True)
 class LastRun:
-    """How the last run went: "Cell In[5]", "stopped"."""
+    """The end of the last run: "Cell In[5]", "stopped"."""
 
     cell: str
     end: str
@@ -91,7 +91,7 @@ class Session:
     """Runs cells of one notebook.
 
     launcher: None for this process's.  setup: what every rank does before the cell, None for nothing.
-    survey: looks at the machine.  cuda: the watch that has been kept since the extension was loaded.
+    survey: examines the machine.  cuda: the watch that exists since the extension was loaded.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Session:
         self.configuration = Configuration()
         self.cuda = cuda or CudaWatch()
         self.last_run: LastRun | None = None
-        self.last_plan: Plan | None = None  # of ranks that were started for a cell
+        self.last_plan: Plan | None = None  # the plan of ranks that were started for a cell
         self.rank_memory = RankMemory()
         self.background = Background(self.say, self._conclude)
         self._audience = Audience()
@@ -124,10 +124,10 @@ class Session:
         return self._launcher or default_launcher()
 
     def configured(self) -> Options:
-        """What the notebook has chosen; says what nbaccel.toml brought, the first time.
+        """Return the notebook's choices; print those of nbaccel.toml the first time.
 
         Raises:
-            UsageError: nbaccel.toml cannot be followed.
+            UsageError: nbaccel.toml is wrong.
         """
         options = self.configuration.options
         if news := self.configuration.news():
@@ -135,12 +135,12 @@ class Session:
         return options
 
     def run(self, asked: Options, body: str) -> Any:
-        """Run a cell's body in ranks and bring back what was asked for; the value of its last expression.
+        """Run a cell's body in ranks and bring its results back; return the value of its last expression.
 
         Raises:
             LaunchRefused, UsageError, SyntaxError: nothing was started.
             The error of the first rank that failed; KeyboardInterrupt, TimeoutError: the run was stopped;
-            ResultsMissing: it ended well, but a name of `--out` did not come. Whatever came is in the notebook.
+            ResultsMissing: it ended well, but a name of `--out` did not come. Values that came are in the notebook.
         """
         with interrupts_in_one_line():
             host, plan, source, task, spec = self._plan(asked, body)
@@ -159,12 +159,14 @@ class Session:
                 with interrupts_in_one_line(), freed:
                     run.go(host, listeners=[self.rank_memory], beside=beside)
             finally:
-                if run.is_over:  # also after an interrupt while models came back, which is raised behind it
+                if run.is_over:  # also after an interrupt while models were moved back, raised after this
                     value = self._conclude_and_show(run)
             return value
 
     def _plan(self, asked: Options, body: str) -> tuple[Host, Plan, CellSource, CellTask, LaunchSpec]:
-        """Settle who runs a cell, how and with what; refuse what cannot work, and say what there is to know before."""
+        """Decide which host runs a cell, how and with which task; refuse what cannot work, and print the notes
+        before a run.
+        """
         refuse_nested_launch()
         options = asked.over(self.configured())
         refuse_contradictions(options)
@@ -178,7 +180,7 @@ class Session:
             self.stay.start(of_the_start(options))
         survey = self.survey()
         host, plan, task = self._lodge(asked, options, source, survey)
-        options.shown_ranks(plan.devices.num_processes)  # refuses a rank that there is not, before anything is said
+        options.shown_ranks(plan.devices.num_processes)  # refuses a rank that does not exist, before any output
         needed = self._needed(task, source) if host is self.launcher else {}
         cells = self.shell.history_manager.input_hist_raw[:-1]  # the last one is running
         is_asked_for = plan.options.free_kernel or (host is self.launcher and plan.devices.gpus)
@@ -196,7 +198,7 @@ class Session:
     def _lodge(
         self, asked: Options, options: Options, source: CellSource, survey: Survey
     ) -> tuple[Host, Plan, CellTask]:
-        """Where a cell runs, as what, and its task: in the ranks that stay, or else in ranks of its own."""
+        """Return the host of a cell, its plan and its task: persistent ranks, or else new ranks."""
         if self.stay.is_on:
             return self.stay.lodge(asked, options, source)
         if asked.only is not None:
@@ -210,15 +212,15 @@ class Session:
         return self.launcher, Plan.of(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail)), task
 
     def _movable(self, plan: Plan) -> SetAside:
-        """What the notebook could move away from the GPUs of a run."""
+        """Return what the notebook could move away from the GPUs of a run."""
         return SetAside(self.shell.user_ns, Cards({gpu.index for gpu in plan.devices.gpus}))
 
     def say(self, line: str) -> None:
-        """One line of ours in the cell's output."""
+        """Print one line of the project in the cell's output."""
         ConsoleScreen().write("stdout", f"{line}\n")
 
     def _needed(self, task: CellTask, source: CellSource) -> dict[str, Any]:
-        """What the cell reads of the notebook as it is now."""
+        """Return the names that the cell reads from the notebook, with their present values."""
         made = made_before_read(source.code)
         return {name: self.shell.user_ns[name] for name in task.names_to_send() if name not in made}
 
@@ -231,7 +233,7 @@ class Session:
         survey: Survey,
         aside: SetAside,
     ) -> None:
-        """Name what the ranks of the cell will lack or have little of."""
+        """Name the things that the ranks of the cell will lack or have little of."""
         if plan.start.method == "fork":
             for name, thread in list(threads_held_by(needed).items())[:_MOST_THREADS]:
                 self.say(f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell")
@@ -245,11 +247,11 @@ class Session:
             self.say(line)
 
     def start_zygote(self) -> None:
-        """Have a clean process ready for the first cell that needs one; returns while it is still loading torch."""
+        """Start a clean process for the first cell that needs one; return while it is still loading torch."""
         self.launcher.keeper.zygote()
 
     def close(self) -> None:
-        """End what runs for this notebook."""
+        """End everything that runs for this notebook."""
         self.background.close()
         self.stay.close()
         self._former_button.close()
@@ -277,7 +279,9 @@ class Session:
     # --- in the background -------------------------------------------------------------------------------------
 
     def _why_not_in_the_background(self, plan: Plan) -> str:
-        """Empty if the cell can return while its run goes on, and somebody is there to come back to it."""
+        """Return why the cell cannot run in the background; empty if it can return and a user can come back to its
+        run.
+        """
         if plan.start.method == "inline":
             return "a run in the notebook's own process leaves no room for other cells"
         if not is_notebook_kernel():
@@ -306,7 +310,7 @@ class Session:
     # --- after the run -----------------------------------------------------------------------------------------
 
     def show_last(self) -> None:
-        """Show panel and picture of the last run in the cell that runs now, and say how it ended."""
+        """Show panel and picture of the last run in the cell that runs now, and print how it ended."""
         current, run = self.background.current, self.launcher.last_run
         if current is not None and not current.is_over:
             self.say(f"{current}: %accelerate attach shows it")
@@ -324,7 +328,7 @@ class Session:
         self.launcher.last_run = run
 
     def _conclude(self, run: CellRun) -> Any:
-        """What a run that is over leaves: values, an error, a word on how it went."""
+        """Conclude a run that is over: bring its values back, raise its error, and record how it went."""
         self.launcher.occupied = ""
         ended = run.outcome.ended
         self.last_run = LastRun(run.source.name, run.end, run.seconds)
@@ -341,11 +345,11 @@ class Session:
         try:
             return self._conclude(run)
         finally:
-            # Last, because it takes a moment that an impatient interrupt may end: all else is in the notebook.
+            # Last, because it takes a moment that an interrupt may end: everything else is in the notebook.
             run.show_end()
 
     def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: ShownRun) -> Any:
-        """The cell in the notebook's own process."""
+        """Run the cell in the notebook's own process."""
         leaving = self._as_written if task.leaves_all else self._only_out_changes
         error: BaseException | None = None
         stopped, value = "", None
@@ -374,7 +378,7 @@ class Session:
 
     @contextmanager
     def _as_written(self, task: CellTask) -> Iterator[None]:
-        """The cell's names stay, without what training has put around their objects."""
+        """Keep the cell's names, without the wrappers that training has put around their objects."""
         namespace = self.shell.user_ns
         before = dict(namespace)
         try:
@@ -389,7 +393,7 @@ class Session:
 
     @contextmanager
     def _only_out_changes(self, task: CellTask) -> Iterator[None]:
-        """Names that `--out` does not list are as before afterwards."""
+        """Restore names that `--out` does not list."""
         namespace = self.shell.user_ns
         before = dict(namespace)
         try:
@@ -414,7 +418,7 @@ def _refuse_unknown(flag: str, names: Collection[str] | None, known: Collection[
 
 
 def _value_of(results: Results) -> Any:
-    """The last expression's value if it is small data, else something that shows it."""
+    """Return the last expression's value if it is small data, else an object with its display."""
     shown = results.facts.get("result")
     if shown is None or RESULT in results.values:
         return results.values.get(RESULT)

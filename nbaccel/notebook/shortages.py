@@ -1,8 +1,8 @@
-"""Find what a cell's run will run short of, before anything starts. Runs in the kernel; changes nothing.
+"""Finds what a cell's run will run short of, before anything starts. Runs in the kernel; changes nothing.
 
-It looks at the names that the cell reads and at the cell's text: models that lie on a device already, data loaders
-with more workers than there are cores, memory that the notebook itself holds. What cannot work is refused with the
-line to move; what may be slow or tight is one line each. What the cell makes itself cannot be known here.
+It examines the names that the cell reads and the cell's text: models that are on a device already, data loaders with
+more workers than there are cores, memory that the notebook itself holds. What cannot work is refused with the line to
+move; what may be slow or tight gets one line each. Objects that the cell makes itself cannot be known here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nbaccel.view.words import listed
 __all__ = ["Loader", "Place", "loaders_in", "refuse_what_cannot_fit", "shortages", "where_made"]
 
 _MUCH_OF_A_DEVICE = 0.1
-"""Share of what ranks could have of a device from which on what the notebook holds there is said before a run."""
+"""Share of a device's available memory from which on the notebook's own part is reported before a run."""
 
 _WORTH_A_WORD_BYTES = 1_000_000
 
@@ -35,7 +35,7 @@ _PYTHON_HERE = ("%%time", "%%capture", "%%prun")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the notebook made a name: the cell's number, the line in it (from 1) and its text."""
+    """The place where the notebook made a name: the cell's number, the line in it (from 1) and its text."""
 
     cell: int
     line: int
@@ -49,8 +49,8 @@ class Place:
 class Loader:
     """A data loader that the cell uses.
 
-    name: what the cell calls it, or where it makes it.  workers: its `num_workers`.
-    dataset: what it reads; None where the text does not show it.
+    name: its name in the cell, or the line that makes it.  workers: its `num_workers`.
+    dataset: the data that it reads; None if the text does not show it.
     """
 
     name: str
@@ -66,10 +66,10 @@ def shortages(
     holdings: Sequence[Holding],
     aside: SetAside,
 ) -> Iterator[str]:
-    """Yield a line for each thing that the run of a cell will be short of.
+    """Yield a line for each thing that the run of a cell will run short of.
 
-    code: the cell, as plain Python.  names: what it reads of the notebook.  holdings: what the notebook holds on
-    devices.  aside: what of that can leave them.
+    code: the cell, as plain Python.  names: values that it reads of the notebook.  holdings: the notebook's memory on
+    devices.  aside: the part of it that can be moved.
     """
     if plan.start.method != "inline":
         yield from _devices_held(plan, holdings, aside)
@@ -81,10 +81,11 @@ def shortages(
 def refuse_what_cannot_fit(
     plan: Plan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], aside: SetAside
 ) -> list[str]:
-    """Return a line for each model of the notebook that lies on a device and is carried to the ranks.
+    """Return a line for each model of the notebook that is on a device and is copied to the ranks.
 
-    names: what the cell reads of the notebook.  history: the notebook's cells, as typed; a cell's number is its index.
-    aside: what the notebook can move away from the devices.
+    names: values that the cell reads of the notebook.  history: the notebook's cells, as typed; a cell's number is its
+    index.
+    aside: objects that the notebook can move away from the devices.
 
     Raises:
         LaunchRefused: a model cannot be moved to the ranks' devices, or does not fit beside the notebook's own copy,
@@ -111,7 +112,7 @@ def refuse_what_cannot_fit(
 
 
 def where_made(name: str, history: Sequence[str]) -> Place | None:
-    """Return the last assignment to `name` in the notebook's cells; None where the text shows none.
+    """Return the last assignment to `name` in the notebook's cells; None if the text shows none.
 
     >>> where_made("model", ["", "import torch", "x = 1\\nmodel = torch.nn.Linear(2, 1).cuda()"])
     Place(cell=2, line=2, text='model = torch.nn.Linear(2, 1).cuda()')
@@ -240,7 +241,7 @@ def _carried(
                 f"notebook holds: {flag}{_move(place, name)}, or call {name}.cpu() before it."
             )
     if plan.options.free_kernel and name in aside.names:
-        return ""  # what becomes of the notebook's own is said when it moves
+        return ""  # the notebook's own model is reported when it moves
     return (
         f"{name} lies on {where} ({amount(nbytes)}): each rank gets a copy on its own device, and the notebook's "
         f"stays; to save that, {_move(place, name)}"
@@ -266,7 +267,7 @@ def _bytes_by_device(name: str, model: Any) -> dict[str, int]:
 
 
 def _is_of(value: Any, module: str, kind: str) -> bool:
-    """Whether the true type of `value` is `module.kind`, where that is loaded."""
+    """Return whether the true type of `value` is `module.kind`, if that is loaded."""
     loaded = sys.modules.get(module)
     return loaded is not None and issubclass(type(value), getattr(loaded, kind))
 

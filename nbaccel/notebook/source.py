@@ -1,7 +1,7 @@
-"""Source: from the text that IPython hands to a cell magic to the `CellSource` that ranks run. Runs in the kernel.
+"""Source: turns the text that IPython passes to a cell magic into the `CellSource` that ranks run. Runs in the kernel.
 
-Line numbers are those of the cell as the user sees it: whatever stood above the body is counted, and a line that
-IPython's transforms swallow leaves an empty one. It compiles nothing and starts nothing.
+Line numbers are those of the cell as the user sees it: lines above the body are counted, and a line that IPython's
+transforms remove becomes an empty one. It compiles nothing and starts nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _INSTALL_COMMAND = re.compile(r"\b(pip3?|conda|mamba|micromamba|uv)\s+(pip\s+)?i
 
 
 def read_cell(shell: Any, body: str) -> CellSource:
-    """The running cell, ready to be compiled; the kernel's `linecache` knows it afterwards.
+    """Return the running cell, ready to be compiled, and enter it into the kernel's `linecache`.
 
-    body: what stands below the `%%accelerate` line.
+    body: the text below the `%%accelerate` line.
 
     Raises:
         UsageError: nothing but blanks and comments.
@@ -52,14 +52,14 @@ def read_cell(shell: Any, body: str) -> CellSource:
 
 
 def _raw_cell(shell: Any, body: str) -> str:
-    """The whole cell as typed; made up where IPython keeps no history of it (a cell that runs silently)."""
+    """Return the whole cell as typed; rebuilt if IPython keeps no history of it (a cell that runs silently)."""
     typed = shell.history_manager.input_hist_raw
     raw = str(typed[-1]) if typed else ""
     return raw if _is_tail(raw, body.splitlines()) else f"{MAGIC}\n{body}"
 
 
 def _is_tail(raw: str, body: list[str]) -> bool:
-    """Whether `raw` ends in `body`. Comments may have moved, and an indentation common to all may be gone."""
+    """Return whether `raw` ends in `body`. Comments may have moved, and a common indentation may be gone."""
     tail = raw.splitlines()[-len(body) :]
     pairs = zip(tail, body, strict=False)
     return len(tail) == len(body) and all(typed.strip() == line.strip() for typed, line in pairs if is_code(line))
@@ -70,7 +70,7 @@ def _lines_above(raw: str, body: list[str]) -> int:
 
 
 def _transformed(shell: Any, lines: list[str]) -> str:
-    """Plain Python for `lines`, with an empty line for every line that IPython's transforms swallow."""
+    """Return plain Python for `lines`, with an empty line for every line that IPython's transforms remove."""
     first = next(number for number, line in enumerate(lines) if line.strip())  # it drops blank lines above
     typed = "".join(lines[first:]).splitlines()
     new = str(shell.transform_cell("".join(lines[first:]))).splitlines()
@@ -84,7 +84,7 @@ def _transformed(shell: Any, lines: list[str]) -> str:
 def _refuse_installing(code: str) -> None:
     try:
         tree = ast.parse(code)
-    except SyntaxError:  # compiling tells it better
+    except SyntaxError:  # compiling gives a better error
         return
     for line, command in _commands(tree):
         word = command.split()[0] if command.split() else ""
@@ -96,7 +96,7 @@ def _refuse_installing(code: str) -> None:
 
 
 def _commands(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every line magic and shell command, which IPython's transforms have made into calls."""
+    """Yield line and text of every line magic and shell command, which IPython's transforms have turned into calls."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue

@@ -1,4 +1,4 @@
-"""Start flags: what is chosen when ranks are started, and cannot be chosen by the cells that run in them. Pure."""
+"""Start flags: the choices for the start of ranks, which the cells that run in them cannot change. Pure."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ OF_THE_START = {
     "keep_checkpoints": "--keep-checkpoints",
     "resume": "--resume",
 }
-"""What a rank is told once, before its first cell."""
+"""Flags of settings that a rank gets once, before its first cell."""
 
 
 def of_the_start(options: Options) -> Options:
-    """Without what has a meaning for single cells only."""
+    """Return the options without those that apply to single cells only."""
     return Options(**{name: getattr(options, name) for name in OF_THE_START})
 
 
 def refuse_flags_of_a_cell(options: Options) -> None:
-    """
+    """Refuse flags of a cell in a start.
+
     Raises:
         LaunchRefused: a start was given what only a cell can have.
     """
@@ -49,8 +50,9 @@ def refuse_flags_of_a_cell(options: Options) -> None:
 
 
 def refuse_another_start(asked: Options, plan: Plan) -> None:
-    """
-    asked: what a cell's own line says.  plan: of the ranks that stay.
+    """Refuse flags of a cell that differ from the start of its ranks.
+
+    asked: the options of the cell's own line.  plan: of the persistent ranks.
 
     Raises:
         LaunchRefused: a cell cannot have that from ranks that were started otherwise.
@@ -68,7 +70,7 @@ def refuse_another_start(asked: Options, plan: Plan) -> None:
 
 
 def _chosen(name: str, plan: Plan) -> Any:
-    """What the ranks were started with."""
+    """Return the value with which the ranks were started."""
     settled = {
         "num_processes": plan.devices.num_processes,
         "mixed_precision": plan.settings.mixed_precision,

@@ -1,4 +1,4 @@
-"""Status: the answers of `%accelerate` and `%accelerate doctor`. Runs in the kernel; looks, and changes nothing."""
+"""Status: the answers of `%accelerate` and `%accelerate doctor`. Runs in the kernel; reads, and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["doctor_report", "next_cell", "status_line"]
 
 
 def status_line(survey: Survey, config: Options, last_run: LastRun | None, stay: str = "") -> str:
-    """What a cell without flags would run on, and how the last run went.
+    """Return the devices and settings of a cell without flags, and how the last run went.
 
-    stay: of ranks that stay, in words; empty without any.
+    stay: the persistent ranks in words; empty without any.
 
     >>> status_line(Survey(), Options(mixed_precision="bf16", accumulate=4), None)
     'next cell: 1 rank on the CPU, default precision bf16, accumulate 4; no run yet'
@@ -27,7 +27,7 @@ def status_line(survey: Survey, config: Options, last_run: LastRun | None, stay:
 
 
 def next_cell(survey: Survey, config: Options) -> str:
-    """What a cell without flags would run on, or why it would not."""
+    """Return the devices and settings of a cell without flags, or why it would be refused."""
     try:
         devices = choose_devices(config.world_size, config.devices, bool(config.cpu), survey)
         refuse_a_crowd(devices.num_processes, survey)

@@ -1,7 +1,7 @@
-"""Stay: ranks that stay from cell to cell, as one notebook has them. Runs in the kernel.
+"""Stay: the persistent ranks of one notebook. Runs in the kernel.
 
-`%accelerate start` begins it, or `--keep` in a cell, `%accelerate stop` ends it. While it lasts, cells run in these
-ranks; what belongs to the start of ranks (how many, on what, the seed) cannot be chosen any more.
+`%accelerate start` starts them, or `--keep` in a cell; `%accelerate stop` ends them. Until then, cells run in these
+ranks; the choices for their start (number, devices, seed) cannot be changed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["Stay"]
 
 
 class Stay:
-    """The ranks that stay in one notebook, if there are any.
+    """The persistent ranks of one notebook, if there are any.
 
-    names: the notebook's.  launcher, survey: ask for what a start needs.  say: one line to the user.
-    cell_of: the cell that a reason why forks fail comes from.
+    names: the notebook's.  launcher, survey: return what a start needs.  say: prints one line for the user.
+    cell_of: returns the cell that a reason why forks fail comes from.
     """
 
     def __init__(
@@ -65,12 +65,15 @@ class Stay:
 
     @property
     def is_on(self) -> bool:
-        """Whether there are any. A rank that was forked meanwhile holds a copy of this, and has none."""
+        """Return whether there are persistent ranks.
+
+        A rank that was forked meanwhile holds a copy of this object, and has none.
+        """
         return self._residents is not None and self._residents.is_open and os.getpid() == self._pid
 
     @property
     def residents(self) -> Residents:
-        """The ranks.
+        """Return the ranks.
 
         Raises:
             UsageError: there are none.
@@ -81,16 +84,16 @@ class Stay:
 
     @property
     def names(self) -> frozenset[str]:
-        """What rank 0 has; nothing without ranks that stay."""
+        """Return the names that rank 0 has; none without persistent ranks."""
         return self.residents.names(0) if self.is_on else frozenset()
 
     # --- begin and end -----------------------------------------------------------------------------------------
 
     def start(self, options: Options) -> None:
-        """Start ranks that stay.
+        """Start persistent ranks.
 
         Raises:
-            LaunchRefused: they stay already; or the flags are those of a cell, or cannot be had here.
+            LaunchRefused: there are some already; or the flags are those of a cell, or not possible here.
         """
         refuse_nested_launch()
         if self.is_on:
@@ -141,19 +144,19 @@ class Stay:
         self._say(f"{number_of_ranks(size)} ended; nothing is held any more")
 
     def close(self) -> None:
-        """End the ranks at once and without a word, if there are any."""
+        """End the ranks at once and without a message, if there are any."""
         if self._residents is not None and self.is_on:
             self._residents.abandon()
 
     # --- cells -------------------------------------------------------------------------------------------------
 
     def lodge(self, asked: Options, options: Options, source: CellSource) -> tuple[Lodging, Plan, CellTask]:
-        """Where a cell runs in the ranks that stay, as what, and its task.
+        """Return the persistent ranks for a cell, its plan and its task.
 
-        asked: what the cell's own line says.  options: the same over what the notebook has configured.
+        asked: the options of the cell's own line.  options: the same, completed by the notebook's configuration.
 
         Raises:
-            LaunchRefused: it cannot.
+            LaunchRefused: it cannot run there.
         """
         residents, plan = self.residents, self._plan
         assert plan is not None
@@ -189,7 +192,7 @@ class Stay:
         return lodging, replace(plan, options=of_the_cell, settings=settings, stays=True), task
 
     def after(self, error: BaseException | None) -> None:
-        """Say what has become of the ranks, if a cell was not good for them."""
+        """Print the state of the ranks, if a cell has affected them."""
         if not self.is_on:
             self._say("none of the ranks that stayed is left: %accelerate restart starts others with the same flags")
         elif not self.residents.alive:
@@ -223,7 +226,7 @@ class Stay:
         """Give all ranks the notebook's values.
 
         Raises:
-            CannotSend: one of them cannot travel, and none was sent.
+            CannotSend: one of them cannot be sent, and none was sent.
         """
         residents = self.residents
         if trouble := residents.trouble:
@@ -238,7 +241,7 @@ class Stay:
 
         Raises:
             LaunchRefused: the rank is gone.
-            ResultsMissing: it has not got the name, or cannot send it; what came is in the notebook.
+            ResultsMissing: the rank does not have the name, or cannot send it; values that came are in the notebook.
         """
         residents, size = self.residents, self.residents.spec.world_size
         if rank not in residents.alive:
@@ -258,7 +261,7 @@ class Stay:
             raise ResultsMissing(f"not brought back from rank {rank}: {reasons}.", report.missing)
 
     def _do(self, task: Task, title: str, outsiders: Collection[int] = ()) -> Outcome:
-        """Something else than a cell, which succeeds or raises."""
+        """Run a task that is no cell; it succeeds or raises."""
         outcome = self.residents.run(task, Watching(ConsoleScreen()), title=title, outsiders=outsiders)
         error = KeyboardInterrupt() if outcome.ended.is_interrupted else outcome.error
         if error is not None:
@@ -270,7 +273,7 @@ class Stay:
     # --- words -------------------------------------------------------------------------------------------------
 
     def status(self) -> str:
-        """Who stays, since when, on what, and how much memory that holds; empty if nobody does."""
+        """Return the persistent ranks, their start, devices and memory, in words; empty if there are none."""
         if not self.is_on:
             return ""
         residents, plan = self.residents, self._plan
@@ -281,7 +284,7 @@ class Stay:
         return f"{status}; {residents.trouble}; {self._ways_out()}" if residents.trouble else status
 
     def held(self) -> dict[int, str]:
-        """Memory by rank that lives, in words; what is shared with the notebook does not count."""
+        """Return the memory of each living rank, in words; memory that is shared with the notebook does not count."""
         gpus = self._survey().gpus
         held = {}
         for rank, pid in self.residents.pids.items():
@@ -296,7 +299,7 @@ class Stay:
 
 
 def _private_bytes(pid: int) -> int:
-    """What would be free if the process ended; a fork shares the rest with the notebook."""
+    """Return the bytes that would be free if the process ended; a fork shares the rest with the notebook."""
     import psutil
 
     try:

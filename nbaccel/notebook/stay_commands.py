@@ -1,4 +1,4 @@
-"""`%accelerate start|push|pull|restart`: reads what follows; `Stay` does the work. Runs in the kernel."""
+"""`%accelerate start|push|pull|restart`: reads the arguments; `Stay` does the work. Runs in the kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANK = "--rank"
 
 
 def stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Command]:
-    """The commands of one notebook.  parser: of the flags."""
+    """Return the commands of one notebook.  parser: of the flags."""
 
     def start(rest: str) -> None:
         session.background.make_room()
@@ -58,7 +58,7 @@ def _names(command: str, text: str) -> tuple[str, ...]:
 
 
 def _split_rank(text: str) -> tuple[str, int]:
-    """`y --rank 1` is y of rank 1, `y` that of rank 0.
+    """Split the rank off: `y --rank 1` is y of rank 1, `y` is y of rank 0.
 
     >>> _split_rank("y,z --rank 1"), _split_rank("y")
     (('y,z', 1), ('y', 0))

@@ -1,8 +1,8 @@
-"""Steered: a running cell that can be stopped by a click. Runs in the kernel, in the thread that watches the run.
+"""Steered: a running cell that a click can stop. Runs in the kernel, in the thread that watches the run.
 
-Frames of the panel go into widgets once a front end has said that it shows them. Where none does (no widgets there or
-here, an ipykernel that the pump does not know), the panel is displayed as anywhere and says how to stop instead.
-Nothing that goes wrong here harms the run.
+Frames of the panel are shown in widgets once a front end has reported that it shows them. Otherwise (no widgets in the
+front end or the kernel, an ipykernel that the pump does not know), the panel is displayed as usual and says how to stop
+instead. An error here does not harm the run.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ __all__ = ["FormerButton", "Steered", "steered"]
 
 _PUMP_S = 0.05  # a person does not feel it, and it costs half a percent of a core
 _PATIENCE_S = 4.0
-"""For a front end to load its widgets and say that it shows ours; it may be far away."""
+"""Seconds for a front end to load its widgets and report that it shows these; it may be far away."""
 
 
 class FormerButton:
-    """Keeps the widgets of a run that is over until the next run has opened its own; then closes them.
+    """Keeps the widgets of a finished run until the next run has opened its own; then closes them.
 
-    JupyterLab has the kernel start a subshell, a thread, when a page opens its first widget, and has it deleted when
-    the last one is closed. The page also tells the subshell that the button has gone from the screen. If that message
-    and the end meet there, ipykernel (7.0 to 7.4) loses it, and "Task was destroyed but it is pending!" is printed in
-    red into the cell: https://github.com/jupyterlab/jupyterlab/issues/19722. As long as a widget stays, so does the
-    subshell, and no message can meet its end. A page that was reloaded during the run finds its last state in them.
+    JupyterLab makes the kernel start a subshell, a thread, when a page opens its first widget, and delete it when the
+    last one is closed. The page also sends the subshell a message that the button has left the screen. If that message
+    and the end of the subshell coincide, ipykernel (7.0 to 7.4) loses it, and "Task was destroyed but it is pending!"
+    is printed in red into the cell: https://github.com/jupyterlab/jupyterlab/issues/19722. As long as a widget stays,
+    so does the subshell, and no message can coincide with its end. A page that was reloaded during the run finds its
+    last state in them.
 
-    kernel: ipykernel's. Where no page uses a subshell, widgets are closed at once.
+    kernel: ipykernel's. If no page uses a subshell, widgets are closed at once.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -44,7 +45,7 @@ class FormerButton:
         self._button: StopButton | None = None
 
     def take(self, button: StopButton) -> None:
-        """The run of this button is over."""
+        """Take over the button of a run that is over."""
         self.close()
         if _has_subshells(self._kernel):
             button.retire()
@@ -53,17 +54,17 @@ class FormerButton:
             button.close()
 
     def close(self) -> None:
-        """Close what is kept."""
+        """Close the kept button."""
         button, self._button = self._button, None
         if button is not None:
             button.close()
 
 
 class Steered(Frames, Beside):
-    """A panel with a button, as long as everything is there that it takes.
+    """A panel with a button, as long as everything that it needs is available.
 
-    poll: handles messages of the widgets `model_ids`, now and then; None where the main thread is free to do it.
-    otherwise: what the panel says where there is no button.
+    poll: handles messages of the widgets `model_ids`, from time to time; None if the main thread is free to do it.
+    otherwise: the panel's hint when there is no button.
     former: the notebook's; gets the button in the end.
     """
 
@@ -124,7 +125,7 @@ class Steered(Frames, Beside):
 
     @contextlib.contextmanager
     def _or_without(self) -> Iterator[None]:
-        """Go on without the button where ipywidgets are missing, or others than we know."""
+        """Continue without the button if ipywidgets are missing, or an unknown version."""
         try:
             yield
         except Exception:
@@ -148,16 +149,18 @@ class Steered(Frames, Beside):
                 self._button.pressed(times)
 
     def _on_click(self) -> None:
-        """In whichever thread: it must do no more than this."""
+        """Pass a click on; it may run in any thread, so it must do no more than this."""
         self._press()
 
 
 def _nothing() -> None:
-    """Before the ranks have been started."""
+    """Do nothing, before the ranks have been started."""
 
 
 def _has_subshells(kernel: Any) -> bool:
-    """Whether a front end has this kernel run a subshell; what ipykernel calls it is private, and may change."""
+    """Return whether a front end has this kernel run a subshell; ipykernel's names for it are private, and may
+    change.
+    """
     manager = getattr(getattr(kernel, "shell_channel_thread", None), "manager", None)
     names = getattr(manager, "list_subshell", None)
     return bool(names is not None and names())
@@ -165,7 +168,7 @@ def _has_subshells(kernel: Any) -> bool:
 
 @contextlib.contextmanager
 def steered(shell: Any, former: FormerButton) -> Iterator[tuple[Frames, list[Beside]]]:
-    """How the cell that runs now is shown, and what is looked at beside it; what came meanwhile waits for its end."""
+    """Yield how the running cell is shown, and what is checked beside it; other messages wait for its end."""
     model_ids: set[str] = set()
     pump = Pump.of(getattr(shell, "kernel", None), model_ids) if can_answer(shell) else None
     if pump is None:

@@ -1,7 +1,7 @@
 """The panel of a running cell as widgets, with a button below it that stops the run. Runs in the kernel.
 
-Core ipywidgets only, 7.7.1 or 8: a native button, which a keyboard and a screen reader know. What a click does is the
-caller's; what the button says follows what has been asked of the run so far, whoever asked.
+It uses core ipywidgets only, 7.7.1 or 8: a native button, usable by keyboard and screen reader. The caller decides what
+a click does; the label of the button follows all requests to the run so far, from any source.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ipywidgets as widgets
 __all__ = ["LABELS", "StopButton"]
 
 CSS_CLASS = "nbaccel-stop"
-"""By which a style sheet, or a test, finds it in the page."""
+"""CSS class by which a style sheet, or a test, finds the button in the page."""
 
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
@@ -23,13 +23,13 @@ LABELS = (
     ("Stop now", "Ends the ranks in the middle of the step; what the cell has made is lost"),
     ("Stopping", "The ranks are being ended"),
 )
-"""What the button says, and what a pointer that rests on it is told, by how often the run was asked to end."""
+"""Labels and tooltips of the button, by the number of requests to end the run."""
 
 
 class StopButton:
     """Widgets that are not displayed yet.
 
-    on_click: called in the thread that the front end's message is handled in.
+    on_click: called in the thread that handles the front end's message.
     """
 
     def __init__(self, on_click: Callable[[], None]) -> None:
@@ -46,36 +46,38 @@ class StopButton:
 
     @property
     def model_ids(self) -> frozenset[str]:
-        """What the messages of its widgets are addressed to."""
+        """Return the addresses of messages to its widgets."""
         return frozenset(widget.model_id for widget in self._widgets())
 
     @property
     def is_seen(self) -> bool:
-        """Whether a front end has said that it shows this."""
+        """Return whether a front end has reported that it shows this."""
         return bool(self._button._view_count)
 
     @property
     def data(self) -> dict[str, Any]:
-        """What makes a front end show it, by MIME type."""
+        """Return the data that makes a front end show it, by MIME type."""
         return {_WIDGET_MIME: {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}}
 
     def show(self, html: str) -> None:
-        """Another state of the panel, as wide as its place: left to itself a widget is as wide as its content."""
+        """Show another state of the panel, as wide as its place: by default a widget is as wide as its content."""
         self._panel.value = f'<div style="width:0;min-width:100%">{html}</div>'
 
     def pressed(self, times: int) -> None:
-        """The run was asked to end so often."""
+        """Take note that the run was asked to end `times` times."""
         label, tooltip = LABELS[min(times, len(LABELS) - 1)]
         self._button.description, self._button.tooltip = label, tooltip
         self._button.disabled = times >= len(LABELS) - 1
 
     def retire(self) -> None:
-        """The run is over: what is left is the last state of its panel, for a page that was reloaded meanwhile."""
+        """Remove the button after the run: the last state of the panel stays, for a page that was reloaded
+        meanwhile.
+        """
         self._button.on_click(self._on_click, remove=True)
         self._button.layout.display = "none"
 
     def close(self) -> None:
-        """Nothing of it is left, here or in the front end."""
+        """Close the widgets, here and in the front end."""
         self._button._view_count = None  # else its end would be reported to widgets that are gone
         for widget in list(self._widgets()):
             widget.close()

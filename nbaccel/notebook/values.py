@@ -1,7 +1,7 @@
-"""Values: how the text behind a flag is read, and what is said when it cannot be. Runs in the kernel; starts nothing.
+"""Values: reads the text after a flag, and says what is wrong with it. Runs in the kernel; starts nothing.
 
 A reader takes the text and returns the value, or raises `argparse.ArgumentTypeError` with half a sentence on what was
-expected and what was got; argparse puts the flag before it. `flags` says which flag is read by whom.
+expected and what was given; argparse puts the flag before it. `flags` assigns the readers to the flags.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SEED_ROOM = 100_000
 
 
 def read_processes(text: str) -> int | str:
-    """A number of ranks, or "auto"."""
+    """Read a number of ranks, or "auto"."""
     if text == AUTO:
         return AUTO
     if not text.isdecimal() or int(text) < 1:
@@ -45,7 +45,7 @@ def read_processes(text: str) -> int | str:
 
 
 def one_of(what: str, *names: str) -> Callable[[str], str]:
-    """A reader that takes one of `names`, in capitals too."""
+    """Return a reader that takes one of `names`, in capitals too."""
 
     def read(text: str) -> str:
         if text.lower() not in names:
@@ -57,14 +57,14 @@ def one_of(what: str, *names: str) -> Callable[[str], str]:
 
 
 def read_batches(text: str) -> int:
-    """Batches per optimizer step."""
+    """Read the batches per optimizer step."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"batches per optimizer step are 1 or more; got {text!r}")
     return int(text)
 
 
 def read_names(text: str) -> tuple[str, ...]:
-    """Names of variables with commas between them, each once."""
+    """Read names of variables with commas between them, each once."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     wrong = [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]
     if wrong or not names:
@@ -74,13 +74,13 @@ def read_names(text: str) -> tuple[str, ...]:
 
 
 def read_out(text: str) -> tuple[str, ...] | str:
-    """Names of variables, or a word for what a cell leaves in the notebook."""
+    """Read names of variables, or a word for what a cell leaves in the notebook."""
     word = text.strip().lower()
     return NAMED if word in ("none", NAMED) else CELL if word == CELL else read_names(text)
 
 
 def read_curves(text: str) -> tuple[str, ...]:
-    """Names of numbers to draw, each once."""
+    """Read names of numbers to draw, each once."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise argparse.ArgumentTypeError(
@@ -91,7 +91,7 @@ def read_curves(text: str) -> tuple[str, ...]:
 
 
 def read_ranks(text: str) -> str:
-    """A list of ranks, or "all", kept as text: how many ranks there are is not known yet."""
+    """Check a list of ranks, or "all", and return it as text: the number of ranks is not known yet."""
     if text == "all":
         return text
     is_list = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
@@ -101,21 +101,21 @@ def read_ranks(text: str) -> str:
 
 
 def read_rank(text: str) -> int:
-    """The number of one rank; whether the run has it is not known yet."""
+    """Read the number of one rank; whether the run has it is not known yet."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"a rank is a number, the first is 0; got {text!r}")
     return int(text)
 
 
 def read_only(text: str) -> str:
-    """Some ranks."""
+    """Check a list of some ranks, and return it as text."""
     if text == "all":
         raise argparse.ArgumentTypeError("all ranks take part in a cell without it; name some, such as 0,2-3")
     return read_ranks(text)
 
 
 def read_seconds(text: str) -> float:
-    """Seconds, with a fraction if need be."""
+    """Read seconds, with a fraction if needed."""
     try:
         seconds = float(text)
     except ValueError:
@@ -126,7 +126,7 @@ def read_seconds(text: str) -> float:
 
 
 def checked(read: Callable[[str], Any], keeps_text: bool = False) -> Callable[[str], Any]:
-    """`read` for argparse, which shows the sentences of no other error."""
+    """Return `read` for argparse, which shows the text of no other error."""
 
     def value(text: str) -> Any:
         try:
@@ -139,14 +139,14 @@ def checked(read: Callable[[str], Any], keeps_text: bool = False) -> Callable[[s
 
 
 def read_kept(text: str) -> int:
-    """How many checkpoints stay."""
+    """Read the number of checkpoints to keep."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"checkpoints to keep are 1 or more; got {text!r}")
     return int(text)
 
 
 def read_seed(text: str) -> int:
-    """A seed that leaves room for the ranks."""
+    """Read a seed that leaves room for the ranks."""
     if not text.isdecimal() or int(text) > _LARGEST_SEED - _SEED_ROOM:
         raise argparse.ArgumentTypeError(f"a seed lies in 0..{_LARGEST_SEED - _SEED_ROOM}; got {text!r}")
     return int(text)

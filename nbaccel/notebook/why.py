@@ -1,7 +1,7 @@
-"""Why: the answer of `%accelerate why`, what the ranks of a run that ended badly were doing. Runs in the kernel.
+"""Why: the answer of `%accelerate why`, the state of the ranks of a run that ended badly. Runs in the kernel.
 
-It is made of the snapshots that the ranks left in their reports: no process of the run need be there any more, and no
-tensor is kept. A rank that died, or that did not hear the interrupt, has left none, and that is said.
+It is made of the snapshots that the ranks left in their reports: it needs no process of the run, and no tensor is kept.
+A rank that died, or that did not react to the interrupt, has left none, and the text says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Naming = Callable[[str], str | None]
 
 
 def why_report(post_mortem: PostMortem | None, cell_name: Naming) -> str:
-    """The text: the suspects first, then where every rank was, its last collectives, and all its names."""
+    """Return the text: the suspects first, then the place of every rank, its last collectives, and all its names."""
     if post_mortem is None:
         return "nothing to explain: nothing has run in ranks yet, or the last run ended well."
     return "\n".join(_Text(post_mortem, cell_name).lines())
@@ -76,7 +76,7 @@ class _Text:
         return f"{fate} at {self._place(line)}{f': {line.source}' if line.source else ''}"
 
     def _calls(self, calls: Iterable[Call]) -> str:
-        """The latest first; repeated ones, as of a loop, once."""
+        """Return the collectives, the latest first; repeated ones, as of a loop, once."""
         told = [
             f"{call.operation} at {self._named(call.file)}, line {call.line}" if call.file else call.operation
             for call in calls
@@ -85,7 +85,7 @@ class _Text:
         return "; ".join(f"{text} ({count} times)" if (count := told.count(text)) > 1 else text for text in shown)
 
     def _names(self) -> Iterator[str]:
-        """Every rank's frames of the user's, with all names."""
+        """Yield every rank's frames of the user's, with all names."""
         for rank in self._order:
             snapshot = self._of.snapshots.get(rank)
             scenes = [scene for scene in snapshot.scenes if scene.is_users] if snapshot is not None else []
@@ -94,7 +94,7 @@ class _Text:
                 yield from (f"    {value.name}  {_shown(value)}" for value in scene.values)
 
     def _together(self, texts: Iterable[str]) -> Iterator[str]:
-        """One line for the ranks of which the same is to be said; `texts` is in the order of ranks shown."""
+        """Yield one line for ranks with the same text; `texts` is in the order in which ranks are shown."""
         groups: dict[str, list[int]] = {}
         for rank, text in zip(self._order, texts, strict=True):
             groups.setdefault(text, []).append(rank)
