@@ -1,7 +1,8 @@
-"""The command `nbaccel`: `doctor` says what this machine offers, `config` what a folder's notebooks choose, `demo`
-watches a notebook train, and `launch` runs a script on every device of one or several machines.
+"""The command `nbaccel`, with `doctor`, `config`, `demo` and `launch`. Runs in a terminal.
 
-Runs in a terminal. Each command calls what the notebook calls; the longer ones have a file each.
+`doctor` reports on this machine, `config` shows and changes the choices of a folder's notebooks, `demo` executes a
+notebook that trains, and `launch` runs a script on every device of one or several machines. Each command calls the same
+code as the notebook; the longer ones have a file each.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["launch"]:  # argparse cannot leave the flags behind a script to the script
+    if words[:1] == ["launch"]:  # argparse cannot leave the flags after a script to it
         from nbaccel.cli.launch import launch
 
         return launch(words[1:])
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors name what was perhaps meant."""
+    """A parser whose errors suggest what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"^unrecognized arguments: (?P<flag>\S+)|invalid choice: '(?P<command>[^']*)'", message)
@@ -91,7 +92,7 @@ def _doctor(_: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> int:
-    """Say what the file chooses, after writing into it what was given."""
+    """Print the choices of the file, after writing the given ones into it."""
     from IPython.core.error import UsageError
 
     from nbaccel.configfile import FILE_NAME

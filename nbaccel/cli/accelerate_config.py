@@ -1,8 +1,8 @@
 """The file that `accelerate config` writes. Runs in `nbaccel launch`; starts nothing.
 
-Its keys are the names of the flags of `accelerate launch`, some of them in tables: so the file is read as flags with
-their values, and what these mean is decided in `accelerate_flags` and by the parser alone. YAML is read by PyYAML where
-it is installed, as it is beside every Hugging Face library, and else by `read_plain_yaml`.
+Its keys are the names of the flags of `accelerate launch`, some of them in tables. So the file is read as flags with
+their values, and only `accelerate_flags` and the parser decide what these mean. YAML is read by PyYAML if that is
+installed, as it is with every Hugging Face library, and otherwise by `read_plain_yaml`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MODES = {
     "XLA": "tpu",
     "TPU": "tpu",
 }
-"""The flag that says the same as a `distributed_type`; empty where none is needed."""
+"""The flag that is equivalent to a `distributed_type`; empty if none is needed."""
 
 _OF_MODES = ("deepspeed_config", "fsdp_config", "megatron_lm_config", "fp8_config")
-"""Tables that mean something with their mode alone, and all of these modes are refused."""
+"""Tables that belong to one mode each; all of these modes are refused."""
 
 _FLAGS = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
@@ -47,11 +47,11 @@ _UNCHOSEN: dict[str, Any] = {
     **{"main_training_function": "main", "downcast_bf16": "no", "rdzv_backend": "static", "gpu_ids": "all"},
     **{"num_machines": 1, "machine_rank": 0},
 }
-"""What `accelerate config` writes although nobody chose anything."""
+"""Values that `accelerate config` writes although nothing was chosen."""
 
 
 def default_path() -> Path | None:
-    """Where `accelerate config` keeps its file, if there is one."""
+    """Return the file of `accelerate config` in its default place, if there is one."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "accelerate"
     paths = (folder / f"default_config.{ending}" for ending in ("yaml", "json"))
@@ -60,9 +60,9 @@ def default_path() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class AccelerateConfig:
-    """What one file says.
+    """The contents of one file.
 
-    flags: flags of `accelerate launch`, as the file spells them, and their values; nothing that means "not chosen".
+    flags: flags of `accelerate launch`, as the file spells them, and their values; none that means "not chosen".
     unknown: keys that Accelerate does not know.
     """
 
@@ -72,9 +72,10 @@ class AccelerateConfig:
 
     @classmethod
     def read(cls, path: Path) -> AccelerateConfig:
-        """
+        """Read the file.
+
         Raises:
-            ValueError: one sentence on why the file cannot be followed.
+            ValueError: one sentence on why the file cannot be used.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -94,9 +95,10 @@ class AccelerateConfig:
 
 
 def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """
+    """Yield the flags of the file, with their values.
+
     Raises:
-        ValueError: it is about runs that there are none of here.
+        ValueError: the file is about runs that are not supported here.
     """
     if (place := values.get("compute_environment") or "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ValueError(f"compute_environment is {place}, and ranks are started on this machine alone.")
@@ -133,9 +135,10 @@ def _is_chosen(value: Any) -> bool:
 
 
 def _parsed(text: str, is_json: bool) -> dict[str, Any]:
-    """
+    """Parse the text into a table of settings.
+
     Raises:
-        ValueError: one sentence.
+        ValueError: one sentence on the mistake.
     """
     try:
         values = json.loads(text) if is_json else _yaml(text)
@@ -168,10 +171,10 @@ _EMPTY: dict[str, Any] = {"[]": [], "{}": {}}
 
 
 def read_plain_yaml(text: str) -> dict[str, Any]:
-    """The part of YAML that `accelerate config` writes: keys with plain values, and tables and lists of those.
+    """Read the part of YAML that `accelerate config` writes: keys with plain values, and tables and lists of these.
 
     Raises:
-        ValueError: there is more in it.
+        ValueError: the text contains more than that.
 
     >>> read_plain_yaml("num_processes: 2\\nfsdp_config:\\n  fsdp_version: 2\\ngpu_ids: '0,1'\\nuse_cpu: false")
     {'num_processes': 2, 'fsdp_config': {'fsdp_version': 2}, 'gpu_ids': '0,1', 'use_cpu': False}
@@ -182,8 +185,8 @@ def read_plain_yaml(text: str) -> dict[str, Any]:
         if line.strip() and not line.lstrip().startswith("#") and line.strip() != "---"
     ]
     values: dict[str, Any] = {}
-    last = ""  # the key that what follows it belongs to, where that is a list or stands further in
-    depth: int | None = None  # of what belongs to it
+    last = ""  # the key of the next lines, if these are a list or indented
+    depth: int | None = None  # indentation of these lines
     for number, indent, line in lines:
         outer = values.get(last)
         item = _ITEM.match(line)

@@ -1,8 +1,8 @@
-"""The flags of `accelerate launch`: which of them `nbaccel launch` takes, and what becomes of the others.
+"""The flags of `accelerate launch`: those that `nbaccel launch` takes, and the treatment of the others.
 
 Runs in `nbaccel launch`; starts nothing. A program that is started by `accelerate launch FLAGS script.py` is started
-here with the same flags. Those that mean something here are arguments of the parser (`add_arguments`); all others are
-rows of one table: they have no effect, which is said, or are refused in a sentence. The keys of Accelerate's
+here with the same flags. Flags with a meaning here are arguments of the parser (`add_arguments`); all others are rows
+of one table: they have no effect, which is reported, or are refused in a sentence. The keys of Accelerate's
 configuration file are the same names.
 """
 
@@ -25,7 +25,7 @@ _FITS = (
 )
 
 MODES = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config", "tpu")
-"""How a run is spread; one of them in a command stands for the `distributed_type` of a configuration file."""
+"""Flags for the distribution of a run; one of them in a command replaces a file's `distributed_type`."""
 
 _TORCHRUNS = ("--tee", "--log-dir", "--role", "--max-restarts", "--monitor-interval")
 """Flags that torchrun takes under the same names."""
@@ -35,10 +35,10 @@ _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Flags that mean nothing here.
+    """Flags without a meaning here.
 
-    names: as a configuration file spells them, blanks between; a star stands for any ending.
-    why: a sentence's end on it; empty where there is nothing to say, since the run is as if it was given.
+    names: as a configuration file spells them, separated by blanks; a star stands for any ending.
+    why: the end of a sentence on them; empty if there is nothing to report, since the run is as if the flag were given.
     """
 
     names: str
@@ -77,7 +77,7 @@ _TABLE = (
 
 
 def spelled(flag: str) -> str:
-    """A flag with dashes, as `--num_processes` is `--num-processes`; what stands behind `=` stays.
+    """Return a flag with dashes: `--num_processes` becomes `--num-processes`; the text after `=` stays.
 
     >>> spelled("--log_dir=my_logs"), spelled("-n"), spelled("my_script.py")
     ('--log-dir=my_logs', '-n', 'my_script.py')
@@ -89,7 +89,7 @@ def spelled(flag: str) -> str:
 
 
 def is_elsewhere(flag: str) -> bool:
-    """Whether `flag` is one of Accelerate's that means nothing here."""
+    """Return whether `flag` is one of Accelerate's without a meaning here."""
     return _row(flag) is not None
 
 
@@ -102,7 +102,7 @@ class Idle:
 
     @staticmethod
     def lines(given: Iterable[Idle], place: str = "") -> list[str]:
-        """One line for all that share a reason.
+        """Return one line for all flags that share a reason.
 
         place: where they were found, if not in the command.
 
@@ -119,7 +119,7 @@ class Idle:
 
 
 def take(words: Sequence[str]) -> tuple[int, list[Idle]]:
-    """How many of the first of `words` are a flag that means nothing here and its value, and what is to be said.
+    """Return how many of the first `words` are a flag without a meaning here and its value, and the notes on it.
 
     Raises:
         UsageError: the flag is refused, or its value is missing.
@@ -141,7 +141,7 @@ def _row(flag: str) -> Row | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the flags of `accelerate launch` that mean something here; the parser's own come before."""
+    """Give `parser` the flags of `accelerate launch` that have a meaning here; its own flags come first."""
     group = parser.add_argument_group(
         "flags of accelerate launch", "with underscores or dashes; what else it knows has no effect, or is refused"
     )
@@ -181,13 +181,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def torchruns(asked: argparse.Namespace) -> tuple[str, ...]:
-    """What `asked` has for torchrun itself, in its words."""
+    """Return the flags of `asked` for torchrun itself, in its words."""
     given = ((flag, getattr(asked, flag.removeprefix("--").replace("-", "_"))) for flag in _TORCHRUNS)
     return tuple(word for flag, value in given if value is not None for word in (flag, str(value)))
 
 
 def whole(sentence: str, least: int, most: int | None = None) -> Callable[[str], int]:
-    """A reader of whole numbers; `sentence` says which are right."""
+    """Return a reader of whole numbers; `sentence` says which are right."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):

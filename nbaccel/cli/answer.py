@@ -1,4 +1,4 @@
-"""Answers: how a command says that it could not do what was asked. Runs in a terminal."""
+"""Answers: messages of a command that could not do what was asked. Runs in a terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["failed", "say"]
 
 
 def say(message: str) -> None:
-    """A line beside the program's own output."""
+    """Print a line beside the program's own output."""
     print(f"nbaccel: {message}", file=sys.stderr, flush=True)
 
 
 def failed(message: str, status: int = 1) -> int:
-    """Say why; returns the exit status."""
+    """Print the reason; return the exit status."""
     say(message)
     return status

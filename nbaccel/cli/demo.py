@@ -1,6 +1,6 @@
-"""`nbaccel demo`: executes the quickstart notebook without a browser and says how it went. Runs in a terminal.
+"""`nbaccel demo`: executes the quickstart notebook without a browser and reports the result. Runs in a terminal.
 
-The notebook runs in a kernel of its own, as a person would run it; this file reads nothing but its outputs.
+The notebook runs in its own kernel, as a person would run it; this file reads only its outputs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["QUICKSTART", "demo"]
 
 QUICKSTART = Path("notebooks/01_quickstart.ipynb")
 PARAMETERS = "parameters"
-"""Tag of the cell after which the demo sets `num_processes`, as papermill does it."""
+"""Tag of the cell after which the demo sets `num_processes`, as papermill does."""
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Execute the notebook, save it with its outputs, and report the `accuracy` that it leaves behind."""
+    """Execute the notebook, save it with its outputs, and report its variable `accuracy`."""
     try:
         import nbformat
         from nbclient.exceptions import CellExecutionError
@@ -66,7 +66,7 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def _next_commands(notebook: Path, output: Path) -> list[tuple[str, str]]:
-    """Three command lines that work where the demo was run, and what each of them is for."""
+    """Return three command lines that work where the demo was run, with the purpose of each."""
     return [
         (f"{_program('jupyter')} lab {output}", "see what it drew; change the model, run it again"),
         (f"{_program('jupyter')} lab {notebook.parent}", "more notebooks; %load_ext nbaccel works in yours, too"),
@@ -75,13 +75,13 @@ def _next_commands(notebook: Path, output: Path) -> list[tuple[str, str]]:
 
 
 def _program(name: str) -> str:
-    """A program of this Python's environment as a shell finds it here: beside the interpreter, else by its name."""
+    """Return a program of this Python's environment for a shell: beside the interpreter, else by its name."""
     beside = Path(sys.executable).with_name(name)
     return os.path.relpath(beside) if beside.exists() else name
 
 
 def _set_num_processes(notebook: Any, num_processes: int) -> bool:
-    """Add a cell that sets it behind the one with the notebook's own choice; False if there is none."""
+    """Add a cell that sets `num_processes` after the notebook's own choice; return False if there is none."""
     import nbformat
 
     for index, cell in enumerate(notebook.cells):
@@ -95,7 +95,7 @@ def _set_num_processes(notebook: Any, num_processes: int) -> bool:
 
 @contextmanager
 def _kernel(notebook: Any, folder: Path) -> Iterator[Any]:
-    """A client of a fresh kernel of this very Python, in the notebook's folder; the kernel ends with the block."""
+    """Yield a client of a new kernel of this very Python, in the notebook's folder; the kernel ends with the block."""
     from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
@@ -111,12 +111,12 @@ def _kernel(notebook: Any, folder: Path) -> Iterator[Any]:
             kernel_spec_manager=ThisPython(), transport="ipc", connection_file=str(Path(private, "kernel.json"))
         )
         client = NotebookClient(notebook, km=manager, timeout=600, resources={"metadata": {"path": str(folder)}})
-        with client.setup_kernel(cleanup_kc=True):  # also a kernel whose manager we brought
+        with client.setup_kernel(cleanup_kc=True):  # also a kernel whose manager was passed in
             yield client
 
 
 def _value(client: Any, name: str) -> str:
-    """What a variable of the kernel prints; leaves no trace in the notebook."""
+    """Return what a variable of the kernel prints; the notebook is unchanged."""
     import nbformat
 
     cells = client.nb.cells

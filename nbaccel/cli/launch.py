@@ -1,8 +1,8 @@
-"""`nbaccel launch SCRIPT …`: a script on every device of this machine, or of several, as a notebook's cell would run.
+"""`nbaccel launch SCRIPT …`: runs a script on every device of one or several machines, as a notebook's cell would run.
 
-Runs in a terminal. It reads the flags that the cells know, under the same names, those of `accelerate launch`, and what
-nbaccel.toml and Accelerate's configuration file choose; `launch.elastic` does the rest. What only a notebook can do
-(bring variables back, draw, restart in smaller batches) has no flag here.
+Runs in a terminal. It reads the flags of cells, under the same names, those of `accelerate launch`, and the choices of
+nbaccel.toml and of Accelerate's configuration file; `launch.elastic` does the rest. Features of notebooks alone
+(bringing variables back, drawing, restarting in smaller batches) have no flag here.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _OF_CELLS = (
     *("num-processes", "mixed-precision", "accumulate", "devices", "cpu", "seed", "debug"),
     *("checkpoint-every", "checkpoint-dir", "keep-checkpoints", "resume"),
 )
-"""The flags of a cell that mean a script too."""
+"""Flags of a cell that also apply to a script."""
 
 _DIFFERENT = {
     "mixed_precision": "auto (what suits the device), no, fp16 or bf16; default what the script says, else no",
     "seed": "shared seed, rank r computes with N + r; default what the script does",
 }
-"""Help of those whose default is not a cell's, by destination."""
+"""Help of flags whose default differs from a cell's, by destination."""
 
 _WRONG_USE = 2
 _HELP = "nbaccel launch --help lists every flag."
 
 
 def launch(words: Sequence[str]) -> int:
-    """Run what `words` say; returns the script's exit status, or 2 with a sentence where nothing was started."""
+    """Run the command in `words`; return the script's exit status, or 2 with a sentence if nothing was started."""
     parser = _parser()
     try:
         mine, idle, rest = _split(parser, words)
@@ -101,9 +101,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[Idle], list[str]]:
-    """Our flags, those of Accelerate that have no effect, and the script with what is its own.
+    """Split `words` into nbaccel's flags, those of Accelerate without effect, and the script with its own arguments.
 
-    A flag whose value may be left out (`--resume`) takes one by `=` only: what follows may be the script.
+    A flag whose value is optional (`--resume`) takes one by `=` only: the next word may be the script.
 
     Raises:
         UsageError: a flag of Accelerate's that is refused.
@@ -129,7 +129,8 @@ def _unknown(parser: argparse.ArgumentParser, word: str, rest: Sequence[str]) ->
 
 
 def _program(words: Sequence[str], asked: argparse.Namespace) -> Program:
-    """
+    """Return the program to run.
+
     Raises:
         UsageError: there is nothing that could run.
     """
@@ -155,9 +156,9 @@ def _program(words: Sequence[str], asked: argparse.Namespace) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """What was chosen, by flags and by files.
+    """The choices of flags and files.
 
-    options: what a cell can choose too; its `num_processes` are the ranks of this machine.
+    options: those that a cell can make too; its `num_processes` are the ranks of this machine.
     others: everything else, by the destinations of the parser.
     """
 
@@ -167,10 +168,10 @@ class _Choices:
 
 
 def _choices(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> _Choices:
-    """The flags, over the file that they name, over nbaccel.toml, over the file that `accelerate config` has written.
+    """Return the choices: flags, over the file that they name, over nbaccel.toml, over the file of `accelerate config`.
 
     Raises:
-        UsageError, LaunchRefused: a file that cannot be followed, or choices that contradict each other.
+        UsageError, LaunchRefused: a file that cannot be used, or choices that contradict each other.
     """
     file = _of_file(parser, asked)
     both = argparse.Namespace(
@@ -188,12 +189,12 @@ def _choices(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> _Cho
 
 
 def _of_file(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argparse.Namespace:
-    """What Accelerate's configuration file says, as if it had been given by flags; says that it was read.
+    """Return the choices of Accelerate's configuration file as flags, and print that it was read.
 
-    Left out is what the flags contradict: how the run is spread, and on which devices.
+    Settings that the flags contradict are left out: the distribution of the run, and its devices.
 
     Raises:
-        UsageError: the file cannot be followed.
+        UsageError: the file cannot be used.
     """
     path = default_path() if asked.config_file is None else Path(asked.config_file)
     if path is None or (asked.config_file is None and asked.cpu):
@@ -233,7 +234,8 @@ def _listed(flags: Mapping[str, Any]) -> str:
 
 
 def _nodes(asked: argparse.Namespace) -> Nodes:
-    """
+    """Return the machines of the launch.
+
     Raises:
         UsageError, LaunchRefused: an incomplete or contradictory description.
     """
@@ -260,10 +262,10 @@ def _nodes(asked: argparse.Namespace) -> Nodes:
 
 
 def _options(asked: argparse.Namespace, share: int) -> Options:
-    """What a cell can choose too.  share: machines that `num_processes` is for.
+    """Return the options that a cell has too.  share: number of machines that `num_processes` is for.
 
     Raises:
-        UsageError: they cannot have equally many ranks.
+        UsageError: the machines cannot have equally many ranks.
     """
     options = Options(**{field.name: getattr(asked, field.name, None) for field in fields(Options)})
     if asked.gpu_ids not in (None, "all"):
@@ -280,7 +282,8 @@ def _options(asked: argparse.Namespace, share: int) -> Options:
 
 
 def _elastic(choices: _Choices, program: Program) -> Elastic:
-    """
+    """Return the launch by torch elastic.
+
     Raises:
         UsageError, LaunchRefused: in one sentence, why this cannot be launched.
     """
@@ -306,7 +309,7 @@ def _elastic(choices: _Choices, program: Program) -> Elastic:
 
 
 def _compiling(asked: argparse.Namespace) -> RunSettings:
-    """As Accelerate has it: a launch that compiles says all that it can say of it."""
+    """Return the settings for compiling; as in Accelerate, a launch that compiles sets all of them."""
     if asked.dynamo_backend is None:
         return RunSettings()
     return RunSettings(
@@ -319,7 +322,7 @@ def _compiling(asked: argparse.Namespace) -> RunSettings:
 
 
 def _precision(options: Options, devices: Devices) -> str | None:
-    """None where nobody chose: then a script computes as it would by itself, without mixed precision."""
+    """Return the precision; None if it was not chosen: then a script computes without mixed precision, as alone."""
     return None if options.mixed_precision is None else choose_precision(options, devices)[0]
 
 
