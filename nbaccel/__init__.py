@@ -1,4 +1,4 @@
-"""nbaccel: train on every device of the machine from a notebook cell. The public names; they live in the rooms.
+"""nbaccel: train on every device of the machine from a notebook cell. The public names; their code is in the packages.
 
 Importing it costs milliseconds and touches neither torch nor IPython nor a device: a name is loaded from its
 module when it is first asked for. `%load_ext nbaccel` gives the notebook `%%accelerate` and `%accelerate`.
@@ -85,7 +85,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
 _VERSION = "0.1.0"
 
 _INTERFACE = "1.15.0"
-"""The version of Accelerate whose names and meaning are here."""
+"""The version of Accelerate whose names and their meaning this package provides."""
 
 _HOME = {
     "Accelerator": "nbaccel.train.accelerator",
@@ -137,7 +137,7 @@ _HOME = {
     "skip_first_batches": "nbaccel.train.data",
     "synchronize_rng_states": "nbaccel.train.seeding",
 }
-"""Each public name and the module that defines it, or is it."""
+"""Each public name, and the module that defines it or that the name stands for."""
 
 _MODULES = frozenset(
     [
@@ -160,7 +160,7 @@ _MODULES = frozenset(
         "utils",
     ]
 )
-"""Modules that ``import accelerate`` shows."""
+"""Modules that ``import accelerate`` makes available."""
 
 _missing = missing_from(__name__, "nbaccel.utils")
 
@@ -180,25 +180,25 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         return _missing(name)
     home = import_module(_HOME[name])
-    value = home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)  # `launch` is a room, called
+    value = home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)  # `launch` is a package
     globals()[name] = value
     return value
 
 
 def _version_for(reader: FrameType) -> str:
-    """Return our version, or that of Accelerate's interface to a program that says ``import nbaccel as accelerate``.
+    """Return nbaccel's version, or Accelerate's interface version to a program with ``import nbaccel as accelerate``.
 
-    Such programs compare it, as all examples of diffusers do: older than 0.16, and they register no hooks, so that
-    their checkpoints would lack what they average, without a word.
+    Such programs compare it, as all examples of diffusers do: for a version older than 0.16 they register no hooks, so
+    that their checkpoints would silently lack the averaged weights.
     """
     called = reader.f_locals.get("accelerate", reader.f_globals.get("accelerate"))
     return _INTERFACE if called is sys.modules[__name__] else _VERSION
 
 
 def _last_run() -> Run | None:
-    """The last run of this process, of a `%%accelerate` cell or of `launch`; None before the first. See `Run`.
+    """Return the last run of this process, of a `%%accelerate` cell or of `launch`; None before the first. See `Run`.
 
-    It is another one after each run, so it is no name to import: write `nbaccel.last_run`.
+    It changes with each run, so it cannot be imported by name: write `nbaccel.last_run`.
     """
     launching = sys.modules.get("nbaccel.launch.launcher")  # without it there was no run
     return None if launching is None else launching.default_launcher().last_run
@@ -209,14 +209,14 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """`%load_ext nbaccel`: register the magics with this notebook."""
+    """Register the magics with this notebook; called by `%load_ext nbaccel`."""
     from nbaccel.notebook.magics import register
 
     register(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """`%unload_ext nbaccel`: leave the notebook as it was before `%load_ext`."""
+    """Restore the notebook to its state before `%load_ext`; called by `%unload_ext nbaccel`."""
     from nbaccel.notebook.magics import unregister
 
     unregister(ipython)

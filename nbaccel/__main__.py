@@ -1,4 +1,4 @@
-"""`python -m nbaccel`: the command `nbaccel`, of the Python that is named. Runs in a terminal."""
+"""`python -m nbaccel`: the command `nbaccel`, run by the Python that is named. Runs in a terminal."""
 
 import sys
 

@@ -1,12 +1,12 @@
-"""Aborting: what ends a rank's wait inside its device, and what keeps the leftovers from being used. Runs in ranks.
+"""Aborting: ends a rank's wait inside its device, and keeps incomplete results from being used. Runs in ranks.
 
-A kernel of NCCL's that waits for a peer hears no interrupt, and does not notice that the peer has gone. Only aborting
-its communicator ends it. Work of an aborted communicator then counts as complete, without an error, though its buffers
-hold parts of sums (torch's ``WorkNCCL::isCompleted``); and what was queued behind it, an optimizer's step for one,
-runs on these. So that it was aborted is one fact of the process, set before anything is aborted: while it is set nobody
-steps, saves or reads on. It ends when the groups are formed anew.
+A kernel of NCCL's that waits for a peer does not react to an interrupt, and does not notice that the peer has gone.
+Only aborting its communicator ends the wait. Work of an aborted communicator then counts as complete, without an error,
+though its buffers hold parts of sums (torch's ``WorkNCCL::isCompleted``); and work that was queued after it, for
+example an optimizer's step, runs on these. So the abort is one fact of the process, set before anything is aborted:
+while it is set, no step, save or read takes place. It ends when the groups are formed anew.
 
-gloo has none of this: its work fails with an error. Groups of the CPU are never touched here.
+gloo has no such problem: its work fails with an error. Groups of the CPU are never touched here.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ DEVICE_BACKENDS = {"nccl", "xccl"}
 """Backends whose work runs on a device and ends by an abort only."""
 
 _ABORT_S = 10.0
-"""How long an abort may take; NCCL's comes back only when the peers of the same machine have aborted too."""
+"""Seconds that an abort may take; NCCL's returns only when the peers of the same machine have aborted too."""
 
 _ANSWER_S = 0.5
-"""How much longer than its limit an answer may take that comes out of a store."""
+"""Seconds beyond its limit that an answer from a store may take."""
 
 _POLL_S = 0.005
 
 
 class _Abort:
-    """The fact, for this process, and the threads that make it true."""
+    """The abort of this process, and the threads that carry it out."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -62,17 +62,17 @@ class _Abort:
         self._parts: list[tuple[Any, threading.Thread]] = []
         self._hook: Any = None
         self.renewal: Callable[[int, int], None] | None = None
-        self._lock = threading.RLock()  # an interrupt may come in here, and who handles it may abort too
+        self._lock = threading.RLock()  # an interrupt may come in here, and its handler may abort too
 
     @property
     def holds(self) -> bool:
-        """Whether it is set, and the program has not formed its groups anew by itself."""
+        """Return whether the abort is in effect, and the program has not formed its groups anew by itself."""
         if self.is_set and (world := _world()) is not None and world is not self._world:
             self.forget()
         return self.is_set
 
     def begin(self, spoils: bool) -> None:
-        """Set the fact, then begin to abort what is not being aborted yet."""
+        """Set the fact, then begin to abort all parts that are not being aborted yet."""
         with self._lock:
             if spoils:
                 self.is_set, self._world = True, _world()
@@ -86,7 +86,7 @@ class _Abort:
                     thread.start()
 
     def wait(self, limit_s: float) -> bool:
-        """Whether all of them have ended, within `limit_s`."""
+        """Return whether all aborts have ended within `limit_s`."""
         deadline = time.monotonic() + limit_s
         for _, thread in list(self._parts):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -105,16 +105,17 @@ _abort_of_this_process = _Abort()
 
 
 def is_aborted() -> bool:
-    """Whether this rank's device groups were aborted, and not formed anew since."""
+    """Return whether this rank's device groups were aborted, and not formed anew since."""
     return _abort_of_this_process.holds
 
 
 def abort_device_groups(limit_s: float = _ABORT_S, *, spoils: bool = True) -> bool:
-    """End what this rank waits for in its device, in all of its process groups; of any thread, and any number of times.
+    """End waits of this rank in its device, in all of its process groups; from any thread, any number of times.
 
-    Never raises. Returns whether all aborts have come back within `limit_s`; the others go on in threads of their own.
+    It never raises. Return whether all aborts have returned within `limit_s`; the others continue in their own threads.
     Nothing happens without a group of `DEVICE_BACKENDS`.
-    spoils: False if nothing was under way, so that all this rank has is whole.
+
+    spoils: False if nothing was under way, so that all values of this rank are whole.
     """
     if not uses_device():
         return True
@@ -123,7 +124,7 @@ def abort_device_groups(limit_s: float = _ABORT_S, *, spoils: bool = True) -> bo
 
 
 def await_aborts(limit_s: float) -> bool:
-    """Whether all aborts that were begun have come back, within `limit_s`. It begins none."""
+    """Return whether all aborts that were begun have returned within `limit_s`. It begins none."""
     return _abort_of_this_process.wait(limit_s)
 
 
@@ -133,36 +134,36 @@ def forget_abort() -> None:
 
 
 def on_renewal(renewal: Callable[[int, int], None]) -> None:
-    """Let `renew` call ``renewal(source, number)``. Said by whoever knows what was trained in this process."""
+    """Make `renew` call ``renewal(source, number)``. Called by the code that knows what was trained in this process."""
     _abort_of_this_process.renewal = renewal
 
 
 def can_renew() -> bool:
-    """Whether somebody in this process knows how its groups are formed anew."""
+    """Return whether this process knows how to form its groups anew."""
     return _abort_of_this_process.renewal is not None
 
 
 def renew(source: int, number: int) -> None:
     """Form the default group of this process anew, after it was aborted. Collective.
 
-    source: the rank whose state counts.  number: that no renewal before had, equal on all ranks.
+    source: the rank whose state counts.  number: a number that no earlier renewal had, equal on all ranks.
     """
     assert _abort_of_this_process.renewal is not None, "renew() without on_renewal()"
     _abort_of_this_process.renewal(source, number)
 
 
 def leave_device_errors_to_the_program() -> None:
-    """Let an error of the device be raised where the program waits for it. Before a group of NCCL's is formed.
+    """Let the program raise a device error where it waits for the device. Called before a group of NCCL's is formed.
 
-    torch's watchdog asks the device ten times a second, so it often meets the error first, and then ends the process
-    by SIGABRT before anybody has said which line it was. With 0 its thread alone ends. The thread that watches it ends
-    a process that still hangs some ten minutes later. Read by torch 2.6 to 2.15; whoever has set it is obeyed.
+    torch's watchdog asks the device ten times a second, so it often meets the error first, and then ends the process by
+    SIGABRT before the line of the error is known. With 0 only its thread ends. The thread that watches it ends a
+    process that still hangs some ten minutes later. Read by torch 2.6 to 2.15; a value that is already set is kept.
     """
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 
 
 def refuse_if_aborted(what: str) -> None:
-    """Raise PeerFailed where this rank's groups were aborted.  what: that would use what is left, in words."""
+    """Raise PeerFailed if this rank's groups were aborted.  what: the action that would use incomplete values."""
     if _abort_of_this_process.holds:
         raise PeerFailed(
             f"this rank's exchange with its peers was cut short, since one failed, ran out of memory or was "
@@ -171,7 +172,7 @@ def refuse_if_aborted(what: str) -> None:
 
 
 def tore_step(error: BaseException) -> bool:
-    """Whether `error`, or one before it, left an optimizer's step, of which nobody knows then how far it came."""
+    """Return whether `error`, or one before it, left an optimizer's step, whose progress is then unknown."""
     seen: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in seen:
@@ -183,7 +184,7 @@ def tore_step(error: BaseException) -> bool:
 
 
 def _left_step(trace: TracebackType | None) -> bool:
-    """By the frames that torch puts around each optimizer's own step, unless our hook has refused it there."""
+    """Return whether the traceback left an optimizer's own step, by torch's frames, unless the hook refused it."""
     is_in_step = False
     while trace is not None:
         code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
@@ -195,17 +196,17 @@ def _left_step(trace: TracebackType | None) -> bool:
 
 
 def uses_device() -> bool:
-    """Whether any process group of this process works on a device."""
+    """Return whether any process group of this process works on a device."""
     return any(True for _ in _places())
 
 
 def device_parts() -> list[Any]:
-    """The backends of all process groups that work on a device; of a mixed group, ``cpu:gloo,cuda:nccl``, its part."""
+    """Return the backends of all process groups on a device; of a mixed one, ``cpu:gloo,cuda:nccl``, that part."""
     return list({id(part): part for part in map(_part, _places())}.values())
 
 
 def settle(limit_s: float) -> bool:
-    """Return whether this rank's device is done with all that it was given, in time, and nothing of it was aborted.
+    """Return whether this rank's device has finished all its work in time, and nothing of it was aborted.
 
     Without a group on a device there is nothing to wait for. The wait ends at `limit_s`, or by an abort.
     """
@@ -213,7 +214,7 @@ def settle(limit_s: float) -> bool:
 
 
 class Settling:
-    """Waits for this rank's device, in a thread of its own: CUDA's wait hears no interrupt and has no limit."""
+    """Waits for the rank's device, in a thread: CUDA's wait does not react to an interrupt and has no limit."""
 
     def __init__(self) -> None:
         self._synchronize = _synchronizer()
@@ -222,14 +223,14 @@ class Settling:
         self._thread.start()
 
     def wait(self, limit_s: float) -> bool:
-        """Return whether it is done, and nothing was aborted; after `limit_s`, or an abort, at the latest."""
+        """Return whether the device has finished, and nothing was aborted; by `limit_s` or an abort at the latest."""
         deadline = time.monotonic() + limit_s
         while self._thread.is_alive() and not is_aborted() and time.monotonic() < deadline:
             self._thread.join(_POLL_S)
         return self._is_settled and not is_aborted()
 
     def ends_within(self, limit_s: float) -> bool:
-        """Return whether the device waits for nothing any more, whatever became of it: an abort, or its own error."""
+        """Return whether the device waits for nothing any more, for any reason: an abort, or its own error."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
@@ -238,12 +239,13 @@ class Settling:
 
 
 def end_device_groups(limit_s: float, do_peers_come: Callable[[], bool]) -> bool:
-    """End the groups on a device of which nothing is under way; whether they have ended, each part within `limit_s`.
+    """End the groups on a device that have no work under way; return whether they ended, each part within `limit_s`.
 
-    Regularly if the peers come for that too, as those of one machine have to; else by an abort, which spoils nothing.
-    The peers are waited for before: an abort cannot overtake an end that waits for them, for torch's
+    They end regularly if the peers do the same, as those of one machine must; otherwise by an abort, which spoils
+    nothing. It waits for the peers first: an abort cannot overtake an end that waits for them, because torch's
     ``ProcessGroupNCCL.shutdown`` holds the locks of the group and of its communicators meanwhile.
-    do_peers_come: whether they do, within `limit_s`. Asked in a thread; no answer, or an error, is no.
+
+    do_peers_come: returns whether they do, within `limit_s`. Called in a thread; no answer, or an error, means no.
     """
     if not _is_true(do_peers_come, limit_s + _ANSWER_S):
         return abort_device_groups(limit_s, spoils=False)
@@ -263,7 +265,7 @@ def _is_true(question: Callable[[], bool], limit_s: float) -> bool:
     answers: list[bool] = []
 
     def ask() -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # a store that is lost: its server went with a peer
+        with contextlib.suppress(RuntimeError, OSError):  # a lost store: its server ended with a peer
             answers.append(question())
 
     thread = threading.Thread(target=ask, name="nbaccel-peers", daemon=True)
@@ -273,13 +275,13 @@ def _is_true(question: Callable[[], bool], limit_s: float) -> bool:
 
 
 def _world() -> Any:
-    """The default group as it is; None without one."""
+    """Return the present default group; None without one."""
     distributed = sys.modules.get("torch.distributed")
     return None if distributed is None or not distributed.is_available() else distributed.group.WORLD
 
 
 def _places() -> Iterator[tuple[Any, str]]:
-    """Each process group that works on a device, and the type of that device."""
+    """Yield each process group that works on a device, and the type of that device."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
@@ -289,7 +291,7 @@ def _places() -> Iterator[tuple[Any, str]]:
 
 
 def _devices_in(config: str) -> list[str]:
-    """The devices of a group on which it works by one of `DEVICE_BACKENDS`.  config: as torch keeps it.
+    """Return the devices on which a group works by one of `DEVICE_BACKENDS`.  config: in torch's format.
 
     >>> _devices_in("cpu:gloo,cuda:nccl"), _devices_in("cpu:gloo,cuda:gloo"), _devices_in("nccl")
     (['cuda'], [], ['cuda'])
@@ -318,12 +320,12 @@ def _shut(part: Any) -> None:
 def _abort(part: Any) -> None:
     try:
         part.abort()
-    except Exception:  # it has done what it could; that it failed shows in the next collective
+    except Exception:  # a failed abort shows in the next collective
         return
 
 
 def _hold_steps() -> Any:
-    """Have every optimizer of torch's refuse its step, also one that the program steps itself; `remove` ends it."""
+    """Make every optimizer of torch's refuse its step, also one that the program steps itself; `remove` ends this."""
     optim = sys.modules.get("torch.optim.optimizer")
     return None if optim is None else optim.register_optimizer_step_pre_hook(_refuse_step)
 
@@ -340,10 +342,11 @@ def _is_used(torch: Any, module: Any, index: int) -> bool:
 
 
 def _synchronizer() -> Callable[[], bool]:
-    """What waits for all devices that this rank uses; a model may lie on several. On others CUDA would take memory.
+    """Return a function that waits for all devices that this rank uses; on others CUDA would take memory.
 
-    Of those of CUDA their contexts tell. The allocator would too, but its answer waits, with Python's lock, for a
-    thread that looks for memory behind what is to be ended here.
+    A model may be on several devices. The devices of CUDA in use are known by their contexts. The allocator knows them
+    too, but its answer waits, with Python's lock, for a thread that looks for memory behind the work that is to be
+    ended here.
     """
     torch = sys.modules["torch"]
     modules = [module for name in ("cuda", "xpu") if (module := getattr(torch, name, None)) is not None]

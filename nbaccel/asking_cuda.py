@@ -1,4 +1,4 @@
-"""Asking CUDA: what torch's CUDA says of the GPUs, and for which torch was built, from a process of its own.
+"""Asking CUDA: asks torch's CUDA, in a separate process, for the GPUs and for those that torch was built for.
 
 Runs in kernels and scripts, which must not ask themselves: a process that has asked CUDA for devices cannot be forked
 any more. It takes some seconds, so it is for questions that nothing else answers.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 __all__ = ["CudaAnswer", "Device", "ask_cuda", "ask_torch"]
 
 _PATIENCE_S = 60.0
-"""Loading torch from a slow disk and waking the driver takes some ten; a driver that hangs never answers."""
+"""Seconds to wait: loading torch from a slow disk and waking the driver takes some ten; a driver may hang."""
 
 _BURIAL_S = 1.0
 
@@ -45,11 +45,11 @@ Device = tuple[str, str, int, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class CudaAnswer:
-    """What came of asking.
+    """The result of asking.
 
     devices: in CUDA's order.  error: why there are none.
     torch_version, flags: of the torch that was asked, and the kinds of GPU that it has code for ("sm_75",
-    "compute_90"); empty where it could not be asked, or is not built for CUDA.
+    "compute_90"); empty if it could not be asked, or is not built for CUDA.
     """
 
     devices: tuple[Device, ...] = ()
@@ -59,7 +59,7 @@ class CudaAnswer:
 
 
 def ask_cuda() -> CudaAnswer:
-    """Ask, the first time in this process and whenever the variables that choose devices have changed since."""
+    """Ask for devices; the answer is cached until the variables that choose devices change."""
     return _asked(True, *(os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")))
 
 
@@ -70,13 +70,16 @@ def ask_torch() -> CudaAnswer:
 
 @functools.lru_cache(maxsize=8)
 def _asked(asks_driver: bool, *chosen: str | None) -> CudaAnswer:
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # as Python itself looks at no others
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # Python itself uses no others
     program = _PROGRAM.format(path=path, asks_driver=asks_driver)
     return _answer([sys.executable, "-c", program], _PATIENCE_S)
 
 
 def _answer(command: list[str], patience_s: float) -> CudaAnswer:
-    """What the program says. It is not waited for when it has been killed: a driver that hangs holds it for ever."""
+    """Return the answer of the program.
+
+    A killed process is not waited for long: a driver that hangs holds it for ever.
+    """
     import subprocess  # some milliseconds, which every survey would pay
 
     process = subprocess.Popen(

@@ -1,8 +1,7 @@
-"""nbaccel.toml: choices that a folder keeps, for its notebooks and for the command line.
+"""nbaccel.toml: the choices of a folder, for its notebooks and for the command line.
 
-Runs in the kernel and in `nbaccel`. It reads and writes a flat table, a line KEY = VALUE each, and knows no key: what
-one means, and whether its value is right, is checked by those who know the flags. Comments of a file that is written
-again are lost.
+Runs in the kernel and in `nbaccel`. It reads and writes a flat table, one line KEY = VALUE each, and knows no key: the
+code that knows the flags checks the meaning of a key and its value. Comments of a file that is written again are lost.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _HEADING = """\
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The file of one folder; by default of the folder that the program runs in, as a notebook does.
+    """The file of one folder; by default of the working directory, as for a notebook.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -41,7 +40,7 @@ class ConfigFile:
     path: Path = Path(FILE_NAME)
 
     def read(self) -> dict[str, Value]:
-        """Key to value; nothing where there is no file.
+        """Return the values by key; none if there is no file.
 
         Raises:
             ValueError: one sentence on why the file cannot be understood.
@@ -63,7 +62,7 @@ class ConfigFile:
         return content
 
     def write(self, values: Mapping[str, Value]) -> None:
-        """Put `values` in place of what the file says; whoever reads meanwhile sees the old file or the new one.
+        """Replace the contents of the file by `values`; a reader meanwhile sees the old file or the new one.
 
         Raises:
             ValueError: one sentence on why the file cannot be written.

@@ -59,15 +59,16 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: None = None,
 ) -> PreparedLoader:
-    """`dataloader` as rank `process_index` of `num_processes` sees it; see `Accelerator.prepare_data_loader`.
+    """Return `dataloader` for rank `process_index` of `num_processes`; see `Accelerator.prepare_data_loader`.
 
-    num_processes, process_index: by default those of this run; the call is then collective. Given, nobody is asked,
-    and the ranks' order follows from `data_seed`, or from a torch seed that all of them must have set alike.
-    device, put_on_device: where batches go, if they are moved. dispatch_batches: see `DataLoaderConfiguration`.
+    num_processes, process_index: by default those of this run; the call is then collective. If they are given, no rank
+    is asked, and the ranks' order follows from `data_seed`, or from a torch seed that all of them must have set
+    equally. device, put_on_device: the device of batches, and whether they are moved to it. dispatch_batches: see
+    `DataLoaderConfiguration`.
     rng_types: accepted with a warning; the order of samples is always the same on all ranks, and no other generator is
     touched.
 
-    The batches know nothing of an Accelerator: windows of accumulation do not end with this loader.
+    The loader belongs to no Accelerator: accumulation windows do not end with it.
 
     >>> loader = prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=1)
     >>> [batch.tolist() for batch in loader]
@@ -245,7 +246,7 @@ class SkipDataLoader(DataLoaderShard):
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """What `dataloader` draws its order from."""
+    """Return the sampler that determines the order of `dataloader`."""
     if isinstance(dataloader.sampler, BatchSampler):
         return getattr(dataloader.sampler, "sampler", None)
     return getattr(dataloader.batch_sampler, "sampler", None)

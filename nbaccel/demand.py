@@ -1,6 +1,6 @@
-"""Demand: the numbers of a request for memory that was refused, and whether smaller batches can help.
+"""Demand: the numbers of a refused request for memory, and whether smaller batches can help.
 
-`Demand.of` runs where the error is, before anything is freed; the numbers travel to the kernel. The rest is pure.
+`Demand.of` runs where the error is, before anything is freed; the numbers are sent to the kernel. The rest is pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WHAT_HELPS = (
     "a smaller model, fp16 or bf16, an 8-bit optimizer, gradient checkpointing, parameters or states that are "
     "offloaded or sharded, or a device with more memory"
 )
-"""Where smaller batches do not."""
+"""Advice for the case that smaller batches do not help."""
 
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -33,17 +33,17 @@ _UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _ALLOWED = re.compile(rf"{_SIZE} allowed")
 
 _NOISE = 0.1
-"""Share of the request by which one sample must miss the limit: allocators keep some of what was freed."""
+"""Fraction of the request by which one sample must exceed the limit: allocators keep some freed memory."""
 
 _MOST_VALUES = 1000
-"""How many values of one frame or object are looked at."""
+"""Number of values of one frame or object that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What was asked for, and what there was.
+    """The requested and the available memory.
 
-    asked_bytes: 0 where the error does not tell.  used_bytes: in use without it.  limit_bytes: 0 where that is unknown.
+    asked_bytes: 0 if the error does not say.  used_bytes: in use without the request.  limit_bytes: 0 if unknown.
     fullness: see `nbaccel.room.fullness`.
     parameters_bytes, gradients_bytes, states_bytes: of the models and optimizers that the frames of the error mention.
     """
@@ -58,7 +58,7 @@ class Demand:
 
     @classmethod
     def of(cls, error: BaseException) -> Demand | None:
-        """Return the numbers of `error`; None where it is not about memory, or nobody can tell."""
+        """Return the numbers of `error`; None if it is not about memory, or they are unknown."""
         try:
             if recovery_of(error) not in (Recovery.RETRY, Recovery.RETRY_IF_NEARLY_FULL):
                 return None
@@ -66,25 +66,25 @@ class Demand:
             room = _stated(text) or (_live_on_host() if is_of_host(error) else None) or Room(0, 0)
             device_types = {"cpu"} if is_of_host(error) or "CPU out of memory" in text else {"cuda", "xpu"}
             return cls(_asked(text), room.used_bytes, room.limit_bytes, fullness(error), *_held(error, device_types))
-        except Exception:  # memory is short, and it asks objects of foreign classes: what follows goes on without
+        except Exception:  # memory is short, and users' classes may raise: the caller goes on without
             return None
 
     @property
     def kept_bytes(self) -> int:
-        """What is held however small a batch is."""
+        """Return the bytes that are held for any batch size."""
         return self.parameters_bytes + self.gradients_bytes + self.states_bytes
 
     @property
     def is_beyond_the_limit(self) -> bool:
-        """Whether what is kept and the request alone exceed the limit."""
+        """Return whether the kept bytes and the request alone exceed the limit."""
         return bool(self.asked_bytes and self.limit_bytes) and self.kept_bytes + self.asked_bytes > self.limit_bytes
 
     def needed_for_one(self, samples: float, larger: Demand, larger_samples: float) -> int:
         """Return the bytes that would be in use for one sample, by the line through two demands.
 
         samples: of the forward that asked for this.  larger: an earlier demand, of a forward of `larger_samples`.
-        What is kept does not depend on the batch, but on how far the step had come: the second part of a batch finds
-        the gradients of the first. So the line is drawn through the rest.
+        The kept bytes do not depend on the batch, but on the progress of the step: the second part of a batch finds the
+        gradients of the first. So the line is drawn through the other bytes.
 
         >>> first, second = Demand(8, 50, 60, parameters_bytes=10), Demand(8, 40, 60, 10, parameters_bytes=10)
         >>> second.needed_for_one(51, first, 101)
@@ -95,22 +95,23 @@ class Demand:
         return int(self.used_bytes - slope * (samples - 1) + self.asked_bytes)
 
     def is_hopeless(self, samples: float, larger: Demand, larger_samples: float) -> bool:
-        """Return whether not even one sample would fit; False where the numbers do not tell.
+        """Return whether not even one sample would fit; False if the numbers do not show it.
 
-        The caller has made sure that both were asked for at the same place.
+        The caller has checked that both requests were made at the same place.
         """
         are_comparable = (
             0 < self.asked_bytes == larger.asked_bytes
             and self.limit_bytes > 0
             and 0 < self.parameters_bytes == larger.parameters_bytes
-            and 2 * samples <= larger_samples  # a line through two that lie near each other is drawn by noise
+            and 2 * samples <= larger_samples  # noise determines a line through two near points
         )
         needed_bytes = self.needed_for_one(samples, larger, larger_samples) if are_comparable else 0
         return needed_bytes > self.limit_bytes + _NOISE * self.asked_bytes
 
 
 def in_bytes(number: str, unit: str) -> int:
-    """
+    """Return a size of torch's error texts in bytes.
+
     >>> in_bytes("2.50", "KiB")
     2560
     """
@@ -118,7 +119,8 @@ def in_bytes(number: str, unit: str) -> int:
 
 
 def in_words(size: int) -> str:
-    """
+    """Format a number of bytes.
+
     >>> in_words(64_000_000), in_words(1_234_000_000), in_words(3_400), in_words(800)
     ('64.0 MB', '1.23 GB', '3.4 kB', '800 bytes')
     """
@@ -129,7 +131,8 @@ def in_words(size: int) -> str:
 
 
 def _asked(text: str) -> int:
-    """
+    """Return the bytes that were asked for, by the text of the error.
+
     >>> _asked("CUDA out of memory. Tried to allocate 2.00 GiB."), _asked("you tried to allocate 64000000 bytes.")
     (2147483648, 64000000)
     """
@@ -138,9 +141,9 @@ def _asked(text: str) -> int:
 
 
 def _stated(text: str) -> Room | None:
-    """The numbers of torch's allocators for CUDA, ROCm and XPU, and of `MemLimit`.
+    """Return the numbers in texts of torch's allocators for CUDA, ROCm and XPU, and of `MemLimit`.
 
-    What the caching allocator has reserved and not handed out is free, too.
+    Memory that the caching allocator has reserved and not handed out counts as free, too.
 
     >>> _stated("GPU 0 has a total capacity of 8.00 GiB of which 2.00 GiB is free.").share
     0.75
@@ -161,13 +164,13 @@ def _stated(text: str) -> Room | None:
 
 
 def _live_on_host() -> Room | None:
-    """The host's memory without what was freed and is kept for later: a smaller batch would have left less of that."""
+    """Return the host's memory without freed memory that is kept, which a smaller batch would have reduced."""
     room = host_room()
     return None if room is None else Room(max(0, room.used_bytes - unused_heap()), room.limit_bytes)
 
 
 def _held(error: BaseException, device_types: set[str]) -> tuple[int, int, int]:
-    """The bytes of parameters, gradients and optimizer states that the frames of `error` mention, on such devices."""
+    """Return the bytes of parameters, gradients and optimizer states in the frames of `error`, on such devices."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return 0, 0, 0
@@ -193,7 +196,7 @@ def _held(error: BaseException, device_types: set[str]) -> tuple[int, int, int]:
 
 
 def _mentioned(frames: Iterable[FrameType], kinds: tuple[type, ...]) -> Iterator[Any]:
-    """The objects of `kinds` that are variables of `frames`, or attributes of one."""
+    """Yield the objects of `kinds` that are variables of `frames`, or attributes of one."""
     seen: set[int] = set()
     for frame in frames:
         for value in list(frame.f_locals.values())[:_MOST_VALUES]:

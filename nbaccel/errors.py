@@ -3,11 +3,11 @@
     NbaccelError
     ├── LaunchRefused            nothing was started; the notebook is as it was
     │   ├── CannotFork           the kernel's state would break forked ranks
-    │   ├── CannotSend           a name of the notebook cannot travel to the ranks
+    │   ├── CannotSend           a name of the notebook cannot be sent to the ranks
     │   ├── NoSuchDevice         more processes or other devices were asked for than there are
     │   └── NestedLaunch         a rank tried to launch ranks
     ├── RanksFailed              ranks were started and one of them failed; knows rank and world_size
-    │   └── RankDied             the process ended without a word: a signal or an exit code
+    │   └── RankDied             the process ended without a report: a signal or an exit code
     ├── ResultsMissing           the run is over, but a name of --out did not come back
     ├── NoInput                  code in a rank asked for keyboard input
     ├── NotInRanks               code in a rank waits for what runs in the notebook alone: a thread, a loader's worker
@@ -16,7 +16,7 @@
     ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
     ├── PeerFailed               another rank failed in a block that this one was waiting for
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
-    ├── CannotResume             the program as it is cannot go on from the checkpoint
+    ├── CannotResume             the program cannot continue from the checkpoint
     ├── CannotSave               a checkpoint could not be written; the older one is as it was
     ├── CheckpointCorrupt        a checkpoint is damaged or unfinished; knows the file
     ├── NoBatchSizeFits          find_executable_batch_size tried every size down to 1; knows which
@@ -92,7 +92,7 @@ class RanksFailed(NbaccelError):
     """A rank failed after the start.
 
     rank: the first rank that failed, by the kernel's clock.
-    world_size: how many ranks the run had.
+    world_size: number of ranks of the run.
     """
 
     def __init__(self, message: str, rank: int = 0, world_size: int = 1) -> None:
@@ -128,7 +128,7 @@ class NoInput(NbaccelError):
 
 
 class NotInRanks(NbaccelError, RuntimeError):
-    """Code in a rank waits for what runs in the notebook alone: a thread, or a worker of a loader."""
+    """Code in a rank waits for a thread or a loader's worker, which runs in the notebook alone."""
 
 
 class StayedInRank(NbaccelError, AttributeError):
@@ -140,11 +140,11 @@ class NotPrepared(NbaccelError):
 
 
 class CannotCut(NbaccelError):
-    """Memory ran out, so batches come in parts now, and the loop does what is only right with whole ones."""
+    """Memory ran out, batches come in parts now, and the loop does something that needs whole batches."""
 
 
 class PeerFailed(NbaccelError):
-    """Another rank failed in what this one was waiting for; a consequence, the cause is that rank's own error."""
+    """Another rank failed while this one was waiting for it; a consequence: the cause is that rank's own error."""
 
 
 class CollectiveMismatch(NbaccelError):
@@ -152,7 +152,7 @@ class CollectiveMismatch(NbaccelError):
 
 
 class CannotResume(NbaccelError):
-    """The program prepares other things than the checkpoint holds, or begins its epochs anew."""
+    """The program prepares other objects than the checkpoint holds, or begins its epochs anew."""
 
 
 class CannotSave(NbaccelError):
@@ -172,7 +172,7 @@ class CannotSave(NbaccelError):
 class CheckpointCorrupt(NbaccelError):
     """A checkpoint is damaged, or its writing was never finished.
 
-    file: the file that is not what it was.
+    file: the damaged file.
     expected, got: its size or checksum as written and as found; texts.
     """
 
@@ -184,7 +184,7 @@ class CheckpointCorrupt(NbaccelError):
 
 
 class CannotSplit(NbaccelError):
-    """A batch, or a model, cannot be taken in micro-batches; the message says what is in the way."""
+    """A batch, or a model, cannot be split into micro-batches; the message names the obstacle."""
 
 
 class NoBatchSizeFits(NbaccelError, RuntimeError):
@@ -202,12 +202,12 @@ class NoBatchSizeFits(NbaccelError, RuntimeError):
 class StepCorrupted(NbaccelError):
     """An optimizer ran out of memory when some parameters, or their state, were updated already.
 
-    Neither the old nor the new weights are there any more: go on from a checkpoint.
+    Neither the old nor the new weights exist any more: continue from a checkpoint.
     """
 
 
 class UntrustedPickle(NbaccelError):
-    """A file can only be read by running what a pickle asks for, and nobody said that it may be trusted."""
+    """A file can only be read by running code of a pickle, and it was not marked as trusted."""
 
 
 class RunStopped(KeyboardInterrupt):

@@ -1,12 +1,12 @@
-"""Events: what a rank reports while it runs, and the outlet they leave by. Runs in ranks; the kernel reads them.
+"""Events: the reports of a rank while it runs, and the outlet that takes them. Runs in ranks; the kernel reads them.
 
-`train` emits, `launch` and `trackers` listen; neither knows the other. The current outlet is the one piece of
-module-level state in nbaccel: one plain object, because threads do not inherit context variables.
+`train` emits, `launch` and `trackers` listen; neither knows the other. The current outlet is the only module-level
+state in nbaccel: one plain object, because threads do not inherit context variables.
 
 Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `SaveDue`, `SaveAsked`,
-`SavesItself`, `SavingAtStop`, `TimeLimit`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others travel:
-a launcher carries them to the kernel, whose `Listener`s are fed with them. What travels holds numbers, strings and
-None, in mappings and lists where need be; a tensor in `Loss` or `Metric` is a number on arrival.
+`SavesItself`, `SavingAtStop`, `TimeLimit`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others are
+sent: a launcher passes them to the kernel, whose `Listener`s receive them. A sent event holds numbers, strings and
+None, in mappings and lists if needed; a tensor in `Loss` or `Metric` arrives as a number.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Metric(Event):
-    """Numbers the user logged.
+    """Numbers that the user logged.
 
-    values: name to number or 0-d tensor; tensors are read later, away from the step.
+    values: number or 0-d tensor by name; tensors are read later, away from the step.
     step: the optimizer step they belong to.
     """
 
@@ -80,17 +80,17 @@ class Loss(Event):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """How far a loop over a loader has come. The newest one counts; the last one of a loop says where it ended.
+    """Progress of a loop over a loader. The newest event counts; the last one of a loop says where it ended.
 
-    step: optimizer steps that are complete.  epoch: 0-based number of the epoch.  epochs: how many there will be.
-    batch, batches: batches of this rank handed out in this epoch, and how many it has.
-    samples: how many one batch of this rank holds.  Those that are not known are None.
+    step: optimizer steps that are complete.  epoch: 0-based number of the epoch.  epochs: their number.
+    batch, batches: batches of this rank handed out in this epoch, and their number.
+    samples: number in one batch of this rank.  Unknown values are None.
     is_training: batches lead to backward; else the loop evaluates.
     is_guess: no step has shown yet whether the loop trains.
     is_over: the loop has ended, or was left.
     first: optimizer steps that were complete when the loop began.
-    began: when that was, in the machine's `time.monotonic()`; loops of one rank are told apart by it. 0 if unknown.
-    waiting: the part of its time, 0 to 1, that the loop has waited for batches; None before that can be said.
+    began: time of that, in the machine's `time.monotonic()`; it identifies a loop of the rank. 0 if unknown.
+    waiting: the fraction of its time, 0 to 1, that the loop has waited for batches; None before that is known.
     """
 
     step: int = 0
@@ -109,13 +109,13 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True)
 class Memory(Event):
-    """What this rank holds, in bytes; sampled a few times per second by a thread of the rank.
+    """Memory that this rank holds, in bytes; sampled a few times per second by a thread of the rank.
 
     host_bytes: resident memory of the process; pages that it still shares with the kernel it was forked from count
-        in full.  host_peak_bytes: the most it was.  host_limit_bytes: what the machine or the container grants to
-        all its processes together.
-    device_bytes: tensors on the rank's device.  device_reserved_bytes: those, and what the caching allocator keeps.
-    device_peak_bytes: the most that was reserved.  device_limit_bytes: the device's memory. All None without one.
+        in full.  host_peak_bytes: its maximum.  host_limit_bytes: limit of the machine or the container for all its
+        processes together.
+    device_bytes: tensors on the rank's device.  device_reserved_bytes: these, and the reserve of the caching allocator.
+    device_peak_bytes: maximum that was reserved.  device_limit_bytes: the device's memory. All None without one.
     """
 
     host_bytes: int = 0
@@ -131,7 +131,7 @@ class Memory(Event):
 class Checkpoint(Event):
     """A checkpoint is complete.
 
-    path: its folder.  step: optimizer steps in it.  seconds: how long writing it took, perhaps in the background.
+    path: its folder.  step: optimizer steps in it.  seconds: duration of writing it, perhaps in the background.
     """
 
     path: str = ""
@@ -141,9 +141,9 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, slots=True)
 class Phase(Event):
-    """What follows is something new: other curves, another time of arrival.
+    """Beginning of a new phase: other curves, another estimate of the remaining time.
 
-    name: as the user called it, "fold 2".
+    name: given by the user, "fold 2".
     """
 
     name: str = ""
@@ -151,13 +151,14 @@ class Phase(Event):
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory(Event):
-    """This rank ran out of memory and goes on: with the same step, in smaller pieces; no work is lost.
+    """Shortage of memory in this rank, which goes on with the same step in smaller pieces; no work is lost.
 
-    Or, in `find_executable_batch_size`, with a new attempt, whose batch is smaller: `next_size` for `batch_size`.
+    Or, in `find_executable_batch_size`, it goes on with a new attempt, whose batch is smaller: `next_size` instead of
+    `batch_size`.
 
     step: optimizer steps that were complete.
     phase: "forward", "backward" or "optimizer".
-    micro_batch_size: samples of the forward that did not fit.  next_size: those of the next one, 0 where there is no
+    micro_batch_size: samples of the forward that did not fit.  next_size: those of the next one, 0 if there is no
     smaller one.  batch_size: samples of the whole batch on this rank. All 0 in the optimizer.
     message: the first line of the error.
     """
@@ -172,10 +173,10 @@ class OutOfMemory(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoopEntered(Event):
-    """A loop over a loader is entered, or gone on with: what there is to cut if memory runs out in it.
+    """Entry into a loop over a loader, or its continuation, with what can be cut if memory runs out in it.
 
-    samples: in a batch of this rank; None where that differs.  parts: what each batch is cut into already.
-    sharing_ranks: so many ranks share one batch, its parts among them; 1 where each has batches of its own.
+    samples: in a batch of this rank; None if that varies.  parts: number of parts that each batch is cut into already.
+    sharing_ranks: number of ranks that share one batch and its parts; 1 if each has its own batches.
     batches_per_step: gradient accumulation steps.
     obstacle: why batches of this loop cannot be cut into more parts; empty if they can.
     batch_norms: the layers that would normalise over fewer samples then, by name.
@@ -191,9 +192,9 @@ class LoopEntered(Event):
 
 @dataclass(frozen=True, slots=True)
 class Opened(Event):
-    """Something outside of the run is written to from now on, which stays behind if the run is started again.
+    """Something outside of the run that is written to from now on, and stays if the run is started again.
 
-    what: as a person would look for it: "jsonl tracker in runs/digits".
+    what: the name that a person would look for: "jsonl tracker in runs/digits".
     """
 
     what: str = ""
@@ -201,9 +202,9 @@ class Opened(Event):
 
 @dataclass(frozen=True, slots=True)
 class RecordsLost(Event):
-    """Events of this rank that were overwritten before the kernel read them; said by the kernel itself.
+    """Events of this rank that were overwritten before the kernel read them; reported by the kernel itself.
 
-    count: so far, all together.
+    count: total so far.
     """
 
     count: int = 0
@@ -211,9 +212,9 @@ class RecordsLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class Restarted(Event):
-    """All ranks of the run were ended and started again; said by the kernel itself.
+    """Restart of all ranks of the run; reported by the kernel itself.
 
-    line: why and how, as the user was told.
+    line: the reason and the changes, as shown to the user.
     """
 
     line: str = ""
@@ -221,10 +222,10 @@ class Restarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Event):
-    """Something that has a value at any time, to be looked at now and then rather than reported at each change.
+    """A value that is read from time to time rather than reported at each change.
 
-    read: gives what stands now, as an event, and None once there is nothing more to see. An outlet calls it a few
-    times per second from a thread of its own, so it only looks: it changes nothing, and waits for nothing.
+    read: returns the present value as an event, and None once there is nothing more to read. An outlet calls it a few
+    times per second from a separate thread, so it only reads: it changes nothing, and waits for nothing.
     """
 
     read: Callable[[], Event | None]
@@ -258,14 +259,14 @@ class SaveDue(Event):
 
 @dataclass(frozen=True, slots=True)
 class SavesItself(Event):
-    """This rank saves its training by itself, and at a stop: a session that ends shall leave it the time for it."""
+    """This rank saves its training by itself, and at a stop: a session that ends has to leave it time for that."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavingAtStop(Event):
-    """The run is being stopped, and this rank writes a last checkpoint, or is through with it: let it.
+    """The run is being stopped, and this rank writes its last checkpoint, or has finished it.
 
-    is_over: it is through.
+    is_over: it has finished.
     """
 
     is_over: bool = False
@@ -275,7 +276,7 @@ class SavingAtStop(Event):
 class SaveAsked(Event):
     """Another rank asks whether rank 0 has announced a save before optimizer step `step`.
 
-    answer: an outlet that knows so calls it.
+    answer: called by an outlet that knows that it has.
     """
 
     step: int
@@ -284,10 +285,10 @@ class SaveAsked(Event):
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit(Event):
-    """The program in this rank wants its run to end then: said when it sets the limit, and again when that is over.
+    """Time limit that the program in this rank sets for its run; emitted when it is set, and again when it is over.
 
     at: in the machine's `time.monotonic()`.  seconds: the limit as the program gave it.
-    take: an outlet that has the run ended in time calls it; if none does, the program has to leave by itself.
+    take: called by an outlet that makes the run end in time; if none does, the program has to end by itself.
     """
 
     at: float
@@ -297,7 +298,7 @@ class TimeLimit(Event):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEntered(Event):
-    """The rank enters a collective of ours. Every rank enters the same ones, so counting them compares ranks.
+    """The rank enters a collective of the project. Every rank enters the same ones, so counting them compares ranks.
 
     call: the collective in words.
     """
@@ -307,9 +308,9 @@ class CollectiveEntered(Event):
 
 @dataclass(frozen=True, slots=True)
 class GroupRenewed(Event):
-    """All ranks form their process group again, after one of them had left its collectives: counting starts afresh.
+    """All ranks form their process group again, after one of them had left its collectives: counting starts again.
 
-    times: how often that has happened, equal on all ranks.
+    times: number of renewals, equal on all ranks.
     """
 
     times: int = 0
@@ -319,7 +320,7 @@ class GroupRenewed(Event):
 class Waiting(Event):
     """The rank waits in the collective that it entered last; emitted again while that lasts.
 
-    call: the collective in words.  seconds: for how long, so far.
+    call: the collective in words.  seconds: duration so far.
 
     An outlet that knows of a peer which will never come may answer by raising `nbaccel.errors.CollectiveMismatch`.
     """
@@ -332,21 +333,21 @@ Sink = Callable[[Event], None]
 
 
 class Listener(Protocol):
-    """Hears in the kernel what the ranks of a run report: keeps it, draws it, writes it down.
+    """Receives in the kernel the reports of a run's ranks: stores them, draws them, writes them down.
 
-    Both are called by the thread that supervises the run, at most a few times per second, many events at a time; they
+    The thread that supervises the run calls both methods, at most a few times per second, many events at a time; they
     return soon. One that raises is not called again in this run, and the run goes on.
     """
 
     def feed(self, rank: int, at: float, event: Event) -> None:
-        """`event` happened in `rank`, when the machine's `time.monotonic()` was `at`; each rank's in their order."""
+        """Take `event` of `rank` at `at` of the machine's `time.monotonic()`; each rank's come in their order."""
 
     def tick(self, now: float) -> None:
-        """All that was there has been fed. Called after every round of reading, also when nothing had come."""
+        """Handle the end of a round of reading: all events have been fed. Called also when there were none."""
 
 
 class _Nowhere:
-    """The outlet of a process that nobody listens to."""
+    """The outlet of a process without a listener."""
 
     def __call__(self, event: Event) -> None:
         pass
@@ -362,10 +363,10 @@ class _Nowhere:
 
 
 class Reports:
-    """Where the events of this process go, and those of every training step as bare values.
+    """The destination of this process's events, and of those of every training step as bare values.
 
-    Making an event takes longer than writing down what is in it. A sink that has a method `enter_step`, `record_loss`
-    or `record_metric` is called with the fields of `StepEntered`, `Loss` or `Metric`; all others are given the event.
+    Making an event object takes longer than recording its values. A sink that has a method `enter_step`, `record_loss`
+    or `record_metric` is called with the fields of `StepEntered`, `Loss` or `Metric`; all others get the event.
     """
 
     __slots__ = ("enter_step", "record_loss", "record_metric", "sink")
@@ -387,7 +388,7 @@ class Reports:
 
 
 reports = Reports(_Nowhere())
-"""The current outlet. Its attributes are looked up at each call: they change with `outlet`."""
+"""The current outlet. Its attributes are read at each call: they change with `outlet`."""
 
 
 def emit(event: Event) -> None:
@@ -397,7 +398,7 @@ def emit(event: Event) -> None:
 
 @contextmanager
 def outlet(sink: Sink) -> Iterator[Sink]:
-    """Send every event of this process to `sink` while the block runs; gives the outlet that was there before.
+    """Send every event of this process to `sink` while the block runs; yield the previous outlet.
 
     >>> seen = []
     >>> with outlet(seen.append):

@@ -1,6 +1,6 @@
-"""What kind of failure is this, and what may be tried again: one table of symptoms, with its sources.
+"""Kinds of failures, and what may be tried again: one table of symptoms, with its sources.
 
-Pure; asked in kernel and ranks. It only names: the layers that retry, restart or give up are elsewhere.
+Pure; used in kernel and ranks. It only classifies: the layers that retry, restart or give up are elsewhere.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 __all__ = ["NEARLY_FULL", "Failure", "Recovery", "can_retry", "classify", "is_of_host", "recovery_of"]
 
 NEARLY_FULL = 0.9
-"""Share of the memory in use from which on an ambiguous error counts as out of memory."""
+"""Fraction of the memory in use from which on an ambiguous error counts as out of memory."""
 
 
 class Failure(enum.Enum):
-    """Kinds of failure, by what a person would do next."""
+    """Kinds of failure, by the reaction that they call for."""
 
     OUT_OF_MEMORY = "out of memory"
     DEVICE_LOST = "this process can no longer use its device"
@@ -28,7 +28,7 @@ class Failure(enum.Enum):
 
 
 class Recovery(enum.Enum):
-    """What a failure leaves possible."""
+    """Possible recoveries from a failure."""
 
     RETRY = "the same work in smaller pieces, in this process"
     RETRY_IF_NEARLY_FULL = "the same, if the memory was nearly full, and once per size; else nothing"
@@ -53,13 +53,16 @@ def _symptom(
 
 
 _TORCH = "RuntimeError AcceleratorError OutOfMemoryError DistBackendError InductorError BackendCompilerFailed"
-"""What torch raises. Where only a name is left of an error, its bases are unknown: so they are all named."""
+"""Class names of torch's errors.
+
+If only the name of an error is left, its bases are unknown, so all of them are listed.
+"""
 
 _TABLE = (
     _symptom(Failure.INTERRUPTED, Recovery.NO, "KeyboardInterrupt RunStopped", "", "our stop, or SIGINT"),
     _symptom(Failure.PEER_LOST, Recovery.NO, "PeerFailed", "",
              "our own, where a rank waits for what another one prepares"),
-    # What no other batch and no other process changes: the way out is in `launch.advice`.
+    # Errors that no other batch and no other process changes: the advice is in `launch.advice`.
     _symptom(Failure.USER, Recovery.NO, _TORCH,
              r"(creating|attaching to) shared memory segment /dev/shm/nccl-|failed to extend /dev/shm/nccl-",
              "NCCL shmutils.cc: /dev/shm is full"),
@@ -114,7 +117,7 @@ _TABLE = (
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"^std::bad_alloc\b", "libstdc++, through torch", True),
     _symptom(Failure.OUT_OF_MEMORY, Recovery.RETRY, _TORCH, r"\bCaught OutOfMemoryError in replica\b",
              "torch/_utils.py, DataParallel: the original type does not always survive"),
-    # What libraries say when their workspace did not fit, and also otherwise.
+    # Errors of libraries whose workspace did not fit, and of other causes.
     _symptom(Failure.USER, Recovery.RETRY_IF_NEARLY_FULL, _TORCH,
              r"\bCUDNN_STATUS_(NOT_INITIALIZED|NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)(_\w+)?\b"
              r"|(?i:unable to find an engine to execute)|Unable to find a valid cuDNN algorithm",
@@ -140,13 +143,13 @@ _TABLE = (
              r"|remote (process )?(has )?(exited|closed)|connectFullMesh|recvError|writev|readv)",
              "gloo transport/tcp/pair.cc, NCCL remote errors"),
 )  # fmt: skip
-"""The first row that fits counts; what fits none is an error in the program, and nothing to retry."""
+"""Symptoms; the first row that matches counts. An error that matches none is one in the program, and is not retried."""
 
 
 def classify(type_name: str, message: str, used_fraction: float | None = None) -> Failure:
-    """The kind of a failure, from its class name and text.
+    """Return the kind of a failure, from its class name and text.
 
-    used_fraction: share of the memory that was in use when it failed; None if nobody knows.
+    used_fraction: share of the memory that was in use when it failed; None if unknown.
 
     >>> classify("RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:3").name
     'PEER_LOST'
@@ -164,9 +167,9 @@ def classify(type_name: str, message: str, used_fraction: float | None = None) -
 
 
 def recovery_of(error: BaseException) -> Recovery:
-    """What `error` leaves possible; the first error that says so in its chain of causes.
+    """Return the possible recovery from `error`, by the first error in its chain of causes that determines it.
 
-    Only ``raise … from`` counts: what was merely being handled when `error` was raised is not its cause.
+    Only ``raise … from`` counts: an error that was merely being handled when `error` was raised is not its cause.
 
     >>> recovery_of(MemoryError()).name
     'RETRY'
@@ -182,7 +185,7 @@ def recovery_of(error: BaseException) -> Recovery:
 
 
 def is_of_host(error: BaseException) -> bool:
-    """Whether `error`, if it is about memory, is about the host's and not a device's.
+    """Return whether `error`, if it is about memory, is about the host's memory and not a device's.
 
     >>> is_of_host(RuntimeError("could not create a primitive")), is_of_host(RuntimeError("HIP out of memory."))
     (True, False)
@@ -192,9 +195,9 @@ def is_of_host(error: BaseException) -> bool:
 
 
 def can_retry(error: BaseException, used_fraction: float | None = None) -> bool:
-    """Whether the same work may succeed in smaller pieces, in this process.
+    """Return whether the same work may succeed in smaller pieces, in this process.
 
-    used_fraction: share of the memory that was in use when it failed; None if nobody knows.
+    used_fraction: share of the memory that was in use when it failed; None if unknown.
 
     >>> error = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
     >>> can_retry(error, used_fraction=0.95), can_retry(error, used_fraction=0.5), can_retry(error)
@@ -214,7 +217,7 @@ def _is_nearly_full(used_fraction: float | None) -> bool:
 
 
 def _symptom_of(error: BaseException) -> _Symptom | None:
-    """The first in the chain of causes."""
+    """Return the first symptom in the chain of causes."""
     found = (_find(frozenset(base.__name__ for base in type(link).__mro__), str(link)) for link in _causes(error))
     return next((symptom for symptom in found if symptom is not None), None)
 

@@ -1,9 +1,10 @@
-"""Why forks of this process would fail: what CUDA and autograd leave in it. Asked in the kernel; touches no device.
+"""Finds out why forks of this process would fail: the state that CUDA and autograd leave in it.
 
-`torch.cuda.is_initialized()` knows of torch's own contexts alone. Pinned memory, cupy, numba or triton may have called
-the driver before; so has a backward on the CPU, which counts the devices that there are, and starts a thread of
-autograd for each. Nothing of it lives on in a fork: there CUDA cannot be initialised again, and the first backward is
-refused.
+Runs in the kernel; touches no device.
+
+`torch.cuda.is_initialized()` knows only torch's own contexts. Pinned memory, cupy, numba or triton may have called the
+driver before; so may a backward on the CPU, which counts the existing devices and starts a thread of autograd for each.
+None of this works in a fork: there CUDA cannot be initialised again, and the first backward is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DRIVER_IS_IN_USE = "the CUDA driver is in use in the notebook"
 AUTOGRAD_HAS_THREADS = "autograd has device threads in the notebook"
 
 CUDA_ERROR_NOT_INITIALIZED = 3
-"""What the driver answers before cuInit, and to cuInit in a fork of a process that had called it."""
+"""Answer of the driver before cuInit, and to cuInit in a fork of a process that had called it."""
 
 _CUDA_SUCCESS = 0
 _DRIVER = b"/libcuda.so"
@@ -42,10 +43,10 @@ _PROC = Path("/proc")
 
 
 def why_forks_fail() -> str | None:
-    """What would break ranks that are forked from this process, as half a sentence; None if nothing would.
+    """Return why ranks that are forked from this process would fail, as half a sentence; None if they would not.
 
-    Of several, that which all the others come with is named.
-    Costs microseconds where torch was built for the CPU and there is no driver, else some tenths of a millisecond.
+    Of several reasons, the one that implies the others is named. It takes microseconds if torch was built for the CPU
+    and there is no driver, else some tenths of a millisecond.
     """
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
@@ -57,7 +58,7 @@ def why_forks_fail() -> str | None:
 
 
 def loaded_driver() -> ctypes.CDLL | None:
-    """CUDA's driver if somebody has loaded it into this process; it is not loaded for the question."""
+    """Return CUDA's driver if it is loaded in this process; it is not loaded by this function."""
     try:
         return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except OSError:
@@ -65,7 +66,7 @@ def loaded_driver() -> ctypes.CDLL | None:
 
 
 def has_other_devices() -> bool:
-    """Whether torch may have devices that are not CUDA's: AMD's, Intel's, or a back-end that was added to it."""
+    """Return whether torch may have devices other than CUDA's: AMD's, Intel's, or an added back-end."""
     if _torch_is_built_for("hip", "xpu"):
         return True
     torch = sys.modules.get("torch")
@@ -79,10 +80,10 @@ def _torch_is_built_for(*kinds: str) -> bool:
 
 
 def _driver_is_in_use() -> bool:
-    """Whether anybody here has called cuInit: the driver says so, or what it opens then is open.
+    """Return whether any code in this process has called cuInit: by the driver, or by a file that it opens then.
 
-    NVML opens the same files, and keeps them open where torch has counted devices by it: where the driver is loaded it
-    is asked, and where no file of it is there is none to be in use.
+    NVML opens the same files, and keeps them open if torch has counted devices by it. So a loaded driver is asked, and
+    if no file of the driver is mapped, it cannot be in use.
     """
     if (driver := loaded_driver()) is not None:
         return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS)
@@ -98,7 +99,7 @@ def _driver_is_in_use() -> bool:
 
 
 def _is_mapped(library: bytes) -> bool:
-    """Whether a file of this name is in the memory of this process, in whatever way it was loaded."""
+    """Return whether a file of this name is in the memory of this process, however it was loaded."""
     try:
         return library in Path(_PROC, "self/maps").read_bytes()
     except OSError:
@@ -106,9 +107,9 @@ def _is_mapped(library: bytes) -> bool:
 
 
 def _autograd_has_threads() -> bool:
-    """Whether autograd keeps threads for devices here, by their names (torch's engine.cpp, `thread_init`).
+    """Return whether autograd has threads for devices here, by their names (torch's engine.cpp, `thread_init`).
 
-    They get them some moments after the backward that starts them.
+    The threads get their names some moments after the backward that starts them.
     """
     tasks = f"{_PROC}/self/task"
     with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""What this machine is: GPUs, cores, memory, platform, and which precision suits it. Runs in kernels and scripts.
+"""Hardware of this machine: GPUs, cores, memory, platform, and the precision that suits it. In kernels and scripts.
 
-GPUs are read through NVML, which makes no CUDA context: a process that looked here can still be forked. Without
-an NVIDIA driver there are no GPUs and that is no error; where there is one that NVML cannot reach, CUDA is asked by
-`asking_cuda`. What may be known without asking the driver is in `gpu_driver`. Not covered: AMD and Intel GPUs, TPUs,
-MPS.
+GPUs are read through NVML, which makes no CUDA context: a process that took a survey can still be forked. Without an
+NVIDIA driver there are no GPUs, which is no error; if there is a driver that NVML cannot reach, CUDA is asked by
+`asking_cuda`. Facts that are known without asking the driver are in `gpu_driver`. Not covered: AMD and Intel GPUs,
+TPUs, MPS.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ __all__ = [
 ]
 
 _SILENT_AFTER_S = 20.0
-"""NVML answers within a second or so, also where it has to wake the driver; a driver that hangs never does."""
+"""Seconds to wait for NVML: it needs a second or so, even to wake the driver; a driver may hang for ever."""
 
 _NVML_THREAD = "nbaccel-nvml"
 
 
 def threads_asked_for() -> int | None:
-    """CPU threads that the environment asks for, by the variable that torch reads; None where it does not."""
+    """Return the CPU threads that the environment sets, by the variable that torch reads; None if it sets none."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) else None
 
 
 class ComputeMode(StrEnum):
-    """Whom a GPU lets compute; an administrator sets it."""
+    """Processes that a GPU accepts; set by an administrator."""
 
     SHARED = "any number of processes"
     EXCLUSIVE = "one process at a time"
@@ -61,10 +61,10 @@ class ComputeMode(StrEnum):
 class Gpu:
     """One device as CUDA will show it to a new process.
 
-    index: its number there, `cuda:<index>`.  uuid: what CUDA_VISIBLE_DEVICES accepts wherever it is moved.
-    number: what CUDA_VISIBLE_DEVICES calls it in an environment like this one; None where that is a guess.
+    index: its number there, `cuda:<index>`.  uuid: accepted by CUDA_VISIBLE_DEVICES at any place of the device.
+    number: its number in CUDA_VISIBLE_DEVICES, in an environment like this one; None if that is a guess.
     used_bytes: taken by all processes together.  compute_capability: (7, 5) is a T4.
-    processes: process id and bytes of each holder; bytes are None where the driver does not tell, and process
+    processes: process id and bytes of each holder; bytes are None if the driver does not report them, and process
     ids are those of the host, so in a container they may name nothing.
     """
 
@@ -86,13 +86,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What NVIDIA's driver said, beside the GPUs that CUDA shows.
+    """Reports of NVIDIA's driver, besides the GPUs that CUDA shows.
 
-    silence: why NVML gave no answer although there is a driver; empty where it did.
-    refusal: why CUDA, which was asked in its place, gave none either.
-    names: of all the GPUs that the driver has.
-    uncut: of those in MIG mode that have no instance, on which nothing can compute.
-    misread: where CUDA stops to read CUDA_VISIBLE_DEVICES, and why; empty if it reads all of it.
+    silence: why NVML gave no answer although there is a driver; empty if it did.
+    refusal: why CUDA, which was asked instead, gave none either.
+    names: of all the GPUs of the driver.
+    uncut: names of those in MIG mode that have no instance, on which nothing can compute.
+    misread: where CUDA stops reading CUDA_VISIBLE_DEVICES, and why; empty if it reads all of it.
     """
 
     silence: str = ""
@@ -103,7 +103,7 @@ class Driver:
 
 
 class Platform(StrEnum):
-    """Where the program runs; the value is the name people know."""
+    """Platform of the program; the value is the name people know."""
 
     COLAB = "Colab"
     KAGGLE = "Kaggle, interactive"
@@ -113,9 +113,10 @@ class Platform(StrEnum):
 
     @classmethod
     def detect(cls, environ: Mapping[str, str], modules: Iterable[str], is_kernel: bool) -> Platform:
-        """The platform that these variables and loaded modules show.
+        """Return the platform that these variables and loaded modules show.
 
-        Kaggle first: its image is built on Colab's. Not any KAGGLE_* variable: people export KAGGLE_KEY anywhere.
+        Kaggle is checked first: its image is built on Colab's. Not every KAGGLE_* variable counts: people export
+        KAGGLE_KEY anywhere.
         """
         if run_type := environ.get("KAGGLE_KERNEL_RUN_TYPE"):
             is_batch = run_type == "Batch" or bool(environ.get("KAGGLE_IS_COMPETITION_RERUN"))
@@ -127,7 +128,7 @@ class Platform(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Host memory: what the machine has, or what the container may use when that is less."""
+    """Host memory: that of the machine, or the limit of the container if that is less."""
 
     total_bytes: int
     available_bytes: int
@@ -135,11 +136,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What this machine offers to a run, at one moment.
+    """The resources of this machine for a run, at one moment.
 
-    gpus: in CUDA's order, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.  driver: what else there is to say of them.
+    gpus: in CUDA's order, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.  driver: further reports on them.
     cpu_count: cores this process may keep busy (affinity and container quota).
-    shm_bytes: size of /dev/shm, where data loader workers pass batches; None where there is none.
+    shm_bytes: size of /dev/shm, through which data loader workers pass batches; None if there is none.
     system, kernel_release: "Linux", "6.1.85".  cuda_environ: the CUDA variables that are set.
     """
 
@@ -163,10 +164,10 @@ class Survey:
         looks_for_gpus: bool = True,
         ask: Callable[[], CudaAnswer] = ask_cuda,
     ) -> Survey:
-        """Look at the machine; takes less than a millisecond, and tens of them where it looks for GPUs and finds some.
+        """Examine the machine; takes less than a millisecond, and tens of them if it looks for GPUs and finds some.
 
-        nvml: stands in for the module `pynvml`, in tests.  root: stands in for the file system's.
-        ask: how CUDA is asked where NVML is silent.
+        nvml: replaces the module `pynvml`, in tests.  root: replaces the root of the file system.
+        ask: function that asks CUDA if NVML does not answer.
         """
         env = os.environ if environ is None else environ
         gpus, driver = _look_for_gpus(nvml, env, root, ask) if looks_for_gpus else ((), Driver())
@@ -184,12 +185,12 @@ class Survey:
 
     @property
     def kernel_version(self) -> tuple[int, ...]:
-        """(6, 1) for "6.1.85-generic"; compares with other versions."""
+        """Return (6, 1) for "6.1.85-generic"; comparable with other versions."""
         return tuple(int(part) for part in self.kernel_release.split(".")[:2] if part.isdigit())
 
     @property
     def why_no_gpu(self) -> str:
-        """Why nothing can run on a GPU although there is one, as half a sentence; empty where there is none, or can."""
+        """Return why no existing GPU can be used, as half a sentence; empty if there is none, or one can be used."""
         driver, visible = self.driver, dict(self.cuda_environ).get("CUDA_VISIBLE_DEVICES")
         if self.gpus or (driver.silence and _hides_all(visible)):
             return ""
@@ -205,7 +206,7 @@ class Survey:
 
 
 def best_precision(gpu: Gpu | None) -> tuple[str, str]:
-    """The mixed precision that suits a device (None: the CPU), and why, as half a sentence.
+    """Return the mixed precision that suits a device (None: the CPU), and the reason, as half a sentence.
 
     The hardware decides, not `torch.cuda.is_bf16_supported()`: that is true on a T4, whose bf16 is emulated and
     slow, and asking it initialises CUDA.
@@ -230,7 +231,7 @@ def best_precision(gpu: Gpu | None) -> tuple[str, str]:
 
 
 def visible_gpus(nvml: Any, visible: str | None, order: str) -> tuple[Gpu, ...]:
-    """The devices a new CUDA process would see, in its order.
+    """Return the devices that a new CUDA process would see, in its order.
 
     visible: the value of CUDA_VISIBLE_DEVICES, None when unset.  order: that of CUDA_DEVICE_ORDER.
     CUDA shows a process either whole GPUs or a single MIG device, and this one if there is any ("CUDA Device
@@ -242,7 +243,7 @@ def visible_gpus(nvml: Any, visible: str | None, order: str) -> tuple[Gpu, ...]:
 def _look_for_gpus(
     nvml: Any, env: Mapping[str, str], root: Path, ask: Callable[[], CudaAnswer]
 ) -> tuple[tuple[Gpu, ...], Driver]:
-    """The devices a new CUDA process would see; from CUDA itself where there is a driver and NVML cannot tell."""
+    """Return the devices that a new CUDA process would see; CUDA is asked if a driver is there but NVML is silent."""
     visible, order = env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     if not has_nvidia_driver(root):
         gpus, driver = _ask_nvml(nvml, visible, order)
@@ -277,9 +278,9 @@ def _as_cuda_has_it(index: int, device: Device, numbers: Sequence[int]) -> Gpu:
 
 
 def _ask_nvml_within(seconds: float, nvml: Any, visible: str | None, order: str) -> tuple[tuple[Gpu, ...], Driver]:
-    """The same as `_ask_nvml`, but given up after a while: a driver that hangs would take the notebook along.
+    """Do the same as `_ask_nvml`, but give up after `seconds`: a driver that hangs would block the notebook.
 
-    A thread of an earlier survey that still waits is not joined by another.
+    If the thread of an earlier survey still waits, no other one is started.
     """
     silent = (), Driver(silence=f"no answer within {seconds:g} s")
     if any(thread.name == _NVML_THREAD for thread in threading.enumerate()):
@@ -324,7 +325,7 @@ def _ask_nvml(nvml: Any, visible: str | None, order: str) -> tuple[tuple[Gpu, ..
 
 
 def _numbers(visible: str | None, count: int) -> Sequence[int]:
-    """By which CUDA_VISIBLE_DEVICES would mean the first `count` devices once more; empty if not by numbers.
+    """Return the numbers by which CUDA_VISIBLE_DEVICES means the first `count` devices; empty if it does not use them.
 
     >>> _numbers(None, 2), _numbers("2, 3,-1", 2), _numbers("GPU-aaaa1111", 1)
     (range(0, 2), [2, 3], [])
@@ -347,13 +348,13 @@ class _Board:
 
     @property
     def shown(self) -> Gpu | None:
-        """What CUDA shows of it: all, or its first MIG device; None if it should be cut, and is not."""
+        """Return the device that CUDA shows: the GPU, or its first MIG device; None in MIG mode without an instance."""
         return next(iter(self.slices), None) if self.is_cut else self.gpu
 
 
 @contextmanager
 def _connected(nvml: Any) -> Iterator[tuple[Any, str]]:
-    """NVML, open while the block runs; where there is no driver to talk to None, with the reason."""
+    """Yield NVML, open while the block runs; without a driver to talk to yield None, with the reason."""
     nvml = nvml or import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -367,10 +368,10 @@ def _connected(nvml: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _boards(nvml: Any, order: str) -> tuple[list[_Board], bool]:
-    """All GPUs in the order in which CUDA numbers them, and whether these are all that the driver counts.
+    """Return all GPUs in the order in which CUDA numbers them, and whether these are all that the driver counts.
 
-    CUDA documents FASTEST_FIRST only as a heuristic. Cores times clock, then the bus, reproduces it for alike
-    GPUs; for unlike ones CUDA_DEVICE_ORDER=PCI_BUS_ID is the way to be certain, as the doctor says.
+    CUDA documents FASTEST_FIRST only as a heuristic. Cores times clock, then the bus, reproduces it for equal GPUs; for
+    different ones only CUDA_DEVICE_ORDER=PCI_BUS_ID is certain, as the doctor reports.
     """
     count = _ask(nvml, 0, nvml.nvmlDeviceGetCount)
     boards = [
@@ -403,7 +404,7 @@ def _mig_devices(nvml: Any, handle: Any, board: Gpu) -> Iterator[Gpu]:
     for number in range(_ask(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
         part = _ask(nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
         if part is not None:  # numbers have gaps
-            # A slice computes as its board does; NVML tells that only of the board.
+            # A slice has the compute capability of its board; NVML reports it only for the board.
             yield replace(_gpu(nvml, part), is_mig=True, compute_capability=board.compute_capability)
 
 
@@ -423,11 +424,11 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 
 
 _MODES = {1: ComputeMode.EXCLUSIVE, 2: ComputeMode.PROHIBITED, 3: ComputeMode.EXCLUSIVE}
-"""nvml.h: exclusive by thread, which is no more, prohibited, exclusive by process."""
+"""Compute modes of nvml.h: exclusive by thread, which is obsolete, prohibited, exclusive by process."""
 
 
 def _ask(nvml: Any, default: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """NVML's answer, or `default` where this driver or device has none (vGPUs and laptops often have none)."""
+    """Return NVML's answer, or `default` if this driver or device has none (vGPUs and laptops often have none)."""
     try:
         return question(*arguments)
     except nvml.NVMLError:
@@ -435,14 +436,14 @@ def _ask(nvml: Any, default: Any, question: Callable[..., Any], *arguments: Any)
 
 
 def _text(value: str | bytes) -> str:
-    """Older bindings answer in bytes."""
+    """Return text; older bindings answer in bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def _select(visible: str, boards: list[_Board]) -> tuple[list[Gpu], str]:
-    """What CUDA makes of CUDA_VISIBLE_DEVICES: entries up to the first invalid one, and nothing if one repeats.
+    """Return the devices of CUDA_VISIBLE_DEVICES as CUDA reads it: up to an invalid entry; none if one repeats.
 
-    The second value says what ended it, unless it is one of the words for "no more".
+    The second value says what ended the list, unless it is one of the words for "no more".
     """
     chosen: list[Gpu] = []
     for entry in map(str.strip, visible.split(",")):
@@ -456,11 +457,11 @@ def _select(visible: str, boards: list[_Board]) -> tuple[list[Gpu], str]:
 
 
 _NO_MORE = ("", "-1", "NoDevFiles")
-"""Entries that are meant to hide what follows; the last one is what batch systems write."""
+"""Entries that are meant to hide the later ones; batch systems write the last one."""
 
 
 def _named(entry: str, boards: list[_Board]) -> Gpu | None:
-    """The device that one entry means: a number, `GPU-…` or `MIG-…`; a beginning will do if only one fits."""
+    """Return the device that an entry means: a number, `GPU-…` or `MIG-…`; an unambiguous prefix is enough."""
     if entry.isdecimal():
         return boards[int(entry)].shown if int(entry) < len(boards) else None
     if not entry.startswith(("GPU-", "MIG-")):
@@ -475,7 +476,7 @@ def _named(entry: str, boards: list[_Board]) -> Gpu | None:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy: its affinity mask, or the container's quota if that is less."""
+    """Return the cores that this process may keep busy: its affinity mask, or the container's quota if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups(root, "cpu"):
         quota, _, period = _read(f"{group}/cpu.max").partition(" ")  # version 2: "150000 100000" or "max 100000"
@@ -487,7 +488,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def usable_memory(root: Path = Path("/")) -> Memory:
-    """The machine's memory, or the container's where it is less."""
+    """Return the machine's memory, or the container's if that is less."""
     import psutil  # 10 ms that only a survey has to pay
 
     host = psutil.virtual_memory()
@@ -505,7 +506,7 @@ def usable_memory(root: Path = Path("/")) -> Memory:
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the system has killed for memory in this one's control group; None where it does not say."""
+    """Return the number of processes killed for memory in this control group; None if that is not reported."""
     for group in _control_groups(root, "memory"):
         counters = _read(f"{group}/memory.events") or _read(f"{group}/memory.oom_control")  # version 2, version 1
         for line in counters.splitlines():
@@ -516,9 +517,10 @@ def out_of_memory_kills(root: Path = Path("/")) -> int | None:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[str]:
-    """The directories whose limits hold for this process, innermost first; cgroup version 1 or 2.
+    """Yield the directories whose limits apply to this process, innermost first; cgroup version 1 or 2.
 
-    Strings, and `_read` takes them: every launch reads some twenty of these files, and a `Path` costs more than a file.
+    They are strings, as `_read` takes them: every launch reads some twenty of these files, and a `Path` costs more than
+    a file.
     """
     for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Intervals: how often, and how long, as people write it. Pure; read in kernel and ranks.
+"""Intervals: readers of intervals and durations as people write them. Pure; used in kernel and ranks.
 
 ``"500steps"`` or 500 counts optimizer steps; ``"10min"``, ``"90s"``, ``"11h30m"`` is time.
 """
@@ -19,20 +19,20 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(sec|s|min|m|h)(?![a-z])\s*", re.IGNORECA
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Every `count` optimizer steps."""
+    """An interval of `count` optimizer steps."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Every so many seconds."""
+    """An interval in seconds."""
 
     seconds: float
 
 
 def parse_interval(text: str | int) -> Steps | Period:
-    """Steps or a time.
+    """Read an interval: steps or a time.
 
     Raises:
         ValueError: it is neither.
@@ -50,7 +50,7 @@ def parse_interval(text: str | int) -> Steps | Period:
 
 
 def parse_seconds(text: str) -> float:
-    """A time in seconds; units are h, min or m, s, one after the other.
+    """Read a time in seconds; units are h, min or m, s, one after the other.
 
     Raises:
         ValueError: it is none, or is 0.
@@ -66,7 +66,7 @@ def parse_seconds(text: str) -> float:
 
 
 def seconds_of(time: str | float | timedelta) -> float:
-    """A time as programs give it: in words, as a number of seconds, or as a timedelta.
+    """Return a time that a program gives: in words, as a number of seconds, or as a timedelta.
 
     Raises:
         ValueError: it is none, or not above 0.
@@ -83,7 +83,8 @@ def seconds_of(time: str | float | timedelta) -> float:
 
 
 def said(seconds: float) -> str:
-    """
+    """Format a time with its units.
+
     >>> said(41400.0), said(90), said(0.5)
     ('11 h 30 min', '1 min 30 s', '0.5 s')
     """

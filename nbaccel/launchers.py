@@ -1,4 +1,4 @@
-"""The face of the launchers: names that programs import from ``accelerate.launchers``. It defines nothing."""
+"""Names that programs import from ``accelerate.launchers``. It defines nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The face of local SGD: the name that programs import from ``accelerate.local_sgd``. It defines nothing."""
+"""The name that programs import from ``accelerate.local_sgd``. It defines nothing."""
 
 from __future__ import annotations
 

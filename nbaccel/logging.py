@@ -1,4 +1,4 @@
-"""The face of logging: names that programs import from ``accelerate.logging``. It defines nothing."""
+"""Names that programs import from ``accelerate.logging``. It defines nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Names and modules of Accelerate that are not here, and what to use instead of each. Runs anywhere; imports no torch.
+"""Names and modules of Accelerate that nbaccel lacks, and the alternative to each. Runs anywhere; imports no torch.
 
 The modules of this package that stand for one of Accelerate's end with ``__getattr__ = missing_from(__name__)``, so
-that an import of such a name fails with one sentence. Modules that have no file here are made by `AbsentModules`.
-Classes and functions that programs import at their top and use only under a flag (``if args.deepspeed:``) can be
-imported, and refuse when they are called: more programs run that way.
+that an import of such a name fails with one sentence. `AbsentModules` makes modules that have no file here. Classes and
+functions that programs import at their top and use only under a flag (``if args.deepspeed:``) can be imported, and
+refuse when they are called: more programs run that way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UNDER_A_FLAG: dict[str, str] = {
         BnbQuantizationConfig load_and_quantize_model
     """,
 }
-"""What can be imported and refuses when it is called: names by what to use instead."""
+"""Names that can be imported and refuse when they are called, by the alternative."""
 
 _NOT_HERE: dict[str, str] = {
     _BESIDE: """
@@ -105,7 +105,7 @@ _NOT_HERE: dict[str, str] = {
         is_bitsandbytes_multi_backend_available is_pippy_available
     """,
 }
-"""What cannot be imported: names by what to use instead."""
+"""Names that cannot be imported, by the alternative."""
 
 _ABSENT: dict[str, str] = {
     "big_modeling": _BESIDE,
@@ -127,7 +127,7 @@ _ABSENT: dict[str, str] = {
     "utils.torch_xla": "nbaccel does not know these devices",
     "utils.transformer_engine": _FP8,
 }
-"""Modules of Accelerate, with all that lie in them, by what to use instead."""
+"""Modules of Accelerate, with everything in them, and the alternative to each."""
 
 _ABSENT_PACKAGES = ("commands", "test_utils")
 
@@ -154,7 +154,7 @@ def missing_from(module: str, *elsewhere: str) -> Callable[[str], Any]:
 
 
 class AbsentModules:
-    """Makes the modules of Accelerate that have no file here, so that imports from them say what to use instead.
+    """Makes the modules of Accelerate that have no file here, so that imports from them name the alternative.
 
     A finder and loader of `importlib`, whose base classes take milliseconds to import. It is asked last, when no other
     finder has found the module.
@@ -175,7 +175,7 @@ class AbsentModules:
         return ModuleSpec(fullname, loader, is_package=inside in _ABSENT_PACKAGES)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Python's own kind of module."""
+        """Return None: Python's own kind of module is made."""
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
@@ -187,7 +187,7 @@ _NOWHERE = object()
 
 
 def _shown(module: ModuleType, name: str) -> Any:
-    """What `module` shows under `name`, by itself or from elsewhere; `_NOWHERE` if it does not."""
+    """Return the value of `name` in `module`, its own or from elsewhere; `_NOWHERE` if there is none."""
     if name in module.__all__:
         return getattr(module, name)
     look_elsewhere = vars(module).get("__getattr__")
@@ -198,7 +198,7 @@ def _shown(module: ModuleType, name: str) -> Any:
 
 
 def _absent(module: str) -> str:
-    """What to use instead of `module`, or of the one that it lies in; empty where it is here."""
+    """Return the alternative to `module`, or to the module that contains it; empty if it exists here."""
     inside = module.removeprefix("nbaccel.")
     for known, instead in _ABSENT.items():
         if inside == known or inside.startswith(f"{known}."):
@@ -207,9 +207,10 @@ def _absent(module: str) -> str:
 
 
 def _refuse(sentence: str, module: str, name: str) -> NoReturn:
-    """Raise an AttributeError; for ``from module import name``, where Python would make an ImportError of it, our own.
+    """Raise an AttributeError, or an ImportError for ``from module import name``.
 
-    Python's has other words, and `hasattr` takes no ImportError for a no: so it matters who asks.
+    Python would turn an AttributeError there into an ImportError with another text, and `hasattr` does not take an
+    ImportError for a no: so the kind of access matters.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_name == "__getattr__" and frame.f_back is not None:
@@ -235,7 +236,7 @@ def _by_name(names: dict[str, str]) -> dict[str, str]:
 
 @functools.cache
 def _refused(name: str) -> type:
-    """A class that nobody can make an object of; it serves in annotations and in `isinstance`, which is never true."""
+    """Return a class without objects; it can be used in annotations and in `isinstance`, which is never true."""
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: N807
         raise NotImplementedError(f"{name}: {_refusing()[name]}.")

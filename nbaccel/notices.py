@@ -1,4 +1,4 @@
-"""Notices: warnings about what a program would get wrong. Filters that a notebook has do not hide them."""
+"""Notices: warnings about mistakes that a program would make. A notebook's own filters do not hide them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["unignored"]
 
 @contextmanager
 def unignored() -> Iterator[None]:
-    """Within it ``filterwarnings("ignore")`` hides nothing: half of all notebooks have it, and mean libraries.
+    """Show warnings of the block in spite of ``filterwarnings("ignore")``, which half of all notebooks have.
 
-    Filters that name a message, a module or a category of their own stay, and those that make errors of warnings.
+    Filters that name a message, a module or a category stay, and those that turn warnings into errors.
     """
     with warnings.catch_warnings():
         warnings.filters = [("always", *each[1:]) if _is_blanket(each) else each for each in warnings.filters]

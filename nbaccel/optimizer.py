@@ -1,4 +1,4 @@
-"""The face of ``accelerate.optimizer``, for programs that import from there. It defines nothing."""
+"""Names of ``accelerate.optimizer``, for programs that import from there. It defines nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Room: how full a process's memory was when a request was refused. Runs where the error is: in ranks and scripts.
+"""Room: the state of a process's memory when a request was refused. Runs where the error is: in ranks and scripts.
 
 An error of a library that says only "could not create a primitive" is about memory if there was none left at that
-moment. Afterwards there is: leaving the failed operation frees its output and its work space. So the most that was
-held counts, as far as it can be told. Nothing here uses a device that the process has not used.
+moment. Afterwards there is: leaving the failed operation frees its output and its work space. So the maximum that was
+held counts, as far as it is known. Nothing here uses a device that the process has not used.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _STATUS_BYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a process may hold and holds of one kind of memory.
+    """The limit of one kind of memory, and the part of it that a process holds.
 
-    limit_bytes: 0 where so little was left that nobody could look.
-    peak_bytes: the most that was held shortly before; `used_bytes` where nobody knows.
+    limit_bytes: 0 if so little was left that it could not be read.
+    peak_bytes: maximum that was held shortly before; `used_bytes` counts if it is unknown.
     """
 
     used_bytes: int
@@ -38,7 +38,7 @@ class Room:
 
     @property
     def share(self) -> float:
-        """How full it was.
+        """Return the fraction of the limit that was in use.
 
         >>> Room(80, 100).share, Room(80, 100, peak_bytes=99).share, Room(0, 0).share
         (0.8, 0.99, 1.0)
@@ -60,7 +60,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def fullness(error: BaseException) -> float | None:
-    """Return how full the memory was that `error` may be about, 0 to 1; None where that decides nothing, or is unknown.
+    """Return the fraction, 0 to 1, in use of the memory that `error` may be about; None if unknown or irrelevant.
 
     Call it where the error was caught, before anything is freed.
     """
@@ -71,9 +71,9 @@ def fullness(error: BaseException) -> float | None:
 
 
 def host_room(root: Path = Path("/")) -> Room | None:
-    """Return the tightest of the host's limits for this process; None where the system does not tell.
+    """Return the tightest of the host's limits for this process; None if the system does not report them.
 
-    root: stands in for the file system's, in tests.
+    root: replaces the root of the file system, in tests.
     """
     try:
         return max(_host_rooms(root), key=lambda room: room.share, default=None)
@@ -82,9 +82,9 @@ def host_room(root: Path = Path("/")) -> Room | None:
 
 
 def device_room() -> Room | None:
-    """Return what all processes hold of the current CUDA device; None where this one uses none.
+    """Return the memory of the current CUDA device that all processes hold; None if this process uses none.
 
-    What this process's caching allocator keeps for later counts as free.
+    Memory that this process's caching allocator keeps for later counts as free.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -95,7 +95,7 @@ def device_room() -> Room | None:
 
 
 def unused_heap() -> int:
-    """Return the bytes that the C library's allocator keeps of what was freed; 0 where it is not glibc."""
+    """Return the bytes of freed memory that the C library's allocator keeps; 0 if it is not glibc."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -112,7 +112,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _host_rooms(root: Path) -> Iterator[Room]:
-    """The limits of this process, and the machine's or the container's for all."""
+    """Yield the limits of this process, and the machine's or the container's for all."""
     held = _held(root)
     if held:
         # The most address space that was ever used, less what is used now, was freed by leaving the operation, if
@@ -130,7 +130,7 @@ def _host_rooms(root: Path) -> Iterator[Room]:
 
 
 def _held(root: Path) -> dict[str, int]:
-    """This process's address space, in bytes by the names of /proc; empty where there is no such file."""
+    """Return this process's address space, in bytes by the names of /proc; empty if there is no such file."""
     try:
         status = os.open(os.path.join(root, "proc/self/status"), os.O_RDONLY)
     except OSError:

@@ -1,8 +1,8 @@
-"""RunSettings: what was chosen for a run, and which choice wins. Built in the kernel, read again in ranks.
+"""RunSettings: the choices for a run, and their precedence. Built in the kernel, read again in ranks.
 
-A field that is None was not chosen. `over` stacks choices: explicit code over cell flag over panel over
-configuration file over automatic. Ranks find the kernel's choice in their environment, under the names that
-programs written for Accelerate read too.
+A field that is None was not chosen. `over` combines choices: explicit code over cell flag over panel over configuration
+file over automatic. Ranks find the kernel's choice in their environment, under the names that programs written for
+Accelerate read too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PRECISIONS = ("no", "fp16", "bf16")
 START_METHODS = ("auto", "fork", "zygote", "inline")
 
 OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
-"""What follows when a rank dies of memory: the run starts again with smaller batches, or ends."""
+"""Reaction when a rank dies of memory: the run starts again with smaller batches, or ends."""
 
 BATCH_CHOICES = SPLIT, EACH = ("split", "each")
-"""What ranks get of the batches of a loop that was not prepared: a part of each, or batches of their own."""
+"""Batches of ranks in a loop that was not prepared: a part of each batch, or their own batches."""
 
 CHECKPOINT_DIR = "nbaccel_checkpoints"
-"""In the working directory, where Kaggle keeps what shall outlive a session; only made when one asks to save."""
+"""Default folder in the working directory, whose files Kaggle keeps; made only when something is saved."""
 
 _FP8 = "fp8"
 
@@ -52,15 +52,15 @@ class RunSettings:
     seed: shared seed of the data order; rank r's generators start at seed + r. None: they are not seeded.
     cpu: stay on the CPU although the machine has devices.
     debug: check every collective, not only the first ones.
-    independent: each rank trains a model of its own, and that is meant.
+    independent: each rank trains its own model on purpose.
     strict: a loop that was not prepared is an error, and is not trained on all ranks as it is.
-    batches: one of `BATCH_CHOICES`: what ranks get of the batches of such a loop.
+    batches: one of `BATCH_CHOICES`, for the batches of such a loop.
     split: parts that each batch of a training loop is cut into, after a run that ran out of memory.
-    checkpoint_every: when the training saves itself, "10min" or "500steps".  checkpoint_dir: where to.
-    keep: how many of those checkpoints stay.
-    resume: what to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
-    seeds_alike: all ranks' generators start at `seed`, those of a program that knows no ranks.
-    dynamo_backend and the four below: how prepared models are compiled, as `TorchDynamoPlugin` has them.
+    checkpoint_every: interval at which the training saves itself, "10min" or "500steps".  checkpoint_dir: its folder.
+    keep: number of those checkpoints that are kept.
+    resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
+    seeds_alike: all ranks' generators start at `seed`, for a program that does not know ranks.
+    dynamo_backend and the four below: options for compiling prepared models, as in `TorchDynamoPlugin`.
 
     >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
     >>> both.mixed_precision, both.seed
@@ -97,7 +97,7 @@ class RunSettings:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}")
 
     def over(self, weaker: RunSettings) -> RunSettings:
-        """These choices, and `weaker`'s where these say nothing."""
+        """Return these choices, completed by those of `weaker`."""
         return RunSettings(
             **{
                 field.name: mine if (mine := getattr(self, field.name)) is not None else getattr(weaker, field.name)
@@ -106,7 +106,7 @@ class RunSettings:
         )
 
     def environ(self) -> dict[str, str]:
-        """The variables that carry these choices into a rank; those with ACCELERATE's name it reads itself."""
+        """Return the variables that pass these choices to a rank; Accelerate itself reads those with its name."""
         variables = {
             "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": self.gradient_accumulation_steps,
@@ -132,7 +132,7 @@ class RunSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RunSettings:
-        """The choices that a launcher left in the environment; none where there was no launcher."""
+        """Return the choices that a launcher left in the environment; none if there was no launcher."""
         env = os.environ if environ is None else environ
 
         def flag(name: str) -> bool | None:
@@ -165,6 +165,6 @@ class RunSettings:
 
 
 def wrong_precision(name: object) -> str:
-    """One sentence on a `mixed_precision` that is not there."""
+    """Return one sentence on a `mixed_precision` that does not exist."""
     instead = "; 8-bit training is not here, use 'bf16' (A100 and later) or 'fp16'" if name == _FP8 else ""
     return f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}{instead}"

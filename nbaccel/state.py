@@ -1,4 +1,4 @@
-"""The face of the states: names that programs import from ``accelerate.state``. It defines nothing."""
+"""Names that programs import from ``accelerate.state``. It defines nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Storage: what kind of file system a folder is on, and whether what is written there outlives the session.
+"""Storage: the kind of file system of a folder, and whether files there outlive the session.
 
-Runs in the kernel, in scripts and in ranks; only looks. What a platform does with its disks after a session is not
-to be asked, so it is written here, as of 2026. Not covered: how much space there is.
+Runs in the kernel, in scripts and in ranks; it only reads. A platform cannot be asked what it does with its disks after
+a session, so it is written here, as of 2026. Not covered: the amount of free space.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 
 
 class Mount(Protocol):
-    """One row of the table of mounts, as `psutil` gives it."""
+    """One row of the table of mounts, as `psutil` returns it."""
 
     @property
     def mountpoint(self) -> str: ...
@@ -32,7 +32,7 @@ class Mount(Protocol):
 
 
 def _mounts() -> Iterable[Mount]:
-    """The table of mounts; empty where it may not be read."""
+    """Return the table of mounts; empty if it may not be read."""
     import psutil
 
     rows: list[Mount] = []
@@ -43,7 +43,10 @@ def _mounts() -> Iterable[Mount]:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """outlives: whether files stay when the session ends.  reason: why, or under which condition; half a sentence."""
+    """The fate of files at the end of a session.
+
+    outlives: files stay.  reason: why, or under which condition; half a sentence.
+    """
 
     outlives: bool
     reason: str
@@ -54,9 +57,9 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where one folder is, which may not exist yet.
+    """The file system of one folder, which may not exist yet.
 
-    folder: absolute, links followed.  kind: of its file system, "ext4" or "fuse.drive"; "" where no table tells.
+    folder: absolute, links followed.  kind: of its file system, "ext4" or "fuse.drive"; "" if it is not in the table.
     """
 
     folder: Path
@@ -64,7 +67,7 @@ class Storage:
 
     @classmethod
     def of(cls, folder: Path, mounts: Callable[[], Iterable[Mount]] = _mounts) -> Storage:
-        """The innermost mount that `folder` is under; of several on one place the last one.
+        """Return the storage of the innermost mount that contains `folder`; of several on one place the last one.
 
         >>> Storage.of(Path("/dev/shm/runs")).kind
         'tmpfs'
@@ -79,15 +82,15 @@ class Storage:
 
     @property
     def is_drive(self) -> bool:
-        """Whether it is a drive of a cloud that is mounted as a folder, as Google Drive is on Colab.
+        """Return whether it is a cloud drive that is mounted as a folder, such as Google Drive on Colab.
 
-        Such drives put what is deleted into a trash, which counts as used space.
+        Such drives put deleted files into a trash, which counts as used space.
         """
         is_fuse = self.kind == "fuse" or self.kind.startswith("fuse.")
         return is_fuse and self.kind not in _CONTAINER_LAYERS
 
     def fate(self, platform: Platform) -> Fate:
-        """What becomes of files in the folder when a session on `platform` ends.
+        """Return what happens to files in the folder when a session on `platform` ends.
 
         >>> print(Storage(Path("/content/runs"), "overlay").fate(Platform.COLAB))
         does NOT outlive the session: Colab deletes its machine; mount Google Drive, and save there

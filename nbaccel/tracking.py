@@ -1,8 +1,8 @@
-"""Tracking: where the numbers of a run are kept. The seam between `train`, which hands them over, and `trackers`.
+"""Tracking: the destination of a run's numbers. The interface between `train`, which passes them, and `trackers`.
 
-A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Those
-with a name are entry points of the group `nbaccel_trackers`, so the rooms do not name each other and a package
-adds a tracker by declaring it. Knows neither torch nor a process group; opens nothing.
+A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Those with
+a name are entry points of the group `nbaccel_trackers`, so the packages do not name each other and a package adds a
+tracker by declaring it. It knows neither torch nor a process group, and opens nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ACCELERATES = {
     "TrackioTracker": "trackio",
     "WandBTracker": "wandb",
 }
-"""Accelerate's names of trackers that are here too, by ours."""
+"""Accelerate's class names of trackers that exist here too, with nbaccel's names."""
 
 _missing = missing_from(__name__)
 
@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 
 
 class LoggerType(StrEnum):
-    """Names for ``Accelerator(log_with=…)``; plain strings do as well."""
+    """Names for ``Accelerator(log_with=…)``; plain strings work as well."""
 
     ALL = "all"
     AIM = "aim"
@@ -77,15 +77,16 @@ class LoggerType(StrEnum):
 
 
 class GeneralTracker(ABC):
-    """Base of all trackers: keeps what `Accelerator.log` is given. Runs on rank 0.
+    """Base of all trackers: stores the values given to `Accelerator.log`. Runs on rank 0.
 
-    name: what `get_tracker` knows it by.
+    name: its name for `get_tracker`.
     requires_logging_directory: it writes files, so the Accelerator needs a ``project_dir``.
     main_process_only: False for a tracker that wants the values of every rank.
-    package: what must be installed for it.  pip_name: what pip calls it, where there is no extra ``nbaccel[<name>]``.
+    package: the package that must be installed for it.  pip_name: its name for pip, if there is no extra
+    ``nbaccel[<name>]``.
     numbers_steps: it counts its rows itself: it gets the step that the program gave, or None.
 
-    A tracker is a `Sink` too: put into an outlet, it keeps every `Metric`.
+    A tracker is a `Sink` too: as an outlet, it stores every `Metric`.
 
     >>> class Kept(GeneralTracker):
     ...     name = "kept"
@@ -112,23 +113,23 @@ class GeneralTracker(ABC):
     @property
     @abstractmethod
     def tracker(self) -> Any:
-        """What does the work below: the run of wandb, the writer of TensorBoard."""
+        """Return the object that does the work: the run of wandb, the writer of TensorBoard."""
 
     def start(self) -> None:  # noqa: B027 - many trackers have nothing to open
-        """Open what is written to. Called by `init_trackers`, in the process that will log."""
+        """Open the destination. Called by `init_trackers`, in the process that will log."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:  # noqa: B027 - or no place for it
-        """Keep the run's configuration: hyperparameters by name."""
+        """Store the run's configuration: hyperparameters by name."""
 
     @abstractmethod
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Keep numbers by name. Tensors have been read: of one element as a number, others on the CPU.
+        """Store numbers by name. Tensors have been read: those of one element are numbers, others are on the CPU.
 
-        options: what the program gave for this tracker as ``log_kwargs``.
+        options: values that the program gave for this tracker as ``log_kwargs``.
         """
 
     def finish(self) -> None:  # noqa: B027 - or nothing to close
-        """Write out what is still in memory, and close. Called by `end_training`, at the latest when Python ends."""
+        """Write the rest of the data, and close. Called by `end_training`, at the latest when Python ends."""
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Metric):
@@ -136,12 +137,12 @@ class GeneralTracker(ABC):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether its package is installed; asked without importing it."""
+        """Return whether its package is installed; checked without importing it."""
         return cls.package is None or find_spec(cls.package) is not None
 
 
 class BlankTracker(GeneralTracker):
-    """What `get_tracker` gives to ranks that do not track: every attribute is a call that does nothing.
+    """The tracker that `get_tracker` returns on ranks that do not track: every attribute is a call that does nothing.
 
     >>> BlankTracker().tracker.log_artifact("model.safetensors").wait()
     BlankTracker()
@@ -169,15 +170,15 @@ class BlankTracker(GeneralTracker):
 
 
 def tracker_names() -> list[str]:
-    """The names that `find_tracker` knows, of every installed package."""
+    """Return the names that `find_tracker` knows, of every installed package."""
     return sorted(_registered())
 
 
 def find_tracker(name: str) -> type[GeneralTracker]:
-    """The class of the tracker called `name`, made with ``(project_name, logging_dir, **init_kwargs)``.
+    """Return the class of the tracker called `name`, made with ``(project_name, logging_dir, **init_kwargs)``.
 
     Raises:
-        ValueError: nobody registered one of that name.
+        ValueError: no tracker of that name is registered.
     """
     registered = _registered()
     if name not in registered and name in {*LoggerType}:
@@ -195,7 +196,7 @@ def find_tracker(name: str) -> type[GeneralTracker]:
 
 
 def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    """A method that runs on rank 0 and returns None elsewhere; for trackers of one's own."""
+    """Make a method run on rank 0 and return None elsewhere; for trackers of one's own."""
 
     @functools.wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
@@ -205,7 +206,7 @@ def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` as a tracker gets them: what a program logs as None has no value in this row.
+    """Return `values` as a tracker gets them: a value logged as None is left out of this row.
 
     >>> without_none({"loss": 0.5, "ema_decay": None})
     {'loss': 0.5}

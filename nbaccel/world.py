@@ -1,6 +1,6 @@
-"""World: who one process is among the ranks of a run. Built in kernels, ranks and scripts; starts nothing.
+"""World: the position of one process among the ranks of a run. Built in kernels, ranks and scripts; starts nothing.
 
-`World.from_env` is the only reader of the variables that launchers set (ours, torchrun's, Accelerate's).
+`World.from_env` is the only reader of the variables that launchers set (nbaccel's, torchrun's, Accelerate's).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 __all__ = ["LAUNCH_ID", "World", "is_notebook_kernel"]
 
 LAUNCH_ID = "NBACCEL_LAUNCH_ID"
-"""Set by our launcher in every rank; tells fresh rank numbers from those a dead program left behind."""
+"""Variable set by nbaccel's launcher in every rank; it distinguishes new rank numbers from those of a dead program."""
 
 _TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -22,11 +22,11 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One process's place in a run.
+    """One process's position in a run.
 
-    rank: global number, 0-based.  world_size: how many ranks there are on all nodes.
+    rank: global number, 0-based.  world_size: number of ranks on all nodes.
     local_rank, local_world_size: the same within this node.  node_rank: number of this node.
-    launch_id: names the run; empty for a process that nobody launched.
+    launch_id: identifies the run; empty for a process that was not launched.
 
     >>> World().is_distributed
     False
@@ -69,9 +69,9 @@ class World:
         return self.rank == self.world_size - 1
 
     def environ(self, port: int = 29500) -> dict[str, str]:
-        """The variables by which torchrun programs recognise this world.
+        """Return the variables by which torchrun programs recognise this world.
 
-        port: written as MASTER_PORT for code that insists on reading one; our own ranks meet in a file.
+        port: written as MASTER_PORT for code that needs one; nbaccel's own ranks meet in a file.
         """
         return {
             "RANK": str(self.rank),
@@ -87,11 +87,11 @@ class World:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
-        """The world that this process's environment describes; a single process when it describes none.
+        """Return the world that this process's environment describes; a single process if it describes none.
 
-        Numbers that neither our launcher nor torchrun vouches for are honoured in a script (mpirun and SLURM
-        wrappers set them by hand) and distrusted in a notebook kernel, where ``WORLD_SIZE=2`` is what an
-        earlier program left behind and would make the first collective wait for a rank that does not exist.
+        Numbers that were set neither by nbaccel's launcher nor by torchrun are accepted in a script (mpirun and SLURM
+        wrappers set them by hand) and ignored in a notebook kernel, where ``WORLD_SIZE=2`` was left by an earlier
+        program and would make the first collective wait for a rank that does not exist.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env or "WORLD_SIZE" not in env:
@@ -120,6 +120,6 @@ class World:
 
 
 def is_notebook_kernel() -> bool:
-    """Whether this process is an ipykernel; asked without importing anything."""
+    """Return whether this process is an ipykernel; checked without importing anything."""
     kernelapp = sys.modules.get("ipykernel.kernelapp")
     return kernelapp is not None and bool(kernelapp.IPKernelApp.initialized())
