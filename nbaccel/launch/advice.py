@@ -90,8 +90,9 @@ _TABLE = (
      _OTHER_CARD),
     (re.compile(r"CUDA error: invalid device ordinal"), _NO_SUCH_CARD),
 )  # fmt: skip
-"""Patterns of error texts of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py), CUDA, NCCL and the system,
-each with its advice.
+"""Patterns of error texts, each with its advice.
+
+The texts are those of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.py), CUDA, NCCL and the system.
 """
 
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS, signal.SIGTRAP, signal.SIGSYS}

@@ -175,9 +175,7 @@ class Crew:
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens on, for programs that read MASTER_PORT; the project's own ranks meet in a
-    file.
-    """
+    """Return a port without a listener, for programs that read MASTER_PORT; nbaccel's own ranks meet in a file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -29,8 +29,9 @@ PACKAGES = ("IPython", "ipykernel", "ipywidgets", "jupyter_client", "matplotlib"
 """Packages, besides torch, whose versions usually explain the behaviour of a notebook."""
 
 OLDEST_GOOD_KERNEL = (5, 5)
-"""The oldest good version of Linux: training processes are known to hang on older ones (Accelerate warns as well);
-before 5.3 there is no pidfd.
+"""The oldest good version of Linux.
+
+Training processes are known to hang on older ones (Accelerate warns as well); before 5.3 there is no pidfd.
 """
 
 SMALL_SHM_BYTES = 10**9
@@ -101,8 +102,9 @@ _SESSIONS = {
     ),
     Platform.COLAB: "may end at any time: --checkpoint-every 10min, and --resume in the next one",
 }
-"""The end of sessions on hosted platforms, as far as it is public (Kaggle: 12 hours, its policy of 2025), and the
-options that keep the work.
+"""The end of sessions on hosted platforms, as far as it is public, and the options that keep the work.
+
+Kaggle: 12 hours, its policy of 2025.
 """
 
 

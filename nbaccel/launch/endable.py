@@ -89,8 +89,7 @@ class _Alarm:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send no more interrupts, and absorb one that is on its way: the handler ignores it, and a thread's is caught
-        here.
+        """Send no more interrupts, and absorb one on its way: the handler ignores it, a thread's is caught here.
 
         It is not taken back: CPython up to 3.12 would keep looking for it, in every thread and for ever, and a thread
         that is being profiled or debugged would make no progress at all.

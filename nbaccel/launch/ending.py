@@ -230,8 +230,7 @@ class Stopping(Ending):
         return TICK_S
 
     def _cut_waits_in_vain(self, now: float) -> None:
-        """End waits in the device when all working ranks have left their steps and had time to finish their
-        computation.
+        """End waits in the device when all working ranks have left their steps and had time to finish computing.
 
         A rank that has reported takes part in no more exchanges. While all ranks work, they are most likely just slow.
         """

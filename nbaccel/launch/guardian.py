@@ -150,9 +150,7 @@ class _Watch:
         self.folders: set[str] = set()
 
     def learn(self, line: str) -> None:
-        """Take one line: `+pid` and `-pid` add and drop a session; `/path` and `-/path` a folder; `=20` grants 20
-        seconds.
-        """
+        """Take one line: `+pid`, `-pid` add and drop a session; `/path`, `-/path` a folder; `=20` grants 20 seconds."""
         if line.startswith("/"):
             self.folders.add(line)
         elif line.startswith("-/"):

@@ -36,9 +36,7 @@ def _threads() -> int | None:
 
 
 def _can_fork() -> bool:
-    """Return whether this is a Linux with pidfds (5.3, 2019): they end a rank when its kernel dies, and no rank
-    starts without.
-    """
+    """Return whether this Linux has pidfds (5.3, 2019), which end a rank when its kernel dies; ranks need them."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     try:

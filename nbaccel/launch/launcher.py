@@ -225,8 +225,7 @@ def refuse_nested_launch() -> None:
 
 
 def _load_once(spec: LaunchSpec) -> None:
-    """Load modules in the kernel rather than in every rank: the first DDP model would otherwise load 0.8 s of modules
-    in each.
+    """Load modules in the kernel: the first DDP model would otherwise load 0.8 s of modules in every rank.
 
     It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the
     notebook. The interrupt is raised when the import is complete. If everything is loaded, or is being loaded in

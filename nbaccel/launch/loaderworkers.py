@@ -97,9 +97,7 @@ def _end_as_known(end: WorkerEnd, iterator: Any) -> WorkerEnd:
 
 
 def _hands_over(frame: types.FrameType) -> bool:
-    """Return whether `frame` receives a batch of a worker; elsewhere a lost connection is that of a rank, or the
-    user's.
-    """
+    """Return whether `frame` receives a worker's batch; elsewhere a lost connection is a rank's or the user's."""
     return frame.f_code.co_filename.endswith(_HAND_OVER)
 
 

@@ -41,9 +41,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the rendezvous with a new store: in an old one, ranks would find the addresses of ranks that
-        failed.
-        """
+        """Return the rendezvous with a new store: in an old one, ranks would find addresses of failed ranks."""
         listener = socket.create_server((_ADDRESS, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(_ADDRESS, port, 1, is_master=True, master_listen_fd=listener.detach())

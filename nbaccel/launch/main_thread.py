@@ -27,9 +27,7 @@ The pointer is word 83 in Python 3.13.
 
 @dataclass(frozen=True, slots=True)
 class MainThread:
-    """The place of the main thread in the runtime.  address: of two words, the identity and the pointer.  state: the
-    value of the pointer.
-    """
+    """The main thread's place.  address: of two words, identity and pointer.  state: the value of the pointer."""
 
     address: int
     state: int

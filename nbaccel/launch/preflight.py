@@ -18,9 +18,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable by which CUDA shows a process some of the devices, and numbers them."""
 
 COPY_LIMIT_BYTES = 1_000_000_000
-"""Bytes that a single process may hold on a device and still be copied to a rank: above, the copy may not fit beside
-it.
-"""
+"""Bytes that one process may hold on a device and still be copied to a rank; more may not fit beside them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,7 @@ _CONTEXT_LINES = 2
 _ALIKE = 0.75
 """Similarity of two names, as `difflib` counts, from which one may be a misspelling of the other."""
 _FIRST_PLACES, _LAST_PLACES = 10, 20
-"""Number of places of a long traceback that are shown, at its beginning and end; an endless recursion has a
-thousand.
-"""
+"""Number of places of a long traceback that are shown, at its beginning and end; a recursion has a thousand."""
 
 Place = tuple[str, int, str, str]  # filename, line number, function, source line
 Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
@@ -105,9 +103,7 @@ def describe(error: BaseException) -> list[dict[str, Any]]:
 
 
 def _headline(error: BaseException, indent: str = "") -> list[str]:
-    """Return the exception in words; below a group its members, each with the last of the user's lines that it
-    passed.
-    """
+    """Return the exception in words; below a group its members, each with the last user's line that it passed."""
     lines = [indent + line.rstrip("\n") for line in traceback.format_exception_only(type(error), error) if line.strip()]
     lines[-1:] = [line + _suggestion(error, line) for line in lines[-1:]]
     if isinstance(error, BaseExceptionGroup):
@@ -163,9 +159,7 @@ def _ours(filenames: list[str]) -> list[bool]:
 
 
 def _only_carries_on(filename: str) -> bool:
-    """Return whether the file is the loop of a cell's `await`, a generator as a context, or a dataclass's
-    ``__init__``.
-    """
+    """Return whether the file is a cell's `await` loop, a generator as a context, or a dataclass's ``__init__``."""
     return filename in ("<string>", contextlib.__file__) or os.path.dirname(filename) == _ASYNCIO
 
 

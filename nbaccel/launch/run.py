@@ -119,9 +119,7 @@ class Run:
         return kept(self.history, self.facts, self.seconds, self._state, names or None)
 
     def shown(self) -> Bundle:
-        """Return the output that a cell keeps of the run, as data and metadata by MIME type: a picture, or else its
-        panel.
-        """
+        """Return the output of the run that a cell keeps, as data and metadata by MIME type: a picture, or a panel."""
         if self.history.has_curves:
             return self.plot().bundle()
         return {"text/plain": self.text, "text/html": self.panel}, {}

@@ -30,9 +30,7 @@ _MOST_OF_THE_HOST = 0.8
 """Share of the host's available memory that models may take: the loaders of the ranks need some, too."""
 
 _TRIES, _PAUSE_S = 5, 0.4
-"""Attempts to move back to a GPU, and the pause between them: the driver frees the memory of a killed process some
-0.1 s after its end.
-"""
+"""Attempts to move back to a GPU, and their pause: the driver frees a killed process's memory 0.1 s later."""
 
 
 @contextmanager
@@ -134,8 +132,7 @@ def _move(moves: Sequence[tuple[_Memory, Any]]) -> None:
 
 
 class SetAside:
-    """The models among `namespace` that can be moved to the host, and their optimizers; a block in which they are
-    there.
+    """The models of `namespace` that can move to the host, and their optimizers; a block in which they are there.
 
     names: bytes on GPUs by name.  left: names of models on GPUs that cannot be moved, and why.  unread: names of models
     and optimizers that could not be read.  trouble: the text to show after the block; empty if everything is as before.

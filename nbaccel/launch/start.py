@@ -208,9 +208,7 @@ def _kept_thread_locals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_tokenizers() -> Iterator[None]:
-    """Silence the warning of the tokenizers library in every forked process, unless the user has set it; nothing is
-    wrong.
-    """
+    """Silence the tokenizers library's needless warning in every forked process, unless the user has set it."""
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:
         yield

@@ -86,9 +86,7 @@ class Zygote:
 
     @property
     def is_usable(self) -> bool:
-        """Return whether the zygote lives, has answered every request, and has loaded the torch that is installed
-        now.
-        """
+        """Return whether the zygote lives, has answered every request, and has the torch that is installed now."""
         return not self._is_broken and self._process.poll() is None and self.fingerprint == torch_fingerprint()
 
     def fork(self, boots: Sequence[RankBoot], reference: str, parcel: Parcel) -> list[RankProcess]:

@@ -57,9 +57,7 @@ def _members_of(module: str, name: str) -> Iterator[Member]:
 
 
 class AcceleratorHelp:
-    """Answers requests about `accelerator` in one shell, between `install` and `remove`, if its notebook has no such
-    name.
-    """
+    """Answers requests about `accelerator` in one shell, between `install` and `remove`, unless the name is used."""
 
     _FINDER = "_object_find"
 

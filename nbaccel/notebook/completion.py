@@ -155,9 +155,7 @@ class Completer:
         }
 
     def _member(self, line: str, cell: str) -> re.Match[str] | None:
-        """Return the match of `accelerator.` and the text after it at the end of `line`, if the name is that of the
-        ranks.
-        """
+        """Return the match of `accelerator.` and the text after it at the end of `line`, if the name is the ranks'."""
         first = next(filter(is_code, cell.splitlines()), "")
         if not first.startswith("%%accelerate") or ACCELERATOR in self._shell.user_ns:
             return None

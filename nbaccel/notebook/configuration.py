@@ -53,9 +53,7 @@ class Configuration:
             raise UsageError(f"{self._file.path}: {error}") from None
 
     def news(self) -> str:
-        """Return a line on the choices of the file, once after it was read; otherwise, and without a file, an empty
-        text.
-        """
+        """Return a line on the choices of the file, once after reading it; otherwise, and without a file, ""."""
         news, self._news = self._news, ""
         return news
 

@@ -107,8 +107,7 @@ class LeftByCell:
         self._others |= {name: value for name, value in others.items() if self._is_worth_a_word(name, value)}
 
     def line(self, whence: str = "") -> str:
-        """Return the line on the names that the notebook has now, and those it has not; "" if there is nothing to
-        report.
+        """Return the line on the names that the notebook has now, and those it lacks; "" if there are none.
 
         whence: " from the failed run".
         """
@@ -149,8 +148,7 @@ class LeftByCell:
                 self._others.setdefault(place.name, None)
 
     def _models(self, places: Collection[Place]) -> list[tuple[str, Any]]:
-        """Return the models: first those of names, then of attributes, then those on the paths; of nested ones the
-        outermost.
+        """Return the models: those of names, then of attributes, then those on the paths; of nested ones the outer.
 
         places: of parameters.
         """

@@ -112,8 +112,9 @@ class LeftInRanks:
             yield f"not brought back: {listed(names)}; add {_them(names)} to --out"
 
     def _how_to_bring(self, names: Sequence[str]) -> str:
-        """Return advice: --out takes a model, not an object that holds one; a Trainer has locks and functions that
-        cannot be sent.
+        """Return advice: --out takes a model, not an object that holds one.
+
+        A Trainer has locks and functions that cannot be sent.
         """
         advice: dict[str, None] = {}  # an ordered set
         to_add: dict[str, None] = {}
@@ -132,9 +133,7 @@ class LeftInRanks:
         return "; ".join(advice)
 
     def _model_of(self, value: Any) -> str:
-        """Return the notebook's name for the model that `value` holds, or for the part of it that does; "" without
-        one.
-        """
+        """Return the notebook's name for the model that `value` holds, or for its part that does; "" without one."""
         inner, parts = _ids(value), set(map(id, parts_of(value)))
         found = [
             name
@@ -179,9 +178,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _can_be_trained(value: Any) -> bool:
-    """Return whether it is an estimator, a sampler ... and not one of the many objects that change when they are
-    read.
-    """
+    """Return whether it is an estimator, a sampler ... and not one of the many objects that change when read."""
     return any(hasattr(type(value), method) for method in ("fit", "train", "learn", "run"))
 
 

@@ -294,9 +294,7 @@ def _bytes_on_device(values: Mapping[str, Any]) -> int:
 
 
 def _tensors(values: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the tensors in containers, modules and optimizers that are found within 0.3 s; by true types, as in
-    `weight`.
-    """
+    """Yield the tensors in containers, modules and optimizers, found within 0.3 s; by true types, as in `weight`."""
     torch = sys.modules["torch"]
     todo, seen = [dict(values)], {}
     until = time.monotonic() + _MOST_SECONDS

@@ -164,9 +164,7 @@ class Session:
             return value
 
     def _plan(self, asked: Options, body: str) -> tuple[Host, Plan, CellSource, CellTask, LaunchSpec]:
-        """Decide which host runs a cell, how and with which task; refuse what cannot work, and print the notes
-        before a run.
-        """
+        """Decide on host, plan and task of a cell; refuse what cannot work, and print the notes before a run."""
         refuse_nested_launch()
         options = asked.over(self.configured())
         refuse_contradictions(options)
@@ -279,9 +277,7 @@ class Session:
     # --- in the background -------------------------------------------------------------------------------------
 
     def _why_not_in_the_background(self, plan: Plan) -> str:
-        """Return why the cell cannot run in the background; empty if it can return and a user can come back to its
-        run.
-        """
+        """Return why the cell cannot run in the background; empty if it can return, and users can come back to it."""
         if plan.start.method == "inline":
             return "a run in the notebook's own process leaves no room for other cells"
         if not is_notebook_kernel():

@@ -158,9 +158,7 @@ def _nothing() -> None:
 
 
 def _has_subshells(kernel: Any) -> bool:
-    """Return whether a front end has this kernel run a subshell; ipykernel's names for it are private, and may
-    change.
-    """
+    """Return whether a front end has this kernel run a subshell; ipykernel's private names for it may change."""
     manager = getattr(getattr(kernel, "shell_channel_thread", None), "manager", None)
     names = getattr(manager, "list_subshell", None)
     return bool(names is not None and names())

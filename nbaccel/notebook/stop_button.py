@@ -70,9 +70,7 @@ class StopButton:
         self._button.disabled = times >= len(LABELS) - 1
 
     def retire(self) -> None:
-        """Remove the button after the run: the last state of the panel stays, for a page that was reloaded
-        meanwhile.
-        """
+        """Remove the button after the run: the panel's last state stays, for a page that was reloaded meanwhile."""
         self._button.on_click(self._on_click, remove=True)
         self._button.layout.display = "none"
 

@@ -66,9 +66,10 @@ class Ground:
 PAPER = Ground("white", "#1d1f23", "#5b616b", "#9aa0a8", "#e4e7eb", "#b3261e", ON_LIGHT)
 """Colours for a figure that is printed, or saved by its user."""
 ANY_GROUND = Ground("none", "#777c85", "#777c85", "#8b909899", "#8b909840", "#d9534a", ON_ANY)
-"""Colours for pages that are white or nearly black and do not say which: the programs that show the saved file have
-themes that no PNG can follow. Text has a contrast of 4:1 on both, lines in the colours of ranks 3:1 (a test computes
-it).
+"""Colours for pages that are white or nearly black and do not say which.
+
+The programs that show the saved file have themes that no PNG can follow. Text has a contrast of 4:1 on both, lines in
+the colours of ranks 3:1 (a test computes it).
 """
 
 _WIDTH_IN, _HEIGHT_IN = 9.4, 2.7

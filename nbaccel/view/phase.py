@@ -17,8 +17,9 @@ __all__ = ["LOSS", "PhaseRecord"]
 
 LOSS = "loss"
 _RECENT = 1024
-"""Number of losses that are kept to recognise a logged one: it is read up to half a second later, hundreds of steps
-of a small model.
+"""Number of losses that are kept to recognise a logged one.
+
+It is read up to half a second later, hundreds of steps of a small model.
 """
 _NEAREST = 64
 """Number of these that are compared up to rounding, one by one."""

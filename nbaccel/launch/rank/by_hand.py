@@ -20,9 +20,7 @@ __all__ = ["Judge", "UpdatesByHand"]
 
 _MOST_EMPTY = 3  # comparisons that found only synchronised values: the loop does no updates by hand
 _LOOKS = frozenset({1, *(2**power + 1 for power in range(10))})
-"""Numbers of the backwards before which values are read: the 1st, to know what changes, then the 2nd, 3rd, 5th ...
-513th.
-"""
+"""Numbers of the backwards before which values are read: the 1st, to know what changes, then 2, 3, 5 ... 513."""
 
 
 class Judge(Protocol):

@@ -182,9 +182,7 @@ def _texts(constant: Any) -> Iterator[str]:
 
 
 def _leaves(values: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values, and their settings: entries of dictionaries, attributes of namespaces and of the notebook's
-    classes.
-    """
+    """Yield values and settings: entries of dictionaries, attributes of namespaces and of the notebook's classes."""
     for value in values.values():
         yield value
         if type(value) is dict:

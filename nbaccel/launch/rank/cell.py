@@ -59,8 +59,9 @@ _ACCELERATOR = "accelerator"
 _SMALL_BYTES = 1_000_000
 _WORTH_MEASURING_BYTES = 100_000_000
 _MOST_GRADIENT_BYTES = 64_000_000
-"""Largest size of gradients that are sent; larger ones stay in the rank: a loop has used them, and they are as large
-as the model.
+"""Largest size of gradients that are sent; larger ones stay in the rank.
+
+A loop has used them already, and they are as large as the model.
 """
 
 _MOST_OF_MEMORY, _MOST_OF_MEMORY_FOR_A_MODEL = 0.25, 0.75
@@ -316,9 +317,7 @@ class CellTask(Task):
         ]
 
     def _holds_only_what_was_there(self, value: Any) -> bool:
-        """Return whether `value` is a tuple or a list of the notebook's own objects, such as the arguments of a
-        launcher.
-        """
+        """Return whether `value` is a tuple or list of the notebook's objects, such as a launcher's arguments."""
         there = self._started_with.values()
         return type(value) in (tuple, list) and len(value) > 1 and {id(part) for part in value} <= set(there)
 
@@ -360,9 +359,7 @@ class CellTask(Task):
         return loop_variables(self.source.code)
 
     def names_to_send(self) -> list[str]:
-        """Return the names for a process that is no copy of the kernel: those the cell reads, and those of --out and
-        --in.
-        """
+        """Return the names that a process other than a copy of the kernel needs: read by the cell, in --out or --in."""
         wanted = names_read(self._parts) | names_in_magics(self.source.code) | set(self.out)
         wanted = (wanted - made_before_read(self.source.code)) | set(self.extra)
         if self.home is not None:
@@ -566,9 +563,7 @@ def _without_gradients(changes: Iterable[Change]) -> Iterator[Change]:
 
 
 def _huge(made: Mapping[str, Any]) -> dict[str, int]:
-    """Return names whose values would fill the machine's memory, with the bytes: the rank and the transfer need them
-    too.
-    """
+    """Return names whose values would fill the memory, with the bytes: the rank and the transfer need them too."""
     large = {name: nbytes for name, nbytes in sizes_of(made).items() if nbytes > _WORTH_MEASURING_BYTES}
     free = usable_memory().available_bytes if large else 0
     return {

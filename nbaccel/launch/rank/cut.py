@@ -32,8 +32,9 @@ _HUNG_AT_STOP_S = 8.0
 _FREE_S = 10.0
 
 _FAILED_S = 10.0
-"""Seconds that rank 0 waits for its device, when it has failed, before it reports: its values are whole if the peers
-still come. Nothing ends this wait earlier if all ranks wait for each other.
+"""Seconds that a failed rank 0 waits for its device before it reports.
+
+Its values are whole if the peers still come. Nothing ends this wait earlier if all ranks wait for each other.
 """
 
 _FAILED_PEER_S = 2.0
@@ -97,9 +98,7 @@ class CutWatch:
         self._is_torn = self._is_torn and is_cut
 
     def note(self, error: BaseException) -> None:
-        """Record that the task ends by `error`; if it left an optimizer's step, the others cannot be given this
-        rank's values.
-        """
+        """Record that the task ends by `error`; if it left an optimizer's step, this rank's values cannot be shared."""
         self._is_torn = self._is_torn or tore_step(error)
 
     def _run(self) -> None:
@@ -133,9 +132,7 @@ class CutWatch:
         return bool(peers) and all(map(self._page.has_finished, peers))
 
     def _say_that_it_hears(self) -> None:
-        """Mark on the page that the rank reacts to an abort, so that the kernel gives it the time that an abort
-        takes.
-        """
+        """Mark on the page that the rank reacts to an abort, so that the kernel gives it time for one."""
         if not self._page.hears_cuts(self._rank) and uses_device():
             self._page.hear_cuts(self._rank)
 

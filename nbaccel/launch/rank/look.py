@@ -65,9 +65,7 @@ def _scene(frame: FrameType, line: int, more: Mapping[str, Any]) -> Scene:
 
 
 def _names_in(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Yield the names that the frame's code mentions: its locals, and those of the globals, which are the whole
-    notebook.
-    """
+    """Yield the names that the frame's code mentions: its locals, and globals, which are the whole notebook."""
     namespace = frame.f_globals
     yield from ((name, namespace[name]) for name in frame.f_code.co_names if name in namespace)
     if not _is_top_level(frame):

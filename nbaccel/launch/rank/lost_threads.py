@@ -52,8 +52,7 @@ def threads_of_the_notebook() -> list[threading.Thread]:
 
 
 def threads_held_by(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names whose values hold a thread of the program, or an object of such a thread, with the thread's
-    name.
+    """Return the names whose values hold a thread of the program, or an object of one, with the thread's name.
 
     Called in the kernel. It follows attributes and the standard containers, and runs none of their code.
 

@@ -42,9 +42,7 @@ class MemoryMeter:
         return Memory(host_bytes, max(host_bytes, peak_bytes), self._limit_bytes, *self._device_bytes())
 
     def _device_bytes(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """Return allocated, reserved, most ever reserved and total bytes of the devices that this process has
-        tensors on.
-        """
+        """Return allocated, reserved, most ever reserved and total bytes of the devices with this process's tensors."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return None, None, None, None

@@ -82,8 +82,7 @@ def seeds(parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool
 
 
 def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], others: Collection[str] = ()) -> bool:
-    """Return whether the code, or a value of the notebook that it reads, is written for several ranks, judging by
-    names.
+    """Return whether the code, or a value that it reads, is written for several ranks, judging by names.
 
     others: names that the cell mentions beside its code.
 

@@ -82,9 +82,7 @@ class OneTraining:
         )
 
     def begin(self, outsiders: Sequence[int] = (), keeper: TaskWatch | None = None) -> None:
-        """Begin a task.  outsiders: ranks that take no part in it.  keeper: the watch that keeps its training equal,
-        if any.
-        """
+        """Begin a task.  outsiders: ranks without a part in it.  keeper: the watch that keeps it equal, if any."""
         self._keeper = keeper
         self._peers = [rank for rank in range(self._world.world_size) if rank not in (self._world.rank, *outsiders)]
         self._judged.clear()
@@ -110,8 +108,7 @@ class OneTraining:
             raise self._refused
 
     def facts(self) -> dict[str, bool]:
-        """Return facts for the kernel, at a task's end: whether this rank exchanged data, was warned, has prepared
-        models.
+        """Return facts at a task's end: whether this rank exchanged data, was warned, has prepared models.
 
         implicit: it trained without having prepared anything.
         """
@@ -214,9 +211,7 @@ class OneTraining:
     # -- for updates by hand
 
     def has_exchanged(self) -> bool:
-        """Return whether the program has exchanged data; for a task that a watch keeps equal, counting proves
-        nothing.
-        """
+        """Return whether the program has exchanged data; for a task that a watch keeps equal, counts prove nothing."""
         return not self._is_implicit and self._collectives() != self._begun_with
 
     def keeps(self, leaf: Any) -> bool:
@@ -386,9 +381,7 @@ def _warn(text: str) -> None:
 
 
 def _library_that_trains() -> str:
-    """Return the library's function that runs the loop, as the user's line calls it: "fit of skorch"; "" for a loop
-    of the user's own.
-    """
+    """Return the library's function that runs the loop, as "fit of skorch"; "" for a loop of the user's own."""
     frame, below = _users_line()
     if frame is None or not below:
         return ""

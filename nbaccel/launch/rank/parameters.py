@@ -107,9 +107,7 @@ def model_in(value: Any) -> str | None:
 
 
 def is_bound_to_its_process(value: Any, depth: int = 3) -> bool:
-    """Return whether `value` holds a lock, a thread, an open file, a weak reference or a generator, within the
-    searched depth.
-    """
+    """Return whether `value` holds a lock, thread, open file, weak reference or generator, as deep as is searched."""
     left = _MOST_PARTS
     values = [value]
     for _ in range(depth):

@@ -54,9 +54,7 @@ def main(words: Sequence[str]) -> NoReturn:
 
 
 def _run_script(path: str, *arguments: str) -> None:
-    """Run a script in the module `__main__` itself, for good: code that reads the program's names there finds them
-    to the end.
-    """
+    """Run a script in the module `__main__` itself, for good: code that reads names there finds them to the end."""
     sys.argv = [path, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))

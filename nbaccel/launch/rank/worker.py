@@ -304,9 +304,7 @@ class _Rank:
         return _only_names(_results_of(task, self.rank), SPOILT)
 
     def _collectives(self) -> int:
-        """Return the number of collectives that this rank has entered: the project's and those of torch's default
-        group.
-        """
+        """Return the number of collectives that this rank has entered: nbaccel's and those of torch's default group."""
         return self.page.collectives(self.rank) + (_sequence_number() or 0)
 
     def _await_order(self) -> tuple[dict[str, Any], int] | None:
@@ -400,8 +398,7 @@ def _results_of(task: Task, rank: int) -> Results:
 
 
 def _only_names(results: Results, why: str) -> Results:
-    """Report the results as missing, with the reason; their facts describe the same incomplete values, and are dropped
-    too.
+    """Report the results as missing, with the reason; drop their facts, which describe the same values.
 
     Imports and functions that a cell has left are not listed.
     """
@@ -413,9 +410,7 @@ def _only_names(results: Results, why: str) -> Results:
 
 
 def _limit_threads(threads: int) -> None:
-    """Limit the CPU threads, before any computation: ranks that each use all cores are slower than ranks that share
-    them.
-    """
+    """Limit the CPU threads, before any computation: ranks that each use all cores slow each other down."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch = sys.modules.get("torch")
     if torch is not None:

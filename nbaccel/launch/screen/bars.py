@@ -58,9 +58,7 @@ class LiveBars:
         return rows
 
     def line(self, columns: int, speakers: Collection[int] = ()) -> str:
-        """Return all bars in one line: a single bar whole; several are cut so that `columns` hold them, or the first
-        of them.
-        """
+        """Return all bars in one line: a single one whole; several cut to fit `columns`, or the first of them."""
         bars = [f"{tag}{'  '.join(group)}" for tag, group in self._tagged(speakers)]
         if len(bars) < 2:
             return "".join(bars)

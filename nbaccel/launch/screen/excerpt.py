@@ -22,9 +22,7 @@ _PART_OF_TIME = 0.02
 
 
 class Shown(NamedTuple):
-    """A line for the screen.  rank: that of the line, None for all.  lines: number of the ranks' lines that it
-    stands for.
-    """
+    """A line for the screen.  rank: that of the line, None for all.  lines: number of ranks' lines it stands for."""
 
     stream: str
     text: str

@@ -205,9 +205,7 @@ class LineMerger:
         return self._take_oldest(ready)
 
     def _cannot_match(self, queue: _Queue) -> bool:
-        """Return whether another rank has passed the first line of `queue`: it printed another line on that stream
-        instead.
-        """
+        """Return whether another rank has passed the first line of `queue` by printing another line on that stream."""
         key = queue.held[0].key
         return any(
             key not in other.keys and (other.is_done or other.first_of(key[0]) is not None)

@@ -18,9 +18,7 @@ __all__ = ["BATCH_S", "Bar", "Painter", "Screen"]
 BATCH_S = 0.05
 _REDRAW_S = 0.25
 _STALE_S = 1.5
-"""Seconds that a finished bar stays at most; it is removed when its last state comes as a line, which may wait a
-second for the same line of other ranks.
-"""
+"""Most seconds that a finished bar stays: its last state comes as a line, which may wait a second for other ranks."""
 _WIDEST_BAR = 500
 
 

@@ -23,9 +23,7 @@ _SHORT_S = 2.0
 _LONGEST_WHY = 160
 
 TICK_SLACK_S = 0.1
-"""Tolerance for ticks, which come about every half second: what is due at the next one must not wait for the one
-after.
-"""
+"""Tolerance for ticks, some half a second apart: what is due at the next one must not wait for the one after."""
 
 
 class ShownRun(Listener):

@@ -23,9 +23,7 @@ from nbaccel.view.words import with_article
 __all__ = ["ARRAY", "ARRAY_OF_A_CLASS", "TensorChange", "Values", "has_plain_memory", "kind_of_memory"]
 
 _WHOLE = 1 << 22
-"""Bytes that are compared by a checksum; more bytes by a checksum of sums over blocks, which is as fast as memory
-is.
-"""
+"""Bytes that are compared by one checksum; more by a checksum of sums over blocks, as fast as memory."""
 
 _BLOCK = 512
 """64-bit words of a block, 4 kB.
@@ -375,9 +373,7 @@ def _digest_of_bytes(flat: Any) -> int:
 
 
 def _digest_of_blocks(flat: Any, sums: Callable[[Any, int], Any]) -> int:
-    """Return a number for sums within and across blocks of `flat`, a NumPy array or a tensor of bytes, and for the
-    rest.
-    """
+    """Return a number for sums in and across blocks of `flat`, a NumPy array or tensor of bytes, and for the rest."""
     size = 8 * _BLOCK
     end = len(flat) // size * size
     blocks, rest = flat[:end], flat[end:]

@@ -200,8 +200,7 @@ class ControlPage:
         _STOPPED.pack_into(self._map, _HEADER + rank * _SLOT + _STOPPED_AT, steps + 1)
 
     def lay(self, rank: int, count: int, key: int, value: int) -> None:
-        """Write the fingerprint `value` of `key` where the other ranks can read it. count: number of earlier ones of
-        `rank`.
+        """Write the fingerprint `value` of `key` for the other ranks.  count: number of earlier ones of `rank`.
 
         The last three of each rank are kept.
         """
@@ -304,9 +303,7 @@ class ControlPage:
 
     @property
     def steps_before_stop(self) -> int | None:
-        """Return the training steps that every rank has done when the run stops; None if it was not asked to, or had
-        none.
-        """
+        """Return the training steps that every rank has done when the run stops; None if not asked to, or no steps."""
         left = [
             int(_STOPPED.unpack_from(self._map, _HEADER + rank * _SLOT + _STOPPED_AT)[0])
             for rank in range(self.world_size)
@@ -404,9 +401,7 @@ class PeerWatch:
         self._outsiders = outsiders
 
     def refuse_backward(self, event: Event) -> None:
-        """Refuse a backward of a prepared model: without all ranks the gradients, and then the replicas, would
-        differ.
-        """
+        """Refuse a backward of a prepared model: without all ranks, gradients and then replicas would differ."""
         self._refuse("backward")
 
     def _refuse(self, call: str) -> None:

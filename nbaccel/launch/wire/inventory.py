@@ -74,8 +74,7 @@ def _elements(obj: Any) -> int:
 def writes_of(
     changes: Mapping[str, Change], placed: Callable[[tuple[Any, ...]], Any]
 ) -> tuple[list[Write], dict[str, str]]:
-    """Prepare writing `changes` into the notebook's own objects; return the writes, and the keys that cannot be written
-    with the reasons.
+    """Prepare writing `changes` into the notebook's objects; return the writes, and the other keys with reasons.
 
     placed: finds an object by its token.  Nothing is written until everything is prepared: the writes run no code of
     the user's.
@@ -118,8 +117,7 @@ def found_at(place: Place, namespace: Mapping[str, Any]) -> Any:
 
 
 class Inventory:
-    """The objects that `names` of a namespace lead to at this time, also through names in functions and classes of the
-    notebook.
+    """The objects that `names` of a namespace lead to now, also through names in the notebook's functions and classes.
 
     is_copy: this process is a copy of the kernel, so objects have the same addresses as there.
     takes_gradients: see `Places`.

@@ -31,9 +31,7 @@ class Change:
     content: Any
 
     def entries(self) -> dict[str, Any]:
-        """Return the changed entries of a dictionary, or of the attributes of an object, by key; empty for anything
-        else.
-        """
+        """Return the changed entries of a dictionary, or of an object's attributes, by key; empty for anything else."""
         return self.content.entries() if type(self.content) is Entries else {}
 
     def without(self, keys: Collection[str]) -> Change:
@@ -74,15 +72,11 @@ class Kind:
         return ()
 
     def mark(self, obj: Any) -> Any:
-        """Return the data about the state that `change` needs; it refers to the compared objects, so no id is used
-        twice.
-        """
+        """Return the data about the state that `change` needs; it keeps the compared objects, so ids stay unique."""
         return None
 
     def change(self, obj: Any, mark: Any) -> Any:
-        """Return the data that `writing` needs to bring another object from the state of `mark` to that of `obj`;
-        None for no change.
-        """
+        """Return the data by which `writing` brings another object from state `mark` to `obj`'s; None if equal."""
         return None
 
     def keeps_memory(self, obj: Any, mark: Any) -> bool:

@@ -413,9 +413,7 @@ def is_found_by_name(obj: Any) -> bool:
 
 
 def globals_of(obj: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
-    """Yield names of `namespace` that the code of a function of the notebook may read; for a class, that of its
-    methods.
-    """
+    """Yield names of `namespace` that the code of a notebook's function may read; for a class, its methods'."""
     if type(obj) is types.FunctionType:
         if obj.__globals__ is namespace:
             yield from (name for name in _names_in(obj.__code__) if name in namespace)

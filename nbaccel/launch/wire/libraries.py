@@ -34,8 +34,9 @@ PYRO = "pyro.get_param_store()", "save it to a file as the cell's last line, and
 _WRAPPERS = {"AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
 _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
 _OF_THE_WORLD = frozenset({"_is_accelerate_prepared", "_n_gpu", "_original_forward", "_setup_devices", MADE_WITH})
-"""Attributes that describe the rank and the device at the time when they were set (accelerate/accelerator.py,
-transformers/training_args.py).
+"""Attributes that describe the rank and the device at the time when they were set.
+
+They are those of accelerate/accelerator.py and transformers/training_args.py.
 """
 
 
@@ -81,8 +82,7 @@ def is_of_lightning(kind: type) -> bool:
 
 
 def is_lightnings_callback(kind: type) -> bool:
-    """Return whether its objects are callbacks of Lightning's, which keep data: the best checkpoint's path, observed
-    values.
+    """Return whether its objects are callbacks of Lightning's with data: best checkpoint's path, observed values.
 
     Progress bars are excluded: they hold the screen of their process.
     """
@@ -95,9 +95,7 @@ def _module_of(kind: type) -> str:
 
 
 def reduce_accelerate(obj: Any) -> Any:
-    """Reduce an Accelerator, loader or arguments that know their rank to the form for the notebook; else return
-    None.
-    """
+    """Reduce an Accelerator, loader or arguments that know their rank to the notebook's form; else return None."""
     kind = type(obj)
     if any((base.__module__, base.__name__) == _ARGUMENTS for base in kind.__mro__):
         return _reduce_arguments(obj)

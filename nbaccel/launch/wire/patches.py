@@ -55,9 +55,7 @@ class Patch:
 
     @property
     def adds(self) -> bool:
-        """Return whether torch has nothing there: torch's own code cannot miss it, and its maker adds it when it
-        runs.
-        """
+        """Return whether torch has nothing there: its own code cannot miss it, and its maker adds it when it runs."""
         module = sys.modules.get(self.module)
         holder = module if module is None or not self.kind else vars(module).get(self.kind)
         return self.package != _CELLS and holder is not None and not hasattr(holder, self.name)

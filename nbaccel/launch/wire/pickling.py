@@ -200,9 +200,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self.blocks.append(buffer.raw)
 
     def _block(self, device: str, address: int, nbytes: int, read: Callable[[], memoryview]) -> int:
-        """Return the number of the block with this memory; `read` keeps the memory alive, so an address means one
-        block.
-        """
+        """Return the number of the block with this memory; `read` keeps it alive, so an address means one block."""
         key = (device, address, nbytes)
         if key not in self._index:
             self._index[key] = len(self.blocks)
@@ -248,8 +246,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         return self._block(str(storage.device), address, storage.nbytes(), read), device_there(storage.device, address)
 
     def _reduce_of_a_device(self, obj: Any) -> Any:
-        """Reduce an object on a device that would be sent with the device's name: the other side has other devices, or
-        uses none yet.
+        """Reduce an object that would be sent with its device's name: the other side has other devices, or none yet.
 
         Tensors of other classes, and those with a bit that changes the meaning of their memory, are sent by such a
         storage.
@@ -466,9 +463,7 @@ def _reduce_keras(obj: Any) -> Any:
 
 
 def _reduce_odd_module(module: types.ModuleType) -> Any:
-    """Reduce a module with its own class, such as `torch.backends.cudnn`, whose name may not lead to it: found by
-    identity.
-    """
+    """Reduce a module with its own class (`torch.backends.cudnn`) by identity: its name may not lead to it."""
     name = next((name for name, known in list(sys.modules.items()) if known is module), None)
     return None if name is None else (importlib.import_module, (name,))
 
@@ -486,9 +481,7 @@ def _reduce_shell(obj: Any) -> Any:
 
 
 def _reduce_loader(obj: Any) -> Any:
-    """Reduce a loader without the iterator that it keeps if its workers are persistent: these belong to this
-    process.
-    """
+    """Reduce a loader without the iterator that it keeps for persistent workers: these belong to this process."""
     loaders = sys.modules.get("torch.utils.data.dataloader")
     if loaders is None or not issubclass(type(obj), loaders.DataLoader) or vars(obj).get("_iterator") is None:
         return None
@@ -498,9 +491,7 @@ def _reduce_loader(obj: Any) -> Any:
 
 
 def _reduce_scheduler(obj: Any) -> Any:
-    """Reduce a scheduler with its optimizer's method that counts steps: torch warns if a pickle has dropped that
-    method.
-    """
+    """Reduce a scheduler with its optimizer's method that counts steps: torch warns if a pickle has dropped it."""
     schedulers = sys.modules.get("torch.optim.lr_scheduler")
     if schedulers is None or not issubclass(type(obj), schedulers.LRScheduler) or hasattr(type(obj), "__setstate__"):
         return None
@@ -676,9 +667,7 @@ class Contents:
     def values(
         self, kind: Any, index: int, device: str, dtype: Any, layout: Any, requires_grad: bool, attributes: Any
     ) -> Any:
-        """Return a tensor whose values are about to be written into another, and which is not kept: it is never
-        copied out.
-        """
+        """Return a tensor whose values are about to be written into another and not kept: it is never copied out."""
         import torch
 
         return torch.empty(0, dtype=dtype, device="cpu").set_(_storage(self._memory(index)), *layout)

@@ -27,9 +27,7 @@ class MarkedPipe:
         self._rest = b""
 
     def read(self) -> list[bytes | int] | None:
-        """Return what has arrived: pieces of output and numbers of messages, in order; None at the end of the
-        stream.
-        """
+        """Return what has arrived: pieces of output and numbers of messages, in order; None at the stream's end."""
         try:
             data = os.read(self.fd, _CHUNK)
         except BlockingIOError:

@@ -46,8 +46,9 @@ _KNOW_THE_RANKS = frozenset({"accelerate", "lightning", "lightning_fabric", "pyt
 """Packages whose objects know in which rank of how many they were made: in the notebook they would still claim it."""
 
 _KNOW_NONE = frozenset({"AttributeDict", "SeedableRandomSampler"})
-"""Classes of these packages whose objects are data; so are those of `accelerate.utils`, which describe how something
-is made.
+"""Classes of these packages whose objects are data.
+
+Those of `accelerate.utils` are data too: they describe how something is made.
 """
 
 _CANNOT = " cannot be sent to another process"

@@ -23,9 +23,7 @@ _CLOSED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes)
 
 
 def salvaged(contents: Contents) -> tuple[dict[str, Any], dict[str, Exception]]:
-    """Return the values of `contents` by name that can be rebuilt, and for each of the others the error it failed
-    with.
-    """
+    """Return the values of `contents` by name that can be rebuilt, and the error of each of the others."""
     reader = _Salvager(contents)
     values: dict[str, Any] = reader.load()
     refused: dict[str, Exception] = {}

@@ -140,9 +140,7 @@ def _set_precision_of_mkldnn(torch: Any, value: str) -> None:
 
 
 def _reduction(dtype: str) -> _Flag:
-    """Return the switch for sums of 16 bits within a product; newer torch reports those of split products
-    separately.
-    """
+    """Return the switch for sums of 16 bits within a product; newer torch reports split products separately."""
     path = f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction"
     plain = _attribute(path)
 
@@ -170,9 +168,7 @@ def _library(path: str) -> _Flag:
 
 
 def _default_device(torch: Any) -> str | None:
-    """Return the device as it was named: `torch.get_default_device()` starts CUDA to add an index, which differs in
-    each rank.
-    """
+    """Return the device as named: `torch.get_default_device()` starts CUDA for an index, which differs in each rank."""
     if "torch.utils._device" not in sys.modules:  # it is loaded by the first such device
         return None
     from torch.overrides import _get_current_function_mode_stack

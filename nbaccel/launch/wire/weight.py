@@ -26,10 +26,12 @@ from typing import Any, NamedTuple
 __all__ = ["size_of", "sizes_of", "sizes_on_devices"]
 
 _PASSES = ((1000, 0.7), (30, 0.9), (3, 1.0))
-"""Elements of a container that are read (the rest of a longer one is assumed to be alike), and the fraction of the
-time that is over then. A value of too many objects is estimated again with a smaller sample: lists of a thousand lists
-of a thousand lists take 30 ** 3 objects. The part that the last pass does not reach is assumed to be as large as the
-part that it read. Storages are never multiplied, so those that are not read do not count.
+"""Elements of a container that are read, and the fraction of the time that is over then.
+
+The rest of a longer container is assumed to be alike. A value of too many objects is estimated again with a smaller
+sample: lists of a thousand lists of a thousand lists take 30 ** 3 objects. The part that the last pass does not reach
+is assumed to be as large as the part that it read. Storages are never multiplied, so those that are not read do not
+count.
 """
 
 _MOST_OBJECTS = 200_000
@@ -137,9 +139,7 @@ class _Scale:
         self._ways: dict[int, _Way] = {}  # by the id of the type: a metaclass may have a hash of its own
 
     def weigh(self, value: Any) -> _Weight:
-        """Return the bytes of `value` and of its parts; `share` is the number of similar elements that a sampled one
-        stands for.
-        """
+        """Return the bytes of `value` and its parts; `share` is the number of elements a sampled one stands for."""
         memory = own = met = 0.0
         todo = [(value, 1.0)]
         most = len(self._seen) + _MOST_OBJECTS
@@ -244,9 +244,7 @@ def _container(base: Any, obj: Any, is_exact: bool) -> _Anatomy:
 
 
 def _and_attributes(obj: Any, nbytes: int, count: int, parts: Iterable[Any]) -> _Anatomy:
-    """Read an object of a class derived from a container's, which may have attributes; of a long one they are left
-    out.
-    """
+    """Read an object of a class derived from a container's, with attributes; those of a long one are left out."""
     if count > _PASSES[0][0] // 2:
         return _Anatomy(nbytes, count, parts)
     referents = gc.get_referents(obj)  # the elements are among them: what was met already is passed over
@@ -261,9 +259,7 @@ def _function(function: Any) -> _Anatomy:
 
 
 def _array(array: Any) -> _Anatomy:
-    """Read an array; its objects only if its elements are the objects themselves, unlike those of a structured
-    array.
-    """
+    """Read an array; its objects only if its elements are the objects themselves, not those of a structured one."""
     np = sys.modules["numpy"]
     read = functools.partial(_attribute, np.ndarray)  # classes derived from it may answer in any way
     dtype = read(array, "dtype")

@@ -47,9 +47,7 @@ def _is_compiled(kind: type) -> bool:
 
 
 def take_off_forward(value: Any) -> None:
-    """Restore the `forward` of the classes of a model, and of the models in it, if training has put another before
-    it.
-    """
+    """Restore the `forward` of the classes of a model and its models, if training has put another before it."""
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(type(value), torch.nn.Module):
         return

@@ -28,9 +28,7 @@ _TRAINERS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], None]]
     "lightning.pytorch.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
     "pytorch_lightning.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
 }
-"""Modules that define a class `Trainer`: the method that trains, the function that prepares a trainer, and the one
-that undoes it.
-"""
+"""Modules with a class `Trainer`: the method that trains, the functions that prepare a trainer and undo it."""
 
 
 def attach_to_foreign_trainers() -> None:

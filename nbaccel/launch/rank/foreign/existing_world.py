@@ -60,9 +60,7 @@ def join_existing_world(world: World) -> None:
 
 
 def _set_rank(world: World, module: Any) -> None:
-    """Set the rank of `rank_zero_only`, which the notebook may have set to 0; code that runs "only on rank 0" reads
-    it.
-    """
+    """Set the rank of `rank_zero_only`, which the notebook may have set to 0; "only on rank 0" depends on it."""
     module.rank_zero_only.rank = world.rank
 
 

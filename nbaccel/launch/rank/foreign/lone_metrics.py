@@ -27,9 +27,7 @@ class LoneMetrics:
         when_loaded({"torchmetrics.metric": self._of_torchmetrics, "ignite.distributed.comp_models": self._of_ignite})
 
     def begin(self, knows_ranks: bool, watch: TaskWatch | None) -> None:
-        """Begin a task.  knows_ranks: its code is written for several ranks.  watch: keeps the training of other
-        tasks equal.
-        """
+        """Begin a task.  knows_ranks: its code is for several ranks.  watch: keeps the training of others equal."""
         self._watch = None if knows_ranks else watch
 
     @property

@@ -172,9 +172,7 @@ class _Folders:
         self._made: Counter[str] = Counter()  # by this rank, or by another for it
 
     def make(self, path: str, makes: Callable[[], None]) -> None:
-        """Make the folder `path`, unless another rank has made it in its own k-th call, and this is the k-th call
-        here.
-        """
+        """Make the folder `path`, unless another rank has made it in its own k-th call, and this is the k-th here."""
         with self._journal.lock(path, fcntl.LOCK_EX):
             try:
                 makes()

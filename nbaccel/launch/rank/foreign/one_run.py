@@ -74,9 +74,7 @@ def _is_meant(options: dict[str, Any]) -> bool:
 
 
 def _write_by_rank_0(world: World, folders: str, module: Any) -> None:
-    """Make rank 0 list the folders of its writers, and the other ranks read the list.  folders: the file with the
-    list.
-    """
+    """Make rank 0 list its writers' folders, and the other ranks read the list.  folders: the list's file."""
     kind = module.SummaryWriter
     makes = kind.__init__
     count = 0

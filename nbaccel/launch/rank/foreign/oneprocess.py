@@ -83,8 +83,7 @@ class _States:
         state.__dict__ = state._shared_state
 
     def _set_up_at_first_use(self, kind: Any) -> None:
-        """Set up a `PartialState` that is used without an Accelerator: one of the notebook, or one that a library makes
-        first.
+        """Set up a `PartialState` without an Accelerator: one of the notebook, or one that a library makes first.
 
         Without the argument "cpu", accelerate takes a process without a GPU for the only one.
         """

@@ -40,9 +40,7 @@ class Reports:
     _evaluation: Shown | None = None
     _evaluated = 0
     _heard_at: float | None = None
-    """Time of the last report of the training: an evaluation inside of it began right then, but is reported batches
-    later.
-    """
+    """Time of the training's last report: an evaluation in it began then, but is reported batches later."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._boundaries = Boundaries(state.global_step)
