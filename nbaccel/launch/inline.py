@@ -35,6 +35,7 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
     """Run the task in this process; its error is raised.
 
     listeners: receive its reports, as those of rank 0.
+
     The environment is restored afterwards. Device memory that the task took stays with the kernel.
 
     Raises:

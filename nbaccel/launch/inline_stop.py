@@ -27,10 +27,13 @@ class InlineStop:
 
     notice: shows one line of the project to the user; called by another thread.
     has_acted: an interrupt was raised in the user's code.
+
     Interrupts act in the user's code alone, the block of `acts`. An interrupt that comes while the run is set up or
     cleaned up is kept until that is done. A program that catches its `KeyboardInterrupt` goes on, as it would without
-    this class, and the next interrupt acts at once. Only the main thread can be interrupted. A handler that other code
-    has installed, or an ignored SIGINT, is left as it is.
+    this class, and the next interrupt acts at once.
+
+    Only the main thread can be interrupted. A handler that other code has installed, or an ignored SIGINT, is left as
+    it is.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:

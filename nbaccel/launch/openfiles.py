@@ -20,6 +20,7 @@ def files_being_written(pids: Iterable[int], own_folder: str) -> list[str]:
     """Return the paths of regular files that processes hold open for writing, and this process does not.
 
     A forked rank holds the files that the kernel had open: the history of IPython is not one of the rank's files.
+
     own_folder: the run's private folder, which is removed with the run; files in it are left out.
     """
     private = os.path.realpath(own_folder) + os.sep

@@ -136,6 +136,7 @@ class SetAside:
 
     names: bytes on GPUs by name.  left: names of models on GPUs that cannot be moved, and why.  unread: names of models
     and optimizers that could not be read.  trouble: the text to show after the block; empty if everything is as before.
+
     Objects that are sent to another process during the block arrive as if they were still on the GPU.
     """
 

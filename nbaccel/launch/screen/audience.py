@@ -98,7 +98,8 @@ def _when_the_cell_ends(shell: Any, call: Callable[[], None]) -> None:
 def runs_unattended(platform: Platform, parent: int | None = None, root: Path = Path("/")) -> bool:
     """Return whether a program executes the notebook from its first cell to its last, with no person watching.
 
-    Kaggle says so; kernels of nbconvert, papermill and `jupyter execute` are their children.
+    Kaggle states it; kernels of nbconvert, papermill and `jupyter execute` are their children.
+
     parent: process id, by default that of this process's parent.  root: replaces the root of the file system, in tests.
     """
     if platform is Platform.KAGGLE_BATCH:

@@ -106,6 +106,7 @@ def pack_what_can_travel(
     """Return the parcel of every value that can be sent, and the names of the others, each with the reason.
 
     If only entries of a `Change` cannot be sent, the rest of it is; such an entry is named "name:key".
+
     places: those of objects that the receiver has; if given, only the place of such an object is sent, and all others
     as written.
     may_lack: names whose values are sent without the parts that cannot be sent, rather than not at all: see `Absent`.
