@@ -29,7 +29,8 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(VENV)/bin/mypy
 
-# pytest itself fails when it finds no test; a handful of failed tests is tried once more, see tests/suite.py.
+# In several processes beside each other, then what is timed; a handful of failed tests is tried once more: tests/suite.py.
+# Which cases of each test are run here, and which by `make full` alone, is chosen in tests/selection.py.
 unit: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py $(PYTEST_ARGS)
 
@@ -54,7 +55,7 @@ $(TORCH_ENV)/.stamp: pyproject.toml constraints.txt $(FRONT_END:%=constraints-%.
 	grep -v '^torch==' constraints.txt > $(TORCH_ENV)/constraints.txt
 	$(TORCH_ENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_ENV)/constraints.txt \
 	    $(FRONT_END:%=-r constraints-%.txt) -e . 'torch$(addprefix ==,$(TORCH))' ipykernel nbclient nbformat \
-	    accelerate hypothesis jupyter_client lightning omegaconf pandas peft pytest pytest-timeout scikit-learn \
+	    accelerate hypothesis jupyter_client lightning omegaconf pandas peft pytest pytest-timeout pytest-xdist scikit-learn \
 	    tensorboard transformers
 	touch $@
 
@@ -79,7 +80,7 @@ PROCESSOR_TESTS ?= tests/test_room.py tests/launch/test_out_of_memory.py tests/k
 processors: $(PROCESSORS:%=processor-%)
 
 processor-%: $(VENV)/.dev $(COLAB)/.stamp
-	$($*) $(VENV)/bin/python tests/suite.py -m "not gpu and not soak and not full" $(PROCESSOR_TESTS)
+	$($*) $(VENV)/bin/python tests/suite.py --alone -m "not gpu and not soak and not full" $(PROCESSOR_TESTS)
 
 # What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels, and a
 # training notebook under random faults for so many minutes: `make soak MINUTES=30`.

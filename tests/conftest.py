@@ -7,12 +7,15 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
 from environments import ENVIRONMENTS, REPOSITORY, Environment
 from leftovers import MARK, Descriptors, Handlers, Processes
+from selection import in_order, scope, select
+from suite import TIMED
 
 # Programs that we start carry this variable, and so does everything that they start.
 os.environ[MARK] = str(os.getpid())
@@ -33,6 +36,29 @@ _NOT_BY_TESTS = frozenset(
 """Variables that appear on first use of a library, whichever test comes first."""
 
 _CACHES = frozenset({".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__"})
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to `make test-all` what `selection` says, and begin with what takes long."""
+    select(items)
+    items[:] = in_order(items)
+    if (when := os.environ.get(TIMED)) is not None:
+        of_this_pass = [item for item in items if (item.get_closest_marker("timed") is None) is (when == "later")]
+        config.hook.pytest_deselected(items=list(set(items) - set(of_this_pass)))
+        items[:] = of_this_pass
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a worker process of a parallel run whole files, which share fixtures, or whole folders."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(params=ENVIRONMENTS, ids=lambda environment: environment.name)

@@ -1,6 +1,10 @@
-"""The command behind ``make unit``: pytest, and a second try in a fresh process for a handful of tests that failed.
+"""The command behind ``make unit``: pytest in several processes, and a second try for a handful of tests that failed.
 
     python tests/suite.py -m "not gpu and not soak"        the arguments are pytest's
+
+Two passes. Tests that start kernels, browsers and ranks mostly wait, so `WORKERS` processes of pytest-xdist run them
+beside each other. What is marked `timed` measures seconds: it runs afterwards, alone. With ``--alone`` as the first
+argument nothing runs beside anything: for tests that fill the machine's memory.
 
 Thousands of tests that start kernels, browsers and ranks share two cores with whatever else the machine does; where
 one of them fails by chance, the whole run would say nothing about the change that it was to judge. A defect fails
@@ -17,13 +21,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-__all__ = ["HANDFUL", "main", "may_be_chance"]
+__all__ = ["HANDFUL", "TIMED", "WORKERS", "main", "may_be_chance"]
 
 HANDFUL = 5
 """Tests that may fail by chance in one run; so far it has been one of 6,000 in three runs, and none in others."""
+
+WORKERS = min((os.cpu_count() or 1) + 1, 8)
+"""Processes that run tests beside each other: one more than cores, since a test waits for others more than it works."""
+
+TIMED = "NBACCEL_TESTS_TIMED"
+"""The variable that leaves what is timed for "later", or has it run "alone"; read where tests are selected."""
 
 
 class _Failed:
@@ -38,11 +49,14 @@ class _Failed:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run pytest with ``arguments``; its exit code, or that of the second try."""
+    """Run pytest with ``arguments``, in two passes; the exit code, or that of the second try."""
     sys.path[0] = os.getcwd()  # as `python -m pytest` has it: other processes import the tests' functions by name
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and their children
     failed = _Failed()
-    code = int(pytest.main([*arguments], plugins=[failed]))
+    if arguments and arguments[0] == "--alone":
+        code = int(pytest.main([*arguments[1:]], plugins=[failed]))
+    else:
+        code = _run(arguments, failed)
     if not may_be_chance(code, len(failed.tests)):
         return code
     print(f"\nonce more, in a fresh process: {len(failed.tests)} failed", flush=True)
@@ -56,6 +70,30 @@ def main(arguments: Sequence[str]) -> int:
 def may_be_chance(code: int, failures: int) -> bool:
     """Whether pytest ended with ``code`` for so few failed tests that they are worth a second try."""
     return code == pytest.ExitCode.TESTS_FAILED and 0 < failures <= HANDFUL
+
+
+def _run(arguments: Sequence[str], failed: _Failed) -> int:
+    """Run what may stand beside other tests, then what is timed, and return the worse exit code."""
+    beside = ["-p", "xdist", "-n", str(WORKERS), "--dist", "loadscope", "--no-loadscope-reorder"]
+    os.environ[TIMED] = "later"
+    code = int(pytest.main([*beside, *arguments], plugins=[failed]))
+    del os.environ[TIMED]
+    if files := _timed_files([Path(argument) for argument in arguments if Path(argument).exists()]):
+        print("\nwhat is timed, alone:", flush=True)
+        os.environ[TIMED] = "alone"
+        alone = [argument for argument in arguments if not Path(argument).exists()]
+        timed = int(pytest.main([*alone, *map(str, files)], plugins=[failed]))
+        del os.environ[TIMED]
+        code = max(code, 0 if timed == pytest.ExitCode.NO_TESTS_COLLECTED else timed)
+    return code
+
+
+def _timed_files(among: list[Path]) -> list[Path]:
+    """Return the files below `among`, or of this folder, that mark a test as `timed`."""
+    files = [
+        path for root in among or [Path("tests")] for path in ([root] if root.is_file() else root.rglob("test_*.py"))
+    ]
+    return sorted(path for path in files if "pytest.mark.timed" in path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def text(notebook: Any) -> str:
     return "".join(output.get("text", "") for output in outputs(notebook))
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_the_quickstart_trains_a_model_that_knows_digits(
     environment: Environment, num_processes: int, tmp_path: Path
@@ -55,7 +55,7 @@ def test_the_quickstart_trains_a_model_that_knows_digits(
     assert mimes <= {"text/plain", "text/html", "image/png"}, "what a saved notebook cannot show has no place in it"
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_the_line_alone_trains_as_without_it_and_the_accelerate_template_with_its_import_changed(
     environment: Environment, num_processes: int, tmp_path: Path
@@ -72,7 +72,7 @@ def test_the_line_alone_trains_as_without_it_and_the_accelerate_template_with_it
         assert "100%" in said, "the progress bar's last state stays in the file"
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_training_goes_on_where_memory_runs_out(
     environment: Environment, num_processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +94,7 @@ def test_training_goes_on_where_memory_runs_out(
     assert "image/png" in {mime for output in outputs(notebook) for mime in output.get("data", {})}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_a_training_that_is_ended_twice_ends_like_one_that_never_was(
@@ -113,6 +114,7 @@ def test_a_training_that_is_ended_twice_ends_like_one_that_never_was(
     assert not list(tmp_path.glob("nbaccel*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_what_ranks_do_is_watched_and_steered(environment: Environment, tmp_path: Path) -> None:
     notebook = run("05_watch_and_steer.ipynb", environment, tmp_path, num_processes=2)
@@ -133,6 +135,7 @@ def test_what_ranks_do_is_watched_and_steered(environment: Environment, tmp_path
     assert "acc 0." in fold
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environment, tmp_path: Path) -> None:
     notebook = run("08_six_traps.ipynb", environment, tmp_path, num_processes=2)
@@ -154,6 +157,7 @@ def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environmen
     assert "gradient checkpointing" in "\n".join(too_large.traceback)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_what_it_costs_is_drawn_from_the_measurements(environment: Environment, tmp_path: Path) -> None:
     measured = "what_it_costs.json"

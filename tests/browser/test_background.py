@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(240)]
 ENDLESS = TRAINS.format(steps=100_000).replace("-n 2", "-n 2 --bg --out step") + "\n    print('at', step)"
 
 
+@pytest.mark.full
 def test_the_run_goes_on_in_its_cell_and_a_click_ends_it(open_notebook: OpenNotebook, front_end: FrontEnd) -> None:
     notebook = open_notebook(LOADS, ENDLESS, "print('another cell')", "%accelerate wait", front_end=front_end)
     notebook.run(0)

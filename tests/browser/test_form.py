@@ -30,6 +30,7 @@ def form(notebook: NotebookPage) -> Locator:
     return shown
 
 
+@pytest.mark.full
 def test_choices_by_mouse_change_what_the_next_run_prints(open_notebook: OpenNotebook, front_end: FrontEnd) -> None:
     notebook = open_notebook(SHOW, RUN, front_end=front_end)
     shown = form(notebook)
@@ -44,6 +45,7 @@ def test_choices_by_mouse_change_what_the_next_run_prints(open_notebook: OpenNot
     assert line == "2 ranks on CPU, fork, bf16, accumulate 4, seed 7"
 
 
+@pytest.mark.full
 def test_the_keyboard_alone_is_enough(open_notebook: OpenNotebook, front_end: FrontEnd) -> None:
     """Tab goes through the fields from above, Space chooses and presses; the front end must not take a key."""
     notebook = open_notebook(SHOW, RUN, front_end=front_end)
@@ -77,6 +79,7 @@ def test_the_keyboard_alone_is_enough(open_notebook: OpenNotebook, front_end: Fr
     assert line == "2 ranks on CPU, fork, bf16, accumulate 4, seed 7"
 
 
+@pytest.mark.full
 def test_a_wrong_seed_is_answered_in_the_form(open_notebook: OpenNotebook) -> None:
     shown = form(open_notebook(SHOW))
     shown.get_by_label("Seed").fill("soon")
@@ -84,6 +87,7 @@ def test_a_wrong_seed_is_answered_in_the_form(open_notebook: OpenNotebook) -> No
     expect(shown.get_by_role("alert")).to_have_text("Not taken: --seed: a seed lies in 0..4294867295; got 'soon'.")
 
 
+@pytest.mark.full
 def test_a_second_display_shows_the_same(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook(SHOW, "import nbaccel; nbaccel.panel()", "%accelerate config accumulate=4")
     first = form(notebook)
@@ -96,6 +100,7 @@ def test_a_second_display_shows_the_same(open_notebook: OpenNotebook) -> None:
     expect(first.first.get_by_label("Batches per optimizer step")).to_have_value("4")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_axe_finds_nothing_serious(open_notebook: OpenNotebook, front_end: FrontEnd, is_dark: bool) -> None:
     notebook = open_notebook(ON_TWO_T4, front_end=front_end, is_dark=is_dark)

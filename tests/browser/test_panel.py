@@ -65,6 +65,7 @@ FITS = """panel => [...panel.querySelectorAll('svg, table, figure')].every(
 )"""
 
 
+@pytest.mark.full
 def test_the_panel_moves_while_the_cell_works_and_keeps_its_place(
     open_notebook: OpenNotebook, front_end: FrontEnd
 ) -> None:
@@ -81,6 +82,7 @@ def test_the_panel_moves_while_the_cell_works_and_keeps_its_place(
     expect(notebook.output(1).locator("img")).to_have_count(1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_everybody_can_read_the_panel(
     open_notebook: OpenNotebook, environment: Environment, is_dark: bool, tmp_path: Path
@@ -140,6 +142,7 @@ MEASURES = """panel => {
 }"""
 
 
+@pytest.mark.full
 def test_in_a_narrow_window_the_table_stands_below_and_nothing_is_cut_off(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook(MAKES_A_RUN, SHOWS_ITS_PICTURE, is_dark=True)
     notebook.run(0)

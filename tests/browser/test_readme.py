@@ -47,6 +47,7 @@ for epoch in accelerator.epochs(40):
 COVERS_NOTHING = "() => document.activeElement.blur()"
 
 
+@pytest.mark.full
 def test_the_picture_of_the_readme_shows_a_training_and_is_small(open_notebook: OpenNotebook, tmp_path: Path) -> None:
     notebook = open_notebook(LOADS, TRAINS, front_end=NOTEBOOK)
     notebook.run(0)

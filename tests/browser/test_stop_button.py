@@ -59,6 +59,7 @@ def seconds_to_interrupt(notebook: NotebookPage) -> float:
     return time.monotonic() - pressed_at
 
 
+@pytest.mark.sample(1)
 def test_a_click_ends_the_cell_within_a_second_and_leaves_the_picture(
     open_notebook: OpenNotebook, front_end: FrontEnd
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_click_ends_the_cell_within_a_second_and_leaves_the_picture(
     assert min(seconds) < limit_s
 
 
+@pytest.mark.full
 def test_panel_and_button_keep_their_place_and_everybody_can_use_them(
     open_notebook: OpenNotebook, tmp_path: Path
 ) -> None:

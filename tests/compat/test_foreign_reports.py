@@ -123,6 +123,7 @@ def shown(folder: Path, library: str, trains: str, shows: str) -> dict[str, Any]
     return facts
 
 
+@pytest.mark.full
 def test_a_transformers_trainer_reports_its_own_losses_steps_and_end(tmp_path: Path) -> None:
     facts = shown(tmp_path, "transformers", TRANSFORMERS, "show(lambda: train(64))")
     (global_step, log), (global_step_too, _) = facts["values"]
@@ -164,6 +165,7 @@ def test_a_lightning_trainer_reports_its_own_losses_steps_and_end(tmp_path: Path
     assert [row[:3] for row in evaluation if row[-1]] == [[5, 2, 2], [10, 2, 2]]
 
 
+@pytest.mark.full
 def test_a_lightning_trainer_stops_by_itself_after_one_step_of_all_ranks(tmp_path: Path) -> None:
     facts = shown(tmp_path, "lightning", f"import lightning.pytorch\n{LIGHTNING}", "show(lambda: train(640_000), 20)")
     (global_step, _), (global_step_too, _) = facts["values"]

@@ -109,6 +109,7 @@ def test_raw_ddp_trains_in_two_ranks(tmp_path: Path) -> None:
     assert losses_0[-1] < losses_0[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_trains_in_two_ranks_with_the_launchers_precision(tmp_path: Path, precision: str) -> None:
     needs("accelerate")
@@ -143,6 +144,7 @@ def test_accelerate_trains_in_two_ranks_with_the_launchers_precision(tmp_path: P
     assert facts[0][3] == facts[1][3]
 
 
+@pytest.mark.full
 def test_the_transformers_trainer_trains_a_small_bert_in_two_ranks_in_bf16(tmp_path: Path) -> None:
     needs("transformers", "accelerate")
     train = """
@@ -181,6 +183,7 @@ def test_the_transformers_trainer_trains_a_small_bert_in_two_ranks_in_bf16(tmp_p
     assert facts == run_script(tmp_path, program, *TORCHRUN)  # to the last bit of weights and loss
 
 
+@pytest.mark.full
 def test_lightning_fabric_trains_in_two_ranks_in_bf16(tmp_path: Path) -> None:
     needs("lightning")
     train = """

@@ -112,6 +112,7 @@ def assert_alike(ours: Any, theirs: Any, where: str = "answer") -> None:
         assert ours == theirs, f"{where}: {ours!r} and {theirs!r}"
 
 
+@pytest.mark.sample(4)
 @every_program
 def test_a_program_says_the_same_alone_and_where_notebook_launcher_calls_it(name: str) -> None:
     assert_alike(launched(name, 1), answers(name, 1, has_launcher=False))
@@ -154,6 +155,7 @@ def launched(name: str, num_processes: int) -> Any:
     return notebook_launcher(train, num_processes=num_processes)
 
 
+@pytest.mark.sample(13)
 @every_program
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_numbers_are_those_of_accelerate(name: str, world_size: int) -> None:
@@ -193,6 +195,7 @@ under_torchrun = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", under_torchrun)
 def test_torchrun_says_the_same(name: str, tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(UNDER_TORCHRUN, encoding="utf-8")

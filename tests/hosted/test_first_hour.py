@@ -72,6 +72,7 @@ def needs(*packages: str) -> None:
             pytest.skip(f"{package} is not installed; `make test` installs it")
 
 
+@pytest.mark.full
 @on(KAGGLE_BATCH)
 def test_nothing_asks_the_net(machine: Machine, tmp_path: Path) -> None:
     ran = machine.run(
@@ -91,6 +92,7 @@ def test_nothing_asks_the_net(machine: Machine, tmp_path: Path) -> None:
     assert ran.asked == ""
 
 
+@pytest.mark.full
 @on(COLABS)
 def test_more_loader_workers_than_cores_are_said_once_and_train_right(machine: Machine, tmp_path: Path) -> None:
     ran = machine.run(
@@ -144,6 +146,7 @@ get_ipython().find_cell_magic("accelerate").__self__.session.survey = lambda: _s
 """A notebook that has used CUDA on a machine with two T4, where names in `_on_device` lie."""
 
 
+@pytest.mark.full
 @on(KAGGLE)
 @pytest.mark.parametrize(
     ("lies", "sentence"),
@@ -166,6 +169,7 @@ def test_a_model_that_lies_on_a_device_is_weighed_before_ranks_start(
     assert "move line 10 of Cell In[2], `model = torch.nn.Sequential(" in error
 
 
+@pytest.mark.full
 @on(COLABS)
 def test_a_library_that_patches_another_at_its_import_does_so_in_ranks(machine: Machine, tmp_path: Path) -> None:
     """Also where the cell reads none of its names, if it is torch; what a cell has patched is said."""
@@ -198,6 +202,7 @@ def test_a_library_that_patches_another_at_its_import_does_so_in_ranks(machine: 
     assert ran.text.count("changed in the notebook") == 1
 
 
+@pytest.mark.full
 @on(KAGGLE_BATCH)
 def test_data_parallel_from_a_cell_above_is_taken_off_and_trains_right(machine: Machine, tmp_path: Path) -> None:
     ran = machine.run(
@@ -214,6 +219,7 @@ def test_data_parallel_from_a_cell_above_is_taken_off_and_trains_right(machine: 
     assert "right: True" in ran.text
 
 
+@pytest.mark.full
 @on(COLABS)
 def test_a_second_try_hears_what_the_notebook_holds(machine: Machine, tmp_path: Path) -> None:
     holds = """
@@ -240,6 +246,7 @@ get_ipython().find_cell_magic("accelerate").__self__.session.survey = _session.S
     assert f"{line}nbaccel.free_memory(model) in a cell before this one gives it back" in ran.text
 
 
+@pytest.mark.full
 @on(KAGGLE_BATCH)
 def test_trainers_of_cells_above_train_together_and_right(machine: Machine, tmp_path: Path) -> None:
     """Of transformers, and of a library that builds on it as TRL's SFTTrainer does."""
@@ -265,6 +272,7 @@ def test_trainers_of_cells_above_train_together_and_right(machine: Machine, tmp_
     assert ran.asked == ""
 
 
+@pytest.mark.full
 @on(COLABS)
 def test_lightnings_trainer_uses_the_ranks_of_its_cell_and_one_of_a_cell_above_is_refused(
     machine: Machine, tmp_path: Path
@@ -350,6 +358,7 @@ def test_a_raw_loop_is_refused_if_that_is_asked_for_and_is_right_with_the_line_t
     assert "has been overridden" not in ran.text, "torch says it of the scheduler of a cell above"
 
 
+@pytest.mark.full
 @on(KAGGLE)
 def test_trackers_write_one_run_and_a_login_says_the_variable_to_set(machine: Machine, tmp_path: Path) -> None:
     needs("wandb", "tensorboard")

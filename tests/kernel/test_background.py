@@ -49,6 +49,7 @@ def trains(then: str = "time.sleep(0.02)") -> str:
     return accelerate(TRAINS.format(then=then), flags="--bg --out steps")
 
 
+@pytest.mark.sample(1)
 def test_the_run_goes_on_in_its_cell_while_others_run_and_sees_the_notebook_as_of_its_start(
     kernel: RealKernel, start: str
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_run_goes_on_in_its_cell_while_others_run_and_sees_the_notebook_as_o
     assert kernel.do("%accelerate wait").stdout.startswith("nothing runs in the background")
 
 
+@pytest.mark.sample(1)
 def test_its_ranks_have_what_torch_keeps_per_thread_as_other_runs_have(kernel: RealKernel, start: str) -> None:
     """Here the ranks are started by a thread of the run's own."""
     kernel.do("torch.set_default_device('meta')\ntorch.set_grad_enabled(False)")
@@ -246,6 +248,7 @@ def test_its_button_works_between_cells(kernel: RealKernel) -> None:
     assert not model_ids & set(kernel.value("list(get_ipython().kernel.comm_manager.comms)")), "widgets were left"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_where_a_program_executes_the_notebook_the_cell_waits(new_kernel: Kernels) -> None:
     kernel = new_kernel(KAGGLE_KERNEL_RUN_TYPE="Batch")

@@ -92,6 +92,7 @@ kinds = [record.WhichOneof("record_type") for record in records(path)]
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_an_offline_wandb_run_without_finish_is_complete(kernel: RealKernel, start: str) -> None:
     if kernel.run("import wandb").status != "ok":

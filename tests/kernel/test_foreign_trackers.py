@@ -29,6 +29,7 @@ NO_KEY = """
 """
 
 
+@pytest.mark.sample(3)
 @in_one_environment
 @pytest.mark.parametrize(
     ("package", "asks", "variable"),
@@ -49,6 +50,7 @@ def test_a_prompt_in_a_rank_is_an_error_with_the_variable_to_set(
     assert variable in kernel.run(accelerate(asks, "fork")).failed("NoInput").evalue
 
 
+@pytest.mark.full
 @in_one_environment
 def test_trainers_write_one_run_by_rank_0(kernel: RealKernel) -> None:
     """A Trainer of an earlier cell, whose callbacks were told there that theirs is the main process."""
@@ -105,6 +107,7 @@ RAW = """
 """
 
 
+@pytest.mark.sample(1)
 @in_one_environment
 def test_trackers_of_a_raw_cell_write_one_run_by_rank_0(kernel: RealKernel, start: str) -> None:
     needs("wandb", "tensorboard")
@@ -116,6 +119,7 @@ def test_trackers_of_a_raw_cell_write_one_run_by_rank_0(kernel: RealKernel, star
     assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 4  # as in one process
 
 
+@pytest.mark.full
 @in_one_environment
 def test_runs_of_each_rank_that_are_meant_are_written(kernel: RealKernel) -> None:
     """A group of runs, a folder for each rank; and all of them with `--independent`."""

@@ -56,6 +56,7 @@ FAILS = {
 ONE_OR_THREE_LATER = pytest.mark.parametrize("cells_between", [0, 3])
 
 
+@pytest.mark.sample(4)
 @ONE_OR_THREE_LATER
 @pytest.mark.parametrize("holder", FAILS)
 def test_criterion_28_what_a_failed_call_had_made_goes(kernel: RealKernel, holder: str, cells_between: int) -> None:
@@ -118,6 +119,7 @@ def test_criterion_28_outputs_go_when_history_is_asked_for(
     ]
 
 
+@pytest.mark.full
 def test_outputs_that_lead_to_very_much_do_not_keep_others(kernel: RealKernel) -> None:
     kernel.do(SETS_UP)
     for _ in range(8):  # each would take longer to look through than there is time for all
@@ -168,6 +170,7 @@ def test_names_that_are_handed_in_are_free_afterwards(kernel: RealKernel) -> Non
     assert kernel.value("[a, b, made() is None]") == [None, None, True]
 
 
+@pytest.mark.full
 @in_one_environment
 @pytest.mark.slow
 @pytest.mark.timeout(180)

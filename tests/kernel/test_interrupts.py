@@ -60,6 +60,7 @@ def interrupt_at_random_times(kernel: RealKernel, start: str, n: int, times: int
         assert_stopped_after_one_step(kernel, cell, n)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("n", [1, 2])
 def test_interrupted_ranks_end_after_the_same_step_with_their_results(kernel: RealKernel, start: str, n: int) -> None:
     interrupt_at_random_times(kernel, start, n, times=15 if n > 1 else 3)
@@ -81,6 +82,7 @@ for epoch in range(10_000):
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("in_step", "after_s"), [("time.sleep(0.01)", 1.0), ("time.sleep(3)", 0.7)])
 def test_a_loop_that_prepares_nothing_ends_after_a_step_of_all_ranks(
     kernel: RealKernel, start: str, in_step: str, after_s: float
@@ -123,6 +125,7 @@ def test_a_long_step_is_finished(kernel: RealKernel, start: str, n: int) -> None
     interrupt_a_long_step(kernel, start, n, step_s=3.0)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_step_of_8_seconds_is_finished(kernel: RealKernel, start: str) -> None:
     interrupt_a_long_step(kernel, start, n=2, step_s=8.0)
@@ -208,6 +211,7 @@ def test_a_cell_works_at_once_after_an_interrupt(kernel: RealKernel, start: str)
 
 
 @pytest.mark.slow  # a kernel of its own, whose zygote has not been started yet
+@pytest.mark.full
 def test_an_interrupt_while_the_clean_process_loads_torch_ends_the_cell_before_any_rank_runs(
     new_kernel: Callable[..., RealKernel],
 ) -> None:

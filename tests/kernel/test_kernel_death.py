@@ -47,6 +47,7 @@ def _sleepers(kernel: RealKernel) -> int:
     return sum(command.startswith("sleep 100") for command in kernel.family().values())
 
 
+@pytest.mark.sample(1)
 def test_nothing_survives_the_kernels_sigkill(new_kernel: Kernels, start: str) -> None:
     kernel = new_kernel()
     with_clinging_ranks(kernel, start)
@@ -58,6 +59,7 @@ def test_nothing_survives_the_kernels_sigkill(new_kernel: Kernels, start: str) -
     assert_no_survivors(kernel)
 
 
+@pytest.mark.sample(1)
 def test_nothing_survives_a_restart_and_the_new_kernel_works_at_once(new_kernel: Kernels, start: str) -> None:
     kernel = new_kernel()
     with_clinging_ranks(kernel, start)
@@ -67,6 +69,7 @@ def test_nothing_survives_a_restart_and_the_new_kernel_works_at_once(new_kernel:
     assert "again" in kernel.do(accelerate("print('again')")).stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 def test_an_idle_kernels_helpers_do_not_survive_it(new_kernel: Kernels, start: str) -> None:
     kernel = new_kernel()

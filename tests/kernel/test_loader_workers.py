@@ -72,6 +72,7 @@ def test_a_data_set_of_the_notebook_has_workers_where_the_cell_runs_in_the_kerne
     assert with_data.value("multiprocessing.get_start_method() == before")
 
 
+@pytest.mark.sample(1)
 def test_workers_that_the_notebook_used_before_do_not_disturb_those_of_ranks(with_data: RealKernel) -> None:
     """The kernel's fork server and resource tracker are no children of a rank."""
     with_data.do("data = TensorDataset(torch.arange(16.)); looked_at = sum(float(x.sum()) for x, in loaders(data)[0])")
@@ -116,6 +117,7 @@ def test_a_start_method_that_the_user_chose_stays(kernel: RealKernel, chosen: st
     assert kernel.value("total") == 120.0
 
 
+@pytest.mark.sample(1)
 def test_a_class_of_the_notebook_in_workers_that_start_afresh_is_named(kernel: RealKernel, chosen: str) -> None:
     kernel.do("from torch.utils.data import Subset")
     cell = f"sums = [float(x.sum()) for x in loaders(Subset(Numbers(), range(4)), workers=1, {chosen})[0]]"

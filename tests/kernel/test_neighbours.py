@@ -32,6 +32,7 @@ def port_29500() -> Iterator[socket.socket]:
         yield taken
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("port_29500")
 def test_two_kernels_launch_at_once_with_stale_variables_and_a_taken_port(
     kernel: RealKernel, new_kernel: Kernels, start: str

@@ -42,6 +42,7 @@ def _leaves_before_prepare() -> None:
         accelerator.prepare(torch.nn.Linear(2, 1))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("program", "call"),
     [

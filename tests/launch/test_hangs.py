@@ -244,6 +244,7 @@ def fits_with_lightning_and_goes_on_working(seconds: float) -> str:
     return "worked to its end"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_long_work_after_lightning_s_fit_is_noticed_and_ends_as_it_would(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

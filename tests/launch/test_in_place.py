@@ -296,6 +296,7 @@ def wait() -> None:
     time.sleep(30)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("begins", [lambda: None, lambda: (emit(StepEntered(0)), emit(StepsEnded()))])
 def test_outside_of_steps_an_interrupt_acts_after_a_moment(
     monkeypatch: pytest.MonkeyPatch, begins: Callable[[], Any]
@@ -305,6 +306,7 @@ def test_outside_of_steps_an_interrupt_acts_after_a_moment(
         notebook_launcher(lambda: (begins(), interrupt(), wait()), num_processes=1)
 
 
+@pytest.mark.full
 def test_a_step_that_takes_too_long_is_interrupted_and_the_user_hears_that_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -370,6 +370,7 @@ print(launch(abs, 1, args=(-2,)).value)
 """
 
 
+@pytest.mark.full
 def test_an_interrupt_while_torch_is_imported_leaves_torch_whole() -> None:
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=50)
     assert done.stdout.split() == ["interrupted", "2"], done.stderr

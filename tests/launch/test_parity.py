@@ -115,6 +115,7 @@ def assert_alike(fork: dict[str, Any], zygote: dict[str, Any]) -> None:
     assert different == {}
 
 
+@pytest.mark.sample(1)
 def test_a_cell_finds_the_same_under_both_starts(kernel: RealKernel) -> None:
     cells, facts = {}, {}
     for start in ("fork", "zygote"):
@@ -133,6 +134,7 @@ def words(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if "time" not in line.lower() and "CPU times" not in line]
 
 
+@pytest.mark.sample(1)
 def test_a_function_finds_the_same_under_both_starts(kernel: RealKernel) -> None:
     found = [kernel.value(f"nbaccel.launch(looks, 2, start_method={start!r}).values") for start in ("fork", "zygote")]
     for fork, zygote in zip(*found, strict=True):

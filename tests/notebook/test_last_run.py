@@ -70,6 +70,7 @@ def held_by(run: Run) -> set[str]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("end", ENDS)
 def test_the_run_of_a_cell_keeps_nothing_of_it_alive(notebook: Any, end: str) -> None:
     notebook.run(MAKES)

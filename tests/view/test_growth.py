@@ -36,6 +36,7 @@ def calls_of(work: Callable[[], object]) -> int:
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_neither_records_nor_frames_nor_the_history_cost_more_in_a_long_run() -> None:
     reading, drawing, frames, kept, rows = [], [], [], [], []

@@ -329,6 +329,7 @@ def bytes_of(make: Callable[[], History]) -> int:
     return used
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_million_steps_take_less_than_5_mb() -> None:
     """Two ranks; what differs by step is what could grow with their number."""
@@ -347,6 +348,7 @@ def test_a_million_steps_take_less_than_5_mb() -> None:
     assert bytes_of(million) < 5_000_000
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_all_that_eight_ranks_log_at_every_step_takes_less_than_5_mb() -> None:
     def full() -> History:

@@ -171,6 +171,7 @@ def seconds_of(function: Callable[[], object]) -> float:
     return min(once() for _ in range(20))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_a_frame_after_a_million_steps_takes_less_than_5_ms(world_size: int) -> None:
     history = History(world_size)

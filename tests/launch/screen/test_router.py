@@ -504,6 +504,7 @@ def test_the_last_lines_of_every_rank_survive_a_close_in_the_middle_of_a_flood()
     assert "lines hidden, they came too fast for a notebook" in run.screen.text
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_stays_bounded_whatever_a_rank_prints() -> None:
     program = (

@@ -94,6 +94,7 @@ def run_elsewhere(cell: str, namespace: dict[str, Any], start: str) -> dict[str,
     return dict(message["refused"]) | taken(fds[0], message["gone"], namespace)
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_that_runs_elsewhere_leaves_what_the_same_cell_leaves_here(name: str, start: str) -> None:
@@ -116,6 +117,7 @@ def made_and_run(before: str, cell: str) -> dict[str, bool]:
     return {name: namespace.get(name) is objects[name] for name in objects if not name.startswith("__")}
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("name", CELLS)
 def test_what_nobody_touched_is_as_before(name: str) -> None:
     notebook = made(CELLS[name][0])

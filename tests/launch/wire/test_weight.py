@@ -176,6 +176,7 @@ ENDLESS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("what", ENDLESS)
 def test_weighing_ends(what: str) -> None:
     value = ENDLESS[what]()

@@ -80,6 +80,7 @@ when it lets go of it after Python began to finalize, it ends in ``terminate cal
 torch 2.13 and Python 3.11 one exit in 16 of this program without nbaccel, on a busy machine."""
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_21_under_torchrun_a_program_of_plain_torch_lands_on_one_size(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -162,6 +162,7 @@ begun.wait()
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", ["is written", "fails"])
 def test_a_process_that_ends_waits_for_its_last_checkpoint_and_says_what_that_met(tmp_path: Path, fate: str) -> None:

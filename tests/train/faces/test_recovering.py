@@ -588,6 +588,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_program_under_torchrun_recovers_too(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
